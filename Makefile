@@ -1,0 +1,60 @@
+PYTHON ?= python3
+
+VENV        := .venv
+PY          := $(VENV)/bin/python
+INSTALLED   := $(VENV)/.installed
+CONSTRAINTS := scripts/constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test lint types bench figures format wheel clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED)  ## create .venv with everything that development needs
+
+# PIP_CONSTRAINT (PIP_BUILD_CONSTRAINT in newer pips) carries the pins into the isolated build environment too.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "attnscale needs Python 3.10 or newer, but '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
+	  echo "Name another one, for example: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## run the demonstration
+	$(PY) -m attnscale demo
+
+# Each worker gets one thread: workers times threads would otherwise exceed the cores. Not `python -m pytest`: that puts
+# this folder on sys.path, where `import kernels` would find ours.
+test: lint types  ## lint, types, doctests and tests
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile
+
+lint: $(INSTALLED)  ## ruff: rules and formatting, nothing is changed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(INSTALLED)  ## mypy, strict
+	$(PY) -m mypy
+
+bench: $(INSTALLED)  ## measure on this machine and write the table
+	$(PY) -m attnscale bench --output .github/assets/bench_cpu.csv
+
+figures: $(INSTALLED)  ## draw the pictures of the README
+	$(PY) scripts/plot_temperature.py
+
+format: $(INSTALLED)  ## ruff: fix and format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# setuptools copies whatever an earlier build left in build/ into the wheel, so none may stay there.
+wheel: $(INSTALLED)  ## build sdist and wheel into dist/
+	rm -rf build dist
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(PY) -m build
+	rm -rf build
+
+clean:  ## remove what was built and cached; .venv stays
+	rm -rf build dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find attnscale kernels tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
