@@ -1,0 +1,47 @@
+"""Exceptions. Every message names the argument, quotes the value and says what is accepted."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class AttnScaleError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ArgumentError(AttnScaleError, ValueError):
+    """An argument has a value or a shape that cannot be used."""
+
+
+class ArgumentTypeError(AttnScaleError, TypeError):
+    """An argument has the wrong type or dtype."""
+
+
+class BackendError(AttnScaleError, RuntimeError):
+    """The backend asked for cannot compute this call, or no backend can."""
+
+
+class MissingDependencyError(AttnScaleError, ImportError):
+    """A feature needs a package that is only installed by an extra."""
+
+
+def reject(argument: str, value: object, accepted: str) -> NoReturn:
+    """Raise the standard sentence for a value that cannot be used.
+
+    >>> reject("window", 0, "an int >= 1")
+    Traceback (most recent call last):
+    ...
+    attnscale.errors.ArgumentError: window=0 is not accepted: expected an int >= 1
+    """
+    raise ArgumentError(f"{argument}={value!r} is not accepted: expected {accepted}")
+
+
+def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
+    """Raise the standard sentence for a value of the wrong type.
+
+    >>> reject_type("beta", "hot", "a number")
+    Traceback (most recent call last):
+    ...
+    attnscale.errors.ArgumentTypeError: beta='hot' (str) is not accepted: expected a number
+    """
+    raise ArgumentTypeError(f"{argument}={value!r} ({type(value).__name__}) is not accepted: expected {accepted}")

@@ -1,0 +1,159 @@
+"""What a policy is: a function from the number of visible keys to the temperature β."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.config import write_yaml
+from attnscale.errors import reject, reject_type
+
+# Context length at which a policy's β is taken to choose the fp16 headroom of the sdpa backend.
+LONGEST_USUAL_CONTEXT = 2**20
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """The part of a policy that attention relies on; `LengthPolicy` is the base class that provides it.
+
+    `uniform` is β as a plain number where it is the same for every row there can be, else None. `peak` is a β that
+    rows of ordinary length do not exceed. `needs_query` says that the call takes the queries too.
+    """
+
+    needs_query: ClassVar[bool]
+
+    @property
+    def uniform(self) -> float | None: ...
+
+    @property
+    def peak(self) -> float: ...
+
+    def __call__(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LengthPolicy(nn.Module):
+    """Base of all policies: subclasses are keyword dataclasses whose `formula` reads like the table row.
+
+    Calling it takes the number of visible keys as an int or an integer tensor of any shape, optionally the 0-based
+    absolute positions (else position = n − 1), and returns fp32 β of the broadcast shape. Per-head policies put the
+    head axis at −2, so that n [B, 1, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1: β is always finite.
+
+    >>> from attnscale import build_policy
+    >>> build_policy("log")(torch.tensor([1, 2, 1000]))
+    tensor([0.6931, 0.6931, 6.9078])
+    """
+
+    name: ClassVar[str]
+    needs_query: ClassVar[bool] = False
+
+    peak: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # Plain fields were set before this, which nn.Module allows; parameters may be set only after it.
+        nn.Module.__init__(self)
+        self.validate()
+        self.peak = self.longest_beta()
+
+    def validate(self) -> None:
+        """Raise if a field cannot be used. Called once, on construction."""
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        """β for integer tensors n ≥ 1 and position ≥ 0, in any floating dtype."""
+        raise NotImplementedError
+
+    @property
+    def uniform(self) -> float | None:
+        """β as a plain number where it depends on nothing, else None."""
+        return None
+
+    def longest_beta(self) -> float:
+        """β at 2²⁰ keys: what the fp16 path must be able to multiply q by without overflow. Kept as `peak`."""
+        return float(self(LONGEST_USUAL_CONTEXT))
+
+    def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
+        """β in fp32 for n visible keys; see the class."""
+        visible = integers("n", n).clamp(min=1)
+        position = visible - 1 if positions is None else integers("positions", positions).clamp(min=0)
+        return self.formula(visible, position).to(torch.float32)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain data that `build_policy` takes back."""
+        return {"name": self.name} | {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as YAML that `build_policy` takes back (learned parameters live in `state_dict`)."""
+        write_yaml(path, self.to_dict())
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in self.to_dict().items() if key != "name")
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class UniformPolicy(LengthPolicy):
+    """Base of the policies whose β is one number: a constant, or a factor fixed by a configuration's length ratio."""
+
+    def value(self) -> float:
+        """β."""
+        raise NotImplementedError
+
+    @property
+    def uniform(self) -> float:
+        return self.value()
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return torch.full_like(n, self.value(), dtype=torch.float64 if _has_float64(n) else torch.float32)
+
+
+def real(x: Tensor) -> Tensor:
+    """An integer tensor as floating point: fp64 where the device has it, so that fp32 β is right to the last bit."""
+    return x.to(torch.float64 if _has_float64(x) else torch.float32)
+
+
+def ln(n: Tensor) -> Tensor:
+    """ln n with ln 1 := ln 2.
+
+    A row with one key has nothing to separate, so any β serves it in plain softmax; but β = 0 would make a kernel's
+    running maximum meaningless and, with an attention sink, would ignore the key. β(1) = β(2) avoids both.
+    """
+    return torch.log(real(n.clamp(min=2)))
+
+
+def integers(argument: str, value: object) -> Tensor:
+    """`value` as an int64 tensor; anything but an int or an integer tensor is refused."""
+    if isinstance(value, Tensor):
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+            reject_type(argument, value.dtype, "an integer dtype")
+        return value.to(torch.int64)
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        # On the host whatever the default device: a policy may be built under torch.device("meta").
+        return torch.as_tensor(value, dtype=torch.int64, device="cpu")
+    reject_type(argument, value, "an int or an integer tensor")
+
+
+def check_number(argument: str, value: object, accepted: str, *, above: float = -math.inf) -> None:
+    """Refuse anything but a finite int or float greater than `above`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        reject_type(argument, value, accepted)
+    if not math.isfinite(value) or value <= above:
+        reject(argument, value, accepted)
+
+
+def check_length(argument: str, value: object, *, least: int = 2) -> None:
+    """Refuse anything but an int of at least `least` (2: the first length whose logarithm is positive)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        reject_type(argument, value, f"an int >= {least}")
+    if value < least:
+        reject(argument, value, f"an int >= {least}")
+
+
+def _has_float64(x: Tensor) -> bool:
+    return x.device.type != "mps"

@@ -1,0 +1,124 @@
+"""From a name, a mapping or a YAML file to a policy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attnscale.config import read_yaml
+from attnscale.errors import ArgumentError, reject_type
+from attnscale.policies import laws, learned, published
+from attnscale.policies.base import LengthPolicy, Policy
+
+POLICIES: dict[str, type[LengthPolicy]] = {
+    kind.name: kind
+    for kind in (
+        laws.Constant,
+        laws.SqrtLog,
+        laws.Log,
+        laws.LogSquared,
+        laws.Power,
+        published.Yarn,
+        published.Qwen,
+        learned.SSMax,
+        published.Swan,
+        published.Llama4,
+        published.Mistral,
+        published.Grok2,
+        published.Inkling,
+        published.HypeNet,
+        published.DeepSeek,
+        published.GptOss,
+        published.LongRope,
+        published.DRoPE,
+        published.SuEntropy,
+        published.InfoScale,
+        published.Lumina,
+        learned.ASEntmax,
+        published.RandomEnergy,
+        published.Simplex,
+        published.Sphere,
+    )
+}
+
+
+def _needs_argument(kind: type[LengthPolicy]) -> bool:
+    return any(field.init and field.default is dataclasses.MISSING for field in dataclasses.fields(kind))
+
+
+# Names that stand for one policy without further arguments. What learns needs at least its number of heads.
+STATELESS: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if not _needs_argument(kind))
+
+PolicySpec = str | Path | Mapping[str, Any] | Policy
+
+
+def build_policy(spec: PolicySpec, **parameters: Any) -> Policy:
+    """A policy from its name and keywords, a mapping with the key `name`, a YAML file, or a policy (returned as it is).
+
+    Keywords given beside a mapping or a file override what it holds.
+
+    >>> build_policy("log", reference_length=2048)(8192).item()
+    1.1818...
+    >>> build_policy({"name": "log", "reference_length": 2048}, floor=True)(1024).item()
+    1.0
+    """
+    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml"))):
+        spec = read_yaml(spec)
+    if isinstance(spec, str):
+        return _build(spec, parameters)
+    if isinstance(spec, Mapping):
+        if "name" not in spec:
+            raise ArgumentError(f"policy={dict(spec)!r} is not accepted: expected the key 'name', one of {_names()}")
+        rest = {key: value for key, value in spec.items() if key != "name"}
+        return _build(spec["name"], rest | parameters)
+    if isinstance(spec, type) or not isinstance(spec, Policy):
+        reject_type("policy", spec, "a name, a mapping, a YAML file or a policy")
+    if parameters:
+        raise ArgumentError(f"parameters {sorted(parameters)} are not accepted beside a finished policy {spec!r}")
+    return spec
+
+
+def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **parameters: Any) -> Policy:
+    """A policy of its own for one attention module: as `build_policy`, with the module's shape filled in.
+
+    A finished policy is copied, so that what it learns belongs to this module alone.
+
+    >>> build_policy_for("ssmax", num_heads=8, head_dim=64)
+    SSMax(num_heads=8, reference_length=2048, init=None, bias=False)
+    """
+    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml"))):
+        spec = read_yaml(spec)
+    name = spec.get("name") if isinstance(spec, Mapping) else spec
+    if not isinstance(name, str) or name not in POLICIES:
+        return copy.deepcopy(build_policy(spec, **parameters))
+    given = set(parameters) | (set(spec) if isinstance(spec, Mapping) else set())
+    fields = {field.name for field in dataclasses.fields(POLICIES[name])}
+    shape = {"num_heads": num_heads, "head_dim": head_dim}
+    return build_policy(spec, **{key: shape[key] for key in shape if key in fields and key not in given}, **parameters)
+
+
+def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
+    kind = POLICIES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        close = difflib.get_close_matches(str(name), POLICIES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"policy={name!r} is not accepted: expected one of {_names()}.{hint}")
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    unknown = [key for key in parameters if key not in fields]
+    if unknown:
+        raise ArgumentError(
+            f"parameter {unknown[0]!r} (value {parameters[unknown[0]]!r}) is not accepted by policy {name!r}: "
+            f"it takes {', '.join(fields) or 'no parameters'}"
+        )
+    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in parameters]
+    if missing:
+        raise ArgumentError(f"policy {name!r} needs {', '.join(missing)}: it takes {', '.join(fields)}")
+    return kind(**parameters)
+
+
+def _names() -> str:
+    return ", ".join(POLICIES)

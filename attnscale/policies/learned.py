@@ -1,0 +1,116 @@
+"""Policies with trainable parameters, one set per head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnscale.errors import ArgumentError, reject_type
+from attnscale.policies.base import LONGEST_USUAL_CONTEXT, LengthPolicy, check_length, check_number, integers, ln
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SSMax(LengthPolicy):
+    """Scalable softmax (arXiv:2501.19399): s_h·ln(pos + 1), plus b_h with `bias=True`; s and b are [H] parameters.
+
+    s starts at 1/ln `reference_length`, so that β is 1 at that length, or at `init` where given (0.43 and 1.0 are also
+    in use).
+
+    >>> from attnscale import build_policy
+    >>> build_policy("ssmax", num_heads=2, reference_length=1024)(torch.tensor([32, 1024])).detach()
+    tensor([[0.5000, 1.0000],
+            [0.5000, 1.0000]])
+    """
+
+    name = "ssmax"
+    num_heads: int
+    reference_length: int = 2048
+    init: float | None = None
+    bias: bool = False
+
+    def validate(self) -> None:
+        check_length("num_heads", self.num_heads, least=1)
+        check_length("reference_length", self.reference_length)
+        if self.init is not None:
+            check_number("init", self.init, "a number, or None for 1/ln reference_length")
+        if not isinstance(self.bias, bool):
+            reject_type("bias", self.bias, "True or False")
+        self.s = nn.Parameter(torch.empty(self.num_heads))
+        self.b = nn.Parameter(torch.empty(self.num_heads)) if self.bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the start: β = 1 at the reference length."""
+        nn.init.constant_(self.s, self._start())
+        if self.b is not None:
+            nn.init.zeros_(self.b)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        log = ln(position + 1)
+        # In the logarithm's dtype: an int n gives a 0-d tensor, which would not lift s out of bf16 by itself.
+        beta = self.s[:, None].to(log.dtype) * log
+        return beta if self.b is None else beta + self.b[:, None]
+
+    def longest_beta(self) -> float:
+        # From the start value: reading the parameters would wait for the device.
+        return abs(self._start()) * math.log(LONGEST_USUAL_CONTEXT)
+
+    def _start(self) -> float:
+        return 1 / math.log(self.reference_length) if self.init is None else self.init
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ASEntmax(LengthPolicy):
+    """Adaptive scale (arXiv:2506.16640): δ + softplus(w_β·x)·(ln(pos + 2))^(2·tanh(w_γ·x)), per head and token.
+
+    x is the head's query vector [D], w_β and w_γ are [H, D] parameters. They start at zero, where β = δ + ln 2 at every
+    length; training decides on the exponent.
+
+    >>> from attnscale import build_policy
+    >>> policy = build_policy("asentmax", num_heads=4, head_dim=8)
+    >>> policy(torch.tensor([5, 6, 7]), query=torch.randn(2, 4, 3, 8)).shape
+    torch.Size([2, 4, 3])
+    """
+
+    name = "asentmax"
+    needs_query = True
+    num_heads: int
+    head_dim: int
+    delta: float = 1.0
+
+    def validate(self) -> None:
+        check_length("num_heads", self.num_heads, least=1)
+        check_length("head_dim", self.head_dim, least=1)
+        check_number("delta", self.delta, "a number >= 0", above=-math.ulp(0.0))
+        self.w_beta = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.w_gamma = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Back to the start: β = δ + ln 2 at every length."""
+        nn.init.zeros_(self.w_beta)
+        nn.init.zeros_(self.w_gamma)
+
+    def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
+        """β [B, H, Tq] in fp32 for n (or positions) [..., Tq] and queries [B, H, Tq, D]."""
+        if query is None:
+            raise ArgumentError("query=None is not accepted: asentmax needs the queries [B, H, Tq, D]")
+        if query.dim() < 3 or query.shape[-3] != self.num_heads or query.shape[-1] != self.head_dim:
+            raise ArgumentError(
+                f"query of shape {list(query.shape)} is not accepted: asentmax was built for "
+                f"[B, {self.num_heads}, Tq, {self.head_dim}]"
+            )
+        position = integers("n", n).clamp(min=1) - 1 if positions is None else integers("positions", positions)
+        x = query.to(torch.promote_types(query.dtype, torch.float32))
+        strength = F.softplus(torch.einsum("...htd,hd->...ht", x, self.w_beta.to(x.dtype)))
+        exponent = 2 * torch.tanh(torch.einsum("...htd,hd->...ht", x, self.w_gamma.to(x.dtype)))
+        beta = self.delta + strength * ln(position.clamp(min=0) + 2).to(x.dtype).pow(exponent)
+        return beta.to(torch.float32)
+
+    def longest_beta(self) -> float:
+        # softplus and tanh at their usual largest: strength 1, exponent 2.
+        return self.delta + math.log(LONGEST_USUAL_CONTEXT) ** 2

@@ -1,0 +1,296 @@
+"""The temperatures of published systems, one preset each.
+
+`n` is the number of visible keys and `position` the 0-based absolute position of the query; each preset uses the one
+its original uses. All of them act on q only, also where the original multiplies k as well (YaRN, gpt-oss, LongRoPE),
+so that cached keys stay valid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnscale.errors import reject
+from attnscale.policies.base import LengthPolicy, UniformPolicy, check_length, check_number, ln, real
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Yarn(UniformPolicy):
+    """YaRN (arXiv:2309.00071): (1 + 0.1·ln s)², s = extended length / trained length."""
+
+    name = "yarn"
+    factor: float
+    coefficient: float = 0.1
+
+    def validate(self) -> None:
+        _check_ratio(self.factor, self.coefficient)
+
+    def value(self) -> float:
+        return (1 + self.coefficient * _ln_ratio(self.factor)) ** 2
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GptOss(Yarn):
+    """gpt-oss: YaRN's factor at s = 32."""
+
+    name = "gpt_oss"
+    factor: float = 32.0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DeepSeek(UniformPolicy):
+    """DeepSeek-V2/V3: (1 + 0.1·m·ln s)², V3 has m = 1 and s = 40."""
+
+    name = "deepseek"
+    factor: float = 40.0
+    mscale: float = 1.0
+
+    def validate(self) -> None:
+        _check_ratio(self.factor, self.mscale, argument="mscale")
+
+    def value(self) -> float:
+        return (1 + 0.1 * self.mscale * _ln_ratio(self.factor)) ** 2
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LongRope(UniformPolicy):
+    """LongRoPE (arXiv:2402.13753), as in Phi-3: 1 + ln s / ln L0."""
+
+    name = "longrope"
+    factor: float
+    original_length: int
+
+    def validate(self) -> None:
+        _check_ratio(self.factor)
+        check_length("original_length", self.original_length)
+
+    def value(self) -> float:
+        return 1 + _ln_ratio(self.factor) / math.log(self.original_length)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DRoPE(UniformPolicy):
+    """DroPE: 1 + c·ln s, c = 0.412 or 0.103."""
+
+    name = "drope"
+    factor: float
+    coefficient: float = 0.412
+
+    def validate(self) -> None:
+        _check_ratio(self.factor, self.coefficient)
+
+    def value(self) -> float:
+        return 1 + self.coefficient * _ln_ratio(self.factor)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Qwen(LengthPolicy):
+    """Qwen (arXiv:2309.16609): max(1, ln(pos + 1) / ln L), L = 2048 or 8192."""
+
+    name = "qwen"
+    reference_length: int = 2048
+
+    def validate(self) -> None:
+        check_length("reference_length", self.reference_length)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return (ln(position + 1) / math.log(self.reference_length)).clamp(min=1.0)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Swan(LengthPolicy):
+    """SWAN-GPT (arXiv:2504.08719): ln(pos + a) / ln a; the constant is not published, so `a` must be given."""
+
+    name = "swan"
+    a: int
+
+    def validate(self) -> None:
+        check_length("a", self.a)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return ln(position + self.a) / math.log(self.a)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class HypeNet(Swan):
+    """HypeNet: ln(pos + a) / ln a with a = 500."""
+
+    name = "hypenet"
+    a: int = 500
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Llama4(LengthPolicy):
+    """Llama 4, layers without position embedding: 1 + 0.1·ln(1 + ⌊(pos + 1) / 8192⌋)."""
+
+    name = "llama4"
+    floor_length: int = 8192
+    coefficient: float = 0.1
+
+    def validate(self) -> None:
+        _check_steps(self.floor_length, self.coefficient)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return 1 + self.coefficient * torch.log(real(1 + (position + 1) // self.floor_length))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Mistral(LengthPolicy):
+    """Ministral 3, Mistral 4: 1 + 0.1·ln(1 + ⌊pos / L0⌋) — without the + 1; L0 = 16384 or 8192."""
+
+    name = "mistral"
+    floor_length: int = 16384
+    coefficient: float = 0.1
+
+    def validate(self) -> None:
+        _check_steps(self.floor_length, self.coefficient)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return 1 + self.coefficient * torch.log(real(1 + position // self.floor_length))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Grok2(LengthPolicy):
+    """Grok-2: 1 up to pos = T, then log₂ pos / log₂ T; T = 1024."""
+
+    name = "grok2"
+    threshold: int = 1024
+
+    def validate(self) -> None:
+        check_length("threshold", self.threshold)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return torch.log2(real(position.clamp(min=self.threshold))) / math.log2(self.threshold)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Inkling(LengthPolicy):
+    """Inkling: 1 + 0.1·ln max(1, (pos + 1) / n0), n0 = 128000."""
+
+    name = "inkling"
+    floor_length: int = 128_000
+    coefficient: float = 0.1
+
+    def validate(self) -> None:
+        _check_steps(self.floor_length, self.coefficient)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return 1 + self.coefficient * torch.log((real(position + 1) / self.floor_length).clamp(min=1.0))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SuEntropy(LengthPolicy):
+    """Entropy-invariant attention (Su, 2021): ln n / ln 512."""
+
+    name = "su_entropy"
+    reference_length: int = 512
+
+    def validate(self) -> None:
+        check_length("reference_length", self.reference_length)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return ln(n) / math.log(self.reference_length)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class InfoScale(LengthPolicy):
+    """InfoScale (arXiv:2501.08570): √(1 − n^(−2/d)) / √(1 − L^(−2/d)), d the head dimension; ≈ √(ln n / ln L)."""
+
+    name = "infoscale"
+    head_dim: int
+    reference_length: int
+
+    def validate(self) -> None:
+        check_length("head_dim", self.head_dim, least=1)
+        check_length("reference_length", self.reference_length)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        # 1 − n^(−2/d) as −expm1: the difference of nearly equal numbers would cancel for a large d.
+        information = -torch.expm1(-2 / self.head_dim * ln(n))
+        return (information / -math.expm1(-2 / self.head_dim * math.log(self.reference_length))).sqrt()
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Lumina(LengthPolicy):
+    """Training-free resolution extension (arXiv:2306.08645), as in Lumina: √(ln n / ln L)."""
+
+    name = "lumina"
+    reference_length: int
+
+    def validate(self) -> None:
+        check_length("reference_length", self.reference_length)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return (ln(n) / math.log(self.reference_length)).sqrt()
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RandomEnergy(LengthPolicy):
+    """Condensation of Gaussian scores: t·√(2 ln n) / σ, σ the standard deviation of raw scores, t = 1 critical."""
+
+    name = "rem"
+    sigma: float = 1.0
+    t: float = 1.0
+
+    def validate(self) -> None:
+        check_number("sigma", self.sigma, "a number > 0", above=0.0)
+        check_number("t", self.t, "a number > 0", above=0.0)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return self.t * (2 * ln(n)).sqrt() / self.sigma
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Simplex(LengthPolicy):
+    """Critical scale of a simplex (arXiv:2510.05554): ln n / (1 − ρ), ρ the mean cosine between tokens."""
+
+    name = "simplex"
+    rho: float
+
+    def validate(self) -> None:
+        check_number("rho", self.rho, "a number in (-1, 1)", above=-1.0)
+        if self.rho >= 1:
+            reject("rho", self.rho, "a number in (-1, 1)")
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return ln(n) / (1 - self.rho)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Sphere(LengthPolicy):
+    """Critical scale of keys uniform on the sphere in dimension d: λ·(n·C_d)^(2/(d−1)).
+
+    It is meant for cosine scores: normalise q and k and pass `scale=1`.
+    C_d = 2^((d−1)/2)·Γ(d/2) / ((d−1)·√π·Γ((d−1)/2)).
+    """
+
+    name = "sphere"
+    head_dim: int
+    strength: float = 1.0
+
+    def validate(self) -> None:
+        check_length("head_dim", self.head_dim)
+        check_number("strength", self.strength, "a number > 0", above=0.0)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        d = self.head_dim
+        ln_c = (d - 1) / 2 * math.log(2) + math.lgamma(d / 2) - math.lgamma((d - 1) / 2)
+        ln_c -= math.log(d - 1) + math.log(math.pi) / 2
+        return self.strength * torch.exp(2 / (d - 1) * (torch.log(real(n)) + ln_c))
+
+
+def _ln_ratio(factor: float) -> float:
+    return math.log(max(1.0, factor))
+
+
+def _check_ratio(factor: float, coefficient: float = 0.0, *, argument: str = "coefficient") -> None:
+    check_number("factor", factor, "a number > 0 (extended length / trained length)", above=0.0)
+    check_number(argument, coefficient, "a number >= 0", above=-math.ulp(0.0))
+
+
+def _check_steps(floor_length: int, coefficient: float) -> None:
+    check_length("floor_length", floor_length, least=1)
+    check_number("coefficient", coefficient, "a number > 0", above=0.0)
