@@ -1,0 +1,242 @@
+"""The drop-in function: scaled-dot-product attention whose temperature knows how many keys each row sees."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnscale.backends import dispatch, reference
+from attnscale.backends.call import AttentionCall
+from attnscale.backends.dispatch import Dispatch
+from attnscale.context import Context, Window
+from attnscale.describe import Packing, describe
+from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.layout import Layout, read_layout
+from attnscale.lengths import count_visible, find_positions, same_for_every_row
+from attnscale.policies import STATELESS, Policy, PolicySpec, build_policy
+
+# Built ahead, so that a name costs a look-up, also under torch.compile.
+_BY_NAME: dict[str, Policy] = {name: build_policy(name) for name in STATELESS}
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    policy: PolicySpec = "constant",
+    window: int | Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    positions: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Packing | None = None,
+    cache_offset: int | Tensor | None = None,
+    visible: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention with the positional signature of torch's, and logits β(n)·(softcap(scale·q·k) + mask).
+
+    n is what each row may see, whatever hides the rest. With the default policy this is standard attention, at no cost.
+
+    Args:
+        query, key, value: [..., H, Tq, D], [..., Hkv, Tk, D], [..., Hkv, Tk, Dv]; without H it is one head.
+        attn_mask: broadcasts to [..., H, Tq, Tk]; bool (True: visible) or additive (≤ −10⁴: hidden). The finite part of
+            an additive mask is part of the score: β multiplies it.
+        dropout_p, scale, enable_gqa: as in torch.
+        is_causal: row i sees up to its own slot; slots are torch's top-left ones unless `cache_offset`, `positions` or
+            `cu_seqlens` say otherwise. Goes together with every other restriction.
+        policy: a name, a mapping, a YAML file or a policy. What learns must be built once: `build_policy(...)`.
+        window: w for keys nearer than w slots (with `is_causal`: the last w, itself included), or (left, right).
+        softcap: c for c·tanh(score / c), before the mask is added.
+        sinks: [H] logits of a key with value zero, not scaled by β and not counted in n.
+        positions: [Tq] or [..., Tq], 0-based position of each query in its sequence.
+        key_padding: [Tk] or [..., Tk], True where the key is padding (as `key_padding_mask` of torch).
+        document_ids: [Tk] or [..., Tk]; a run of equal ids is one packed document.
+        cu_seqlens: [documents + 1] edges of packed documents; a pair if queries and keys are packed differently (the
+            queries of a document are then its last tokens).
+        cache_offset: int or [B], keys in the cache before the first query: query i lies in slot `cache_offset + i`.
+        visible: n itself, [Tq], [B, Tq] or [B, H, Tq], where this process does not hold all keys (context parallel).
+        backend: "auto", or a name that is then used or refused, never replaced.
+
+    >>> q = k = v = torch.randn(1, 2, 16, 8)
+    >>> scaled_dot_product_attention(q, k, v, is_causal=True, policy="log").shape
+    torch.Size([1, 2, 16, 8])
+    """
+    chosen = _resolve(policy)
+    layout = read_layout(query, key, value, enable_gqa)
+    dispatch.check_backend(backend)
+    rules = (window, positions, key_padding, document_ids, cu_seqlens, cache_offset, visible)
+    if (
+        chosen.uniform == 1.0
+        and backend != "reference"
+        and softcap is None
+        and sinks is None
+        and not (is_causal and attn_mask is not None)
+        and all(rule is None for rule in rules)
+    ):
+        # Nothing to add: the same call, to the bit.
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    call = _prepare(
+        layout,
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        policy=chosen,
+        softcap=softcap,
+        sinks=sinks,
+        window=window,
+        positions=positions,
+        key_padding=key_padding,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        cache_offset=cache_offset,
+        visible=visible,
+    )
+    return layout.restore(dispatch.run(call, backend))
+
+
+def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
+    """The weights [..., H, Tq, Tk] that `scaled_dot_product_attention` would use, for looking at small cases.
+
+    Takes its keywords but for `value` and `backend`. Memory is that of the result; rows that see nothing are zero.
+
+    >>> q = torch.zeros(1, 1, 3, 4)
+    >>> attention_weights(q, q, is_causal=True)[0, 0]
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000],
+            [0.3333, 0.3333, 0.3333]])
+    """
+    layout, call, _ = _bind(query, key, key, **arguments)
+    return layout.restore(reference.attention_weights(call))
+
+
+def explain_dispatch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Dispatch:
+    """Which backend `scaled_dot_product_attention` would use for these arguments, and why not the others.
+
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
+    backend    usable  reason
+    sdpa       no      torch's SDPA has no softcap
+    reference  yes     chosen: the first usable one
+    """
+    _, call, backend = _bind(query, key, value, *args, **kwargs)
+    return dispatch.explain(call, backend)
+
+
+def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str]:
+    """The call that `scaled_dot_product_attention` would make of its arguments, and the backend asked for."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    backend, policy = given.pop("backend"), _resolve(given.pop("policy"))
+    dispatch.check_backend(backend)
+    layout = read_layout(given["query"], given["key"], given["value"], given.pop("enable_gqa"))
+    return layout, _prepare(layout, policy=policy, **given), backend
+
+
+def _prepare(
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    *,
+    policy: Policy,
+    softcap: float | None,
+    sinks: Tensor | None,
+    **rules: Any,
+) -> AttentionCall:
+    _check_numbers(layout, scale, dropout_p, softcap, sinks)
+    context = describe(
+        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
+    )
+    query = layout.flatten(query)
+    return AttentionCall(
+        query=query,
+        key=layout.flatten(key),
+        value=layout.flatten(value),
+        context=context,
+        beta=temperature(policy, context, query),
+        peak=policy.peak,
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tensor:
+    """β for every row of a context: a float where all rows share it and the host knows it, else [B|1, H|1, Tq]."""
+    if policy.uniform is not None:
+        return policy.uniform
+    positions = find_positions(context)
+    if policy.needs_query:
+        return _checked(policy(count_visible(context), positions=positions, query=query), query)
+    n = same_for_every_row(context)
+    if n is not None and context.positions is None and not torch.compiler.is_compiling():
+        beta = policy(n, positions=_host_position(context))
+        if beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu":
+            return float(beta)
+    return _checked(policy(count_visible(context), positions=positions), query)
+
+
+def _host_position(context: Context) -> Tensor | None:
+    if not context.causal or not isinstance(context.slot, int) or context.left is None:
+        return None
+    return torch.tensor(context.slot)
+
+
+def _checked(beta: Tensor, query: Tensor) -> Tensor:
+    """β [B|1, H|1, Tq]; a policy built for another number of heads is refused here, by name of the shapes."""
+    while beta.dim() < 3:
+        beta = beta[None]
+    batch, heads, rows = query.shape[:3]
+    if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
+        raise ArgumentError(
+            f"policy gives β of shape {list(beta.shape)}, which is not accepted: expected one that broadcasts to "
+            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads?"
+        )
+    return beta
+
+
+def _resolve(policy: PolicySpec) -> Policy:
+    if not isinstance(policy, str):
+        return build_policy(policy)
+    return _BY_NAME[policy] if policy in _BY_NAME else build_policy(policy)
+
+
+def _check_numbers(
+    layout: Layout, scale: float | None, dropout_p: float, softcap: float | None, sinks: Tensor | None
+) -> None:
+    if scale is not None and not isinstance(scale, (int, float)):
+        reject_type("scale", scale, "a number or None")
+    if not 0.0 <= dropout_p <= 1.0:
+        reject("dropout_p", dropout_p, "a probability in [0, 1]")
+    if softcap is not None and not softcap > 0.0:
+        reject("softcap", softcap, "a number > 0 or None")
+    if sinks is not None and tuple(sinks.shape) != (layout.heads,):
+        reject("sinks", list(sinks.shape), f"a tensor [{layout.heads}], one logit per head")
+
+
+_SIGNATURE = inspect.signature(scaled_dot_product_attention)

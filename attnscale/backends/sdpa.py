@@ -1,0 +1,80 @@
+"""torch's own scaled-dot-product attention, with β folded into the query."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnscale.backends.call import AttentionCall
+from attnscale.context import shown
+
+
+class SdpaBackend:
+    """β goes into q, in fp32 and rounded once; a β shared by all rows goes through `scale` and is not rounded."""
+
+    name = "sdpa"
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        if call.softcap is not None:
+            return "torch's SDPA has no softcap"
+        if call.sinks is not None:
+            return "torch's SDPA has no attention sinks"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        start, stop = call.context.key_range()
+        key, value = call.key[..., start:stop, :], call.value[..., start:stop, :]
+        query, scale = fold(call)
+        mask, is_causal = torch_mask(call, start, stop)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=call.dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1],
+        )
+
+
+def fold(call: AttentionCall) -> tuple[Tensor, float]:
+    """The query times β and the scale that goes with it: their product is q·β·scale.
+
+    In fp16 the query is also divided by a power of two that covers the policy's β, and the scale multiplied by it,
+    both exactly: so β·q overflows only where q does.
+    """
+    if isinstance(call.beta, float):
+        return call.query, call.scale * call.beta
+    cover = 2.0 ** math.ceil(math.log2(max(1.0, call.peak))) if call.query.dtype == torch.float16 else 1.0
+    beta = call.beta if cover == 1.0 else call.beta / cover
+    return (call.query * beta[..., None]).to(call.query.dtype), call.scale * cover
+
+
+def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | None, bool]:
+    """`attn_mask` and `is_causal` for torch over the slots [start, stop); no mask is built where torch needs none."""
+    context = call.context
+    if context.is_plain and context.left is None:
+        if context.right is None or context.queries == 1:
+            return None, False  # every key outside the range is already cut off
+        if context.right == 0 and context.slot == 0:
+            return None, True
+    visible = context.dense(start, stop)
+    bias = call.bias
+    if bias is None:
+        return visible, False
+    bias = bias[..., start:stop]
+    if isinstance(call.beta, Tensor) or call.beta != 1.0:
+        beta = call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta
+        # Hidden entries stay out of the product: −∞·β is −∞ at best. fp32, so that the bias is not rounded twice.
+        bias = torch.where(shown(bias), bias.to(torch.promote_types(bias.dtype, torch.float32)), 0.0) * beta
+    else:
+        bias = bias.to(torch.promote_types(bias.dtype, call.query.dtype))
+    if call.query.dtype == torch.float64:
+        bias = bias.to(torch.float64)
+    elif bias.dtype != call.query.dtype:
+        bias = bias.to(torch.float32)
+    return bias if visible is None else torch.where(visible, bias, -math.inf), False
