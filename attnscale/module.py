@@ -1,0 +1,230 @@
+"""Drop-in modules: `ScaledDotProductAttention` and `MultiheadAttention`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnscale.attention import attention_weights, scaled_dot_product_attention
+from attnscale.errors import ArgumentError, ArgumentTypeError
+from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+
+
+class ScaledDotProductAttention(nn.Module):
+    """`scaled_dot_product_attention` with a policy of its own, whose parameters, if any, are the module's.
+
+    >>> attention = ScaledDotProductAttention("log", reference_length=2048)
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> attention(q, q, q, is_causal=True).shape
+    torch.Size([1, 2, 16, 8])
+    """
+
+    policy: Policy
+
+    def __init__(self, policy: PolicySpec = "constant", **parameters: Any) -> None:
+        super().__init__()
+        self.policy = build_policy(policy, **parameters)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **rules: Any,
+    ) -> Tensor:
+        """Attention [..., H, Tq, Dv]; arguments are those of `scaled_dot_product_attention`."""
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=self.policy, **rules
+        )
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with a temperature policy: same constructor, calls and `state_dict` keys.
+
+    Differences: `is_causal=True` does not need `attn_mask`; rows that see nothing give zeros, not NaN; nested tensors
+    are refused. Keys that `add_bias_kv` and `add_zero_attn` append are seen by every row and counted in n.
+
+    >>> attention = MultiheadAttention(32, 4, batch_first=True, policy="ssmax")
+    >>> x = torch.randn(2, 10, 32)
+    >>> output, weights = attention(x, x, x, is_causal=True)
+    >>> output.shape, weights.shape
+    (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]))
+    """
+
+    policy: Policy
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: PolicySpec = "constant",
+    ) -> None:
+        if num_heads > 0 and embed_dim % num_heads:
+            raise ArgumentError(f"embed_dim={embed_dim} is not accepted: expected a multiple of num_heads={num_heads}")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.adopt(build_policy_for(policy, num_heads=num_heads, head_dim=self.head_dim))
+
+    def adopt(self, policy: Policy) -> None:
+        """Take a policy, on this module's device, and step out of torch's fused inference path.
+
+        `nn.TransformerEncoderLayer` calls a fused kernel with this module's weights, and so without its policy, unless
+        `_qkv_same_embed_dim` is false; once the parameters exist, only `_reset_parameters` reads that flag otherwise.
+        """
+        if isinstance(policy, nn.Module):
+            policy.to(self.out_proj.weight.device)
+        self.policy = policy
+        self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        # torch's reads the flag that `adopt` clears to tell packed from separate projections.
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output like the query and, with `need_weights`, the weights [N, Tq, Tk] (or [N, H, Tq, Tk] per head).
+
+        Masks are torch's: bool True hides, floats are added; `is_causal` beside a mask says that the mask is causal.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ArgumentTypeError("a nested tensor is not accepted: expected padded tensors and key_padding_mask")
+        if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
+            raise ArgumentError(
+                f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
+                "accepted: expected 2 dimensions each, or 3 with a batch"
+            )
+        batched = query.dim() == 3
+        query, key, value = (self._batch_first(x, batched) for x in (query, key, value))
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+        self._check_shapes(query, key, value, attn_mask, key_padding_mask)
+
+        q, k, v = self._project(query, key, value)
+        added = k.shape[1] - key.shape[1]
+        hint = is_causal and attn_mask is not None
+        if hint and key_padding_mask is None and not need_weights and not added:
+            attn_mask = None  # the hint replaces the mask it describes
+        elif is_causal and (hint or added):
+            is_causal = False
+            if not hint:
+                attn_mask = torch.ones(q.shape[1], key.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        mask, padding = self._masks(attn_mask, key_padding_mask, added, q.dtype)
+
+        q, k, v = (rearrange(x, "n t (h d) -> n h t d", h=self.num_heads) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        rules: dict[str, Any] = {"attn_mask": mask, "key_padding": padding, "is_causal": is_causal}
+        weights = None
+        if need_weights:
+            weights = attention_weights(q, k, policy=self.policy, **rules).to(q.dtype)
+            weights = F.dropout(weights, dropout)
+            attended = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights[0]
+        else:
+            attended = scaled_dot_product_attention(q, k, v, dropout_p=dropout, policy=self.policy, **rules)
+        out = self.out_proj(rearrange(attended, "n h t d -> n t (h d)"))
+        if not batched:
+            return out[0], weights
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+        if not batched:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _check_shapes(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, padding: Tensor | None
+    ) -> None:
+        """Refuse what torch refuses; some of it would otherwise broadcast into another meaning."""
+        (n, rows, _), keys = query.shape, key.shape[1]
+        accepted = {
+            "query": (query, ([n, rows, self.embed_dim],)),
+            "key": (key, ([n, keys, self.kdim],)),
+            "value": (value, ([n, keys, self.vdim],)),
+            "attn_mask": (attn_mask, ([rows, keys], [n * self.num_heads, rows, keys])),
+            "key_padding_mask": (padding, ([n, keys],)),
+        }
+        for name, (tensor, shapes) in accepted.items():
+            if tensor is not None and list(tensor.shape) not in shapes:
+                raise ArgumentError(
+                    f"{name} of shape {list(tensor.shape)} is not accepted: expected {' or '.join(map(str, shapes))} "
+                    "(batch first; N = 1 where there is no batch)"
+                )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In-projections [N, T, E], with the key and value that torch's options append."""
+        if self.in_proj_weight is not None and query is key is value:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            if self.in_proj_weight is not None:
+                weights = self.in_proj_weight.chunk(3)
+            else:
+                weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1).to(k.dtype)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1).to(v.dtype)], dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return q, k, v
+
+    def _masks(
+        self, attn_mask: Tensor | None, padding: Tensor | None, added: int, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """torch's two masks as ours: `attn_mask` (True: visible) and `key_padding`; appended keys are visible."""
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+            if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+                raise ArgumentTypeError(f"{name} of {mask.dtype} is not accepted: expected bool or a floating dtype")
+        if attn_mask is not None:
+            if attn_mask.dim() == 3:
+                attn_mask = rearrange(attn_mask, "(n h) q k -> n h q k", h=self.num_heads)
+            attn_mask = F.pad(attn_mask, (0, added), value=False if attn_mask.dtype == torch.bool else 0.0)
+        if padding is not None:
+            padding = F.pad(padding, (0, added), value=False if padding.dtype == torch.bool else 0.0)
+        if padding is not None and padding.dtype != torch.bool:
+            # A float padding mask is added to the scores: it joins the other one.
+            padding = padding[:, None, None]
+            attn_mask = padding if attn_mask is None else padding + _additive(attn_mask, dtype)
+            padding = None
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask
+        return attn_mask, padding
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
