@@ -1,0 +1,7 @@
+"""`python -m attnscale`."""
+
+import sys
+
+from attnscale.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measuring cost: ratios in one interleaved run, never absolute times."""

@@ -1,0 +1,44 @@
+"""How much longer one function takes than another, on a machine that is shared and noisy."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Spread(NamedTuple):
+    """The median of a measured ratio and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Spread:
+    """Time of `candidate` over time of `baseline`: both run in each round, in random order, after a warm-up.
+
+    What disturbs the machine for longer than a round disturbs both; the median drops what disturbs one.
+    """
+    shuffle = random.Random(0)
+    for _ in range(2):
+        baseline()
+        candidate()
+    ratios = []
+    for _ in range(rounds):
+        if shuffle.random() < 0.5:
+            slow = _seconds(candidate)
+            ratios.append(slow / _seconds(baseline))
+        else:
+            fast = _seconds(baseline)
+            ratios.append(_seconds(candidate) / fast)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return Spread(median, low, high)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

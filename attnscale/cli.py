@@ -1,0 +1,128 @@
+"""The command line: `attnscale doctor | policies | demo | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnscale.errors import AttnScaleError, reject
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code is 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(prog="attnscale", description="Attention whose temperature knows its context.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="versions, devices and a self-check of every backend")
+    commands.add_parser("policies", help="every temperature policy with its parameters")
+    commands.add_parser("demo", help="five laws in one attention stack, at growing length")
+    bench = commands.add_parser("bench", help="cost against torch's attention, as ratios in one run")
+    bench.add_argument("--output", type=Path, default=Path("bench.csv"), help="CSV to write (default: %(default)s)")
+    bench.add_argument("--config", type=Path, help="YAML with lengths, policies and rounds (default: built in)")
+    options = parser.parse_args(arguments)
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+    except ImportError:
+        print("attnscale: the command line needs rich: pip install 'attnscale[cli]'", file=sys.stderr)
+        return 2
+    console = Console()
+    try:
+        if options.command == "doctor":
+            _doctor(console)
+        elif options.command == "policies":
+            _policies(console)
+        elif options.command == "demo":
+            _demo(console)
+        else:
+            _bench(console, options.output, options.config)
+    except AttnScaleError as error:
+        Console(stderr=True).print(
+            f"[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        return 2
+    return 0
+
+
+def _doctor(console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from attnscale.doctor import doctor
+
+    table = Table("", "", "", title="attnscale doctor", show_header=False, title_justify="left")
+    previous = ""
+    for topic, subject, value in doctor().findings:
+        if previous and topic != previous:
+            table.add_section()
+        table.add_row("" if topic == previous else f"[bold]{topic}[/]", subject, escape(value))
+        previous = topic
+    console.print(table)
+
+
+def _policies(console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from attnscale.policies import POLICIES
+
+    table = Table("policy", "parameters", "β", title="Temperature policies", title_justify="left")
+    for name, kind in POLICIES.items():
+        fields = [field for field in dataclasses.fields(kind) if field.init]
+        parameters = ", ".join(f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default}" for f in fields)
+        table.add_row(name, parameters, escape((kind.__doc__ or "").strip().splitlines()[0]))
+    console.print(table)
+
+
+def _demo(console: Console) -> None:
+    from rich.table import Table
+
+    from attnscale.demo import LENGTHS, measure
+
+    results = {(cell.policy, cell.length): cell for cell in measure()}
+    table = Table(title="One attention stack, five temperature laws", title_justify="left")
+    table.add_column("β(n)")
+    table.add_column("")
+    for length in LENGTHS:
+        table.add_column(f"n = {length}", justify="right")
+    for name in dict.fromkeys(policy for policy, _ in results):
+        cells = [results[name, length] for length in LENGTHS]
+        table.add_row(f"[bold]{name}[/]", "β", *(f"{cell.beta:.2f}" for cell in cells))
+        table.add_row("", "w_max", *(f"[cyan]{cell.w_max:.3f}[/]" for cell in cells))
+        table.add_row("", "entropy", *(f"{cell.entropy:.2f}" for cell in cells), end_section=True)
+    console.print(table)
+    console.print(
+        "Means over heads and the last 64 rows of the second layer; entropy in nats, ln n for uniform attention.\n"
+        "With constant β the largest weight fades as the context grows; a law that grows too fast leaves one key.",
+        highlight=False,
+    )
+
+
+def _bench(console: Console, output: Path, config: Path | None) -> None:
+    from rich.markup import escape
+    from rich.progress import track
+    from rich.table import Table
+
+    from attnscale.bench.cost import Plan, cases, summarise
+    from attnscale.bench.rows import write_rows
+
+    if output.is_dir():
+        reject("output", str(output), "a CSV file, not a directory")
+    plan = Plan.read(config)
+    work = list(cases(plan))
+    rows = [row for case in track(work, "measuring", console=console, transient=True) for row in case.measure()]
+    write_rows(output, rows)
+    table = Table("metric", "n", "mode", "policy", "ratio", "half of runs", "target", title=escape(str(output)))
+    for line in summarise(rows):
+        table.add_row(*line)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
