@@ -1,0 +1,54 @@
+"""Keyword arguments with which every policy there is can be built, for tests that go through all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.policies import Policy, build_policy
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "sqrt_log": {},
+    "log": {},
+    "log_squared": {},
+    "power": {"exponent": 0.5},
+    "yarn": {"factor": 4},
+    "qwen": {},
+    "ssmax": {"num_heads": 4},
+    "swan": {"a": 1000},
+    "llama4": {},
+    "mistral": {},
+    "grok2": {},
+    "inkling": {},
+    "hypenet": {},
+    "deepseek": {},
+    "gpt_oss": {},
+    "longrope": {"factor": 32, "original_length": 4096},
+    "drope": {"factor": 4},
+    "su_entropy": {},
+    "infoscale": {"head_dim": 64, "reference_length": 2048},
+    "lumina": {"reference_length": 2048},
+    "asentmax": {"num_heads": 4, "head_dim": 16},
+    "rem": {},
+    "simplex": {"rho": 0.5},
+    "sphere": {"head_dim": 64},
+}
+
+LEARNED = ("ssmax", "asentmax")
+FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED)
+
+
+def build(name: str) -> Policy:
+    """The policy of that name with the arguments of the catalogue."""
+    return build_policy(name, **ARGUMENTS[name])
+
+
+def temperature(policy: Policy, n: int | Tensor) -> Tensor:
+    """β, with queries of ones for a policy that reads them."""
+    if not policy.needs_query:
+        return policy(n)
+    rows = n.shape[-1] if isinstance(n, Tensor) and n.dim() else 1
+    return policy(n, query=torch.ones(1, policy.num_heads, rows, policy.head_dim))
