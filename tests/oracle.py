@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ def _size(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
+@cache
 def visibility(
     queries: int,
     keys: int,
@@ -90,8 +91,8 @@ def visibility(
     causal: bool = False,
     window: int | None = None,
     offset: int = 0,
-    documents: list[int] | None = None,
-    padding: list[bool] | None = None,
+    documents: tuple[int, ...] | None = None,
+    padding: tuple[bool, ...] | None = None,
 ) -> Tensor:
     """Which key each row may see, [Tq, Tk], decided one pair at a time from the plain words of the rules."""
     table = torch.zeros(queries, keys, dtype=torch.bool)

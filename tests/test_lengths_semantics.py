@@ -121,17 +121,13 @@ def test_packed_documents_equal_separate_ones(policy, say, causal, window):
     q, k, v = sequence(batch=1)
     lengths = [1, 2, 20, 17]
     edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
-    ids = torch.repeat_interleave(torch.tensor([5, 3, 9, 3]), torch.tensor(lengths))
-    ids[0] = 3  # a run of its own next to another id is what counts, not the number
-    ids[1:3] = 4
+    documents = tuple(torch.bucketize(torch.arange(TOKENS), edges[1:], right=True).tolist())
+    # What counts is a run of equal ids, not the number: the first and the last document share theirs.
+    ids = torch.tensor([3, 4, 9, 3])[list(documents)]
     rule = {
         "cu_seqlens": {"cu_seqlens": edges},
         "document_ids": {"document_ids": ids},
-        "mask": {
-            "attn_mask": visibility(
-                TOKENS, TOKENS, documents=torch.bucketize(torch.arange(TOKENS), edges[1:], right=True).tolist()
-            )
-        },
+        "mask": {"attn_mask": visibility(TOKENS, TOKENS, documents=documents)},
     }[say]
     packed = attend(q, k, v, is_causal=causal, window=window, policy=policy, **rule)
     for start, length in zip(edges[:-1].tolist(), lengths, strict=True):
@@ -210,8 +206,8 @@ def test_counting_agrees_with_the_mask_written_out(data):
     queries = data.draw(st.integers(1, keys))
     offset = data.draw(st.integers(0, keys - queries))
     causal, window = data.draw(st.booleans()), data.draw(st.none() | st.integers(1, 14))
-    documents = sorted(data.draw(st.lists(st.integers(0, 3), min_size=keys, max_size=keys)))
-    padding = data.draw(st.lists(st.booleans(), min_size=keys, max_size=keys))
+    documents = tuple(sorted(data.draw(st.lists(st.integers(0, 3), min_size=keys, max_size=keys))))
+    padding = tuple(data.draw(st.lists(st.booleans(), min_size=keys, max_size=keys)))
     packed, padded = data.draw(st.booleans()), data.draw(st.booleans())
     visible = visibility(
         queries,
@@ -242,7 +238,7 @@ def test_backends_hide_what_the_mask_written_out_hides(data):
     queries = data.draw(st.integers(1, keys))
     offset = data.draw(st.integers(0, keys - queries))
     causal, window = data.draw(st.booleans()), data.draw(st.none() | st.integers(1, 12))
-    padding = data.draw(st.lists(st.booleans(), min_size=keys, max_size=keys))
+    padding = tuple(data.draw(st.lists(st.booleans(), min_size=keys, max_size=keys)))
     visible = visibility(queries, keys, causal=causal, window=window, offset=offset, padding=padding)
     q, k, v = tensors((1, 2, queries, 8), (1, 2, keys, 8))
     expected = scaled_dot_product_attention(q, k, v, visible, policy="log", backend="reference")
