@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a mistake of the user's."""
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+    except ImportError:
+        print("attnscale: the command line needs rich: pip install 'attnscale[cli]'", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="attnscale", description="Attention whose temperature knows its context.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, devices and a self-check of every backend")
@@ -26,12 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--output", type=Path, default=Path("bench.csv"), help="CSV to write (default: %(default)s)")
     bench.add_argument("--config", type=Path, help="YAML with lengths, policies and rounds (default: built in)")
     options = parser.parse_args(arguments)
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-    except ImportError:
-        print("attnscale: the command line needs rich: pip install 'attnscale[cli]'", file=sys.stderr)
-        return 2
     console = Console()
     try:
         if options.command == "doctor":

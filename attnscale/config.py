@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from attnscale.errors import MissingDependencyError, reject
+from attnscale.files import write_whole
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     yaml = _yaml()
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         reject("path", str(path), f"well-formed YAML ({error})")
     if not isinstance(content, dict):
         reject("path", str(path), f"a YAML mapping at the top level, not {type(content).__name__}")
@@ -35,17 +34,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def write_yaml(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML, whole or not at all: a failure leaves any earlier file as it was."""
-    path = Path(path)
-    text = _yaml().safe_dump(dict(content), sort_keys=False)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Write a mapping as YAML, whole or not at all."""
+    write_whole(path, _yaml().safe_dump(dict(content), sort_keys=False))
 
 
 def _yaml() -> ModuleType:

@@ -17,6 +17,9 @@ from attnscale.errors import reject, reject_type
 # Context length at which a policy's β is taken to choose the fp16 headroom of the sdpa backend.
 LONGEST_USUAL_CONTEXT = 2**20
 
+# No length is longer: int64 arithmetic on lengths cannot overflow below it.
+LONGEST_CONTEXT = 2**62
+
 
 @runtime_checkable
 class Policy(Protocol):
@@ -42,8 +45,9 @@ class LengthPolicy(nn.Module):
     """Base of all policies: subclasses are keyword dataclasses whose `formula` reads like the table row.
 
     Calling it takes the number of visible keys as an int or an integer tensor of any shape, optionally the 0-based
-    absolute positions (else position = n − 1), and returns fp32 β of the broadcast shape. Per-head policies put the
-    head axis at −2, so that n [B, 1, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1: β is always finite.
+    absolute positions (else position = n − 1), and returns fp32 β that broadcasts with them. Per-head policies put the
+    head axis at −2, so n has to have it: n [B, 1, Tq] gives β [B, H, Tq]. Rows without a
+    key count as n = 1.
 
     >>> from attnscale import build_policy
     >>> build_policy("log")(torch.tensor([1, 2, 1000]))
@@ -60,6 +64,8 @@ class LengthPolicy(nn.Module):
         nn.Module.__init__(self)
         self.validate()
         self.peak = self.longest_beta()
+        if not math.isfinite(self.peak):
+            reject("policy", self, f"parameters whose β is finite in fp32 at {LONGEST_USUAL_CONTEXT} keys")
 
     def validate(self) -> None:
         """Raise if a field cannot be used. Called once, on construction."""
@@ -85,9 +91,9 @@ class LengthPolicy(nn.Module):
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain data that `build_policy` takes back."""
-        return {"name": self.name} | {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init
-        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        # A number may be of a subclass of float, such as numpy's, which YAML would not write.
+        return {"name": self.name} | {k: float(v) if isinstance(v, float) else v for k, v in values.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the policy as YAML that `build_policy` takes back (learned parameters live in `state_dict`)."""
@@ -140,19 +146,19 @@ def integers(argument: str, value: object) -> Tensor:
 
 
 def check_number(argument: str, value: object, accepted: str, *, above: float = -math.inf) -> None:
-    """Refuse anything but a finite int or float greater than `above`."""
+    """Refuse anything but an int or float greater than `above` that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         reject_type(argument, value, accepted)
-    if not math.isfinite(value) or value <= above:
-        reject(argument, value, accepted)
+    if not abs(value) <= torch.finfo(torch.float32).max or value <= above:
+        reject(argument, value, f"{accepted}, finite in fp32")
 
 
 def check_length(argument: str, value: object, *, least: int = 2) -> None:
     """Refuse anything but an int of at least `least` (2: the first length whose logarithm is positive)."""
     if isinstance(value, bool) or not isinstance(value, int):
         reject_type(argument, value, f"an int >= {least}")
-    if value < least:
-        reject(argument, value, f"an int >= {least}")
+    if not least <= value <= LONGEST_CONTEXT:
+        reject(argument, value, f"an int >= {least} and <= {LONGEST_CONTEXT}")
 
 
 def _has_float64(x: Tensor) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject_type
 from attnscale.policies import laws, learned, published
@@ -117,6 +119,9 @@ def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in parameters]
     if missing:
         raise ArgumentError(f"policy {name!r} needs {', '.join(missing)}: it takes {', '.join(fields)}")
+    for key, value in parameters.items():
+        if isinstance(value, (Tensor, nn.Module)):
+            reject_type(key, value, "a plain number: a policy makes its own parameters")
     return kind(**parameters)
 
 

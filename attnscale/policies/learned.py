@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnscale.errors import ArgumentError, reject_type
+from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies.base import LONGEST_USUAL_CONTEXT, LengthPolicy, check_length, check_number, integers, ln
 
 
@@ -97,18 +97,22 @@ class ASEntmax(LengthPolicy):
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
         """β [B, H, Tq] in fp32 for n (or positions) [..., Tq] and queries [B, H, Tq, D]."""
-        if query is None:
-            raise ArgumentError("query=None is not accepted: asentmax needs the queries [B, H, Tq, D]")
+        if not isinstance(query, Tensor):
+            reject_type("query", query, "a tensor: asentmax needs the queries [B, H, Tq, D]")
         if query.dim() < 3 or query.shape[-3] != self.num_heads or query.shape[-1] != self.head_dim:
             raise ArgumentError(
                 f"query of shape {list(query.shape)} is not accepted: asentmax was built for "
                 f"[B, {self.num_heads}, Tq, {self.head_dim}]"
             )
-        position = integers("n", n).clamp(min=1) - 1 if positions is None else integers("positions", positions)
+        visible = integers("n", n).clamp(min=1)
+        position = visible - 1 if positions is None else integers("positions", positions).clamp(min=0)
+        if position.dim() and position.shape[-1] not in (1, query.shape[-2]):
+            reject("n or positions", list(position.shape), f"one that broadcasts with {query.shape[-2]} query rows")
         x = query.to(torch.promote_types(query.dtype, torch.float32))
-        strength = F.softplus(torch.einsum("...htd,hd->...ht", x, self.w_beta.to(x.dtype)))
-        exponent = 2 * torch.tanh(torch.einsum("...htd,hd->...ht", x, self.w_gamma.to(x.dtype)))
-        beta = self.delta + strength * ln(position.clamp(min=0) + 2).to(x.dtype).pow(exponent)
+        # Products and sums rather than a matrix product, which autocast would do in half precision.
+        strength = F.softplus((x * self.w_beta[:, None]).sum(-1))
+        exponent = 2 * torch.tanh((x * self.w_gamma[:, None]).sum(-1))
+        beta = self.delta + strength * ln(position + 2).to(x.dtype).pow(exponent)
         return beta.to(torch.float32)
 
     def longest_beta(self) -> float:

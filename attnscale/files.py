@@ -1,0 +1,25 @@
+"""Writing files whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text file; a failure at any point leaves an earlier file of that name as it was, and no other.
+
+    >>> import tempfile
+    >>> target = Path(tempfile.mkdtemp(), "note.txt")
+    >>> write_whole(target, "kept")
+    >>> target.read_text()
+    'kept'
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
