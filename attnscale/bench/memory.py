@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 def peak_bytes(function: Callable[[], object]) -> int:
     """The largest sum of CPU allocations alive at once, from the profiler's record of every one.
 
+    >>> import torch
     >>> peak_bytes(lambda: torch.empty(1024, dtype=torch.float32))
     4096
     """

@@ -1,0 +1,241 @@
+"""`python -m attnscale`, as a user meets it."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnscale
+import attnscale_kernels
+from attnscale import demo
+from attnscale.bench.rows import Row
+from attnscale.cli import main
+from attnscale.policies import POLICIES
+
+COLUMNS = ["kernel", "provider", "mode", "metric", "x", "y", "low", "high", "config", "device", "version"]
+ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attnscale_kernels)]
+TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds: [2]\nimports: 2\n"
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+    environment |= {"NO_COLOR": "1", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
+    environment["PYTHONPATH"] = os.pathsep.join([*ROOTS, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "attnscale", *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+        cwd=cwd,
+        timeout=120,
+    )
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a printed table."""
+    lines = [line for line in table.splitlines() if line.startswith(("│", "┃"))]
+    return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
+
+
+def test_doctor_shows_versions_devices_and_backends() -> None:
+    finished = run("doctor")
+    assert finished.returncode == 0, finished.stderr
+    rows, topic, found = cells(finished.stdout), "", {}
+    for head, subject, value in rows:
+        topic = head or topic
+        found[topic, subject] = value
+    assert {topic for topic, _ in found} == {"version", "device", "backend", "kernels"}
+    assert found["version", "torch"] == torch.__version__
+    assert found["version", "python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"attnscale", "einops", "triton", "transformers"} <= {
+        subject for topic, subject in found if topic == "version"
+    }
+    assert "threads" in found["device", "cpu"]
+    for backend in ("sdpa", "reference"):
+        error = re.fullmatch(r"works on cpu, error (\S+) in fp32", found["backend", backend])
+        assert error is not None
+        assert 0 < float(error[1]) < 1e-5
+
+
+def test_policies_lists_every_policy_with_its_parameters() -> None:
+    finished = run("policies")
+    assert finished.returncode == 0, finished.stderr
+    listed = {name: parameters for name, parameters, _ in cells(finished.stdout)[1:] if name}
+    assert list(listed) == list(POLICIES)
+    assert listed["constant"] == "beta=1.0"
+    assert listed["ssmax"].startswith("num_heads, reference_length=2048")
+
+
+@pytest.fixture(scope="module")
+def demonstration() -> subprocess.CompletedProcess[str]:
+    return run("demo")
+
+
+def test_demo_shows_all_five_laws_at_all_lengths(demonstration: subprocess.CompletedProcess[str]) -> None:
+    assert demonstration.returncode == 0, demonstration.stderr
+    header, *rows = cells(demonstration.stdout)
+    assert header[2:] == ["n = 64", "n = 256", "n = 1024", "n = 4096"]
+    assert [name for name, *_ in rows if name] == ["constant", "sqrt_log", "log", "log_squared", "power"]
+    assert [quantity for _, quantity, *_ in rows] == ["β", "w_max", "entropy"] * 5
+
+
+def test_demo_prints_that_constant_temperature_fades_and_the_logarithm_does_not(
+    demonstration: subprocess.CompletedProcess[str],
+) -> None:
+    _, *rows = cells(demonstration.stdout)
+    names = [rows[index - index % 3][0] for index in range(len(rows))]
+    w_max = {name: [float(x) for x in row[2:]] for name, row in zip(names, rows, strict=True) if row[1] == "w_max"}
+    assert w_max["constant"] == sorted(w_max["constant"], reverse=True)
+    assert w_max["constant"][-1] < w_max["constant"][0] / 10
+    assert 0.4 < min(w_max["log"]) <= max(w_max["log"]) < 0.7
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[demo.Measurement]]:
+    results = demo.measure(lengths=(64, 256, 1024), rows=32)
+    return {law: [cell for cell in results if cell.policy == law] for law in demo.LAWS}
+
+
+def test_measured_temperatures_are_those_of_the_laws(measured: dict[str, list[demo.Measurement]]) -> None:
+    for law, parameters in demo.LAWS.items():
+        assert [cell.length for cell in measured[law]] == [64, 256, 1024]
+        policy = attnscale.build_policy(law, **parameters)
+        assert [cell.beta for cell in measured[law]] == [float(policy(cell.length)) for cell in measured[law]]
+
+
+def test_measured_attention_fades_when_constant_and_stays_in_a_band_under_the_logarithm(
+    measured: dict[str, list[demo.Measurement]],
+) -> None:
+    constant, log = ([cell.w_max for cell in measured[law]] for law in ("constant", "log"))
+    assert all(later < earlier / 2 for earlier, later in itertools.pairwise(constant))
+    assert max(log) < 1.25 * min(log)
+
+
+def test_faster_laws_concentrate_more_at_every_length(measured: dict[str, list[demo.Measurement]]) -> None:
+    for column in range(3):
+        by_temperature = sorted((cells[column] for cells in measured.values()), key=lambda cell: cell.beta)
+        for slower, faster in itertools.pairwise(by_temperature):
+            assert slower.w_max < faster.w_max
+            assert slower.entropy > faster.entropy
+
+
+def test_measuring_is_repeatable_and_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first = demo.measure(lengths=(16,), rows=4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(6)
+    assert demo.measure(lengths=(16,), rows=4) == first
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], [], ["doctor", "--nonsense"]], ids=["unknown", "none", "option"])
+def test_a_command_that_does_not_exist_exits_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: attnscale" in capsys.readouterr().err
+
+
+def test_an_unknown_command_exits_with_two_from_a_shell() -> None:
+    finished = run("nonsense")
+    assert finished.returncode == 2
+    assert "invalid choice: 'nonsense'" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_bench_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(TINY)
+    finished = run("bench", "--config", "plan.yaml", "--output", "results/tiny.csv", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    with (tmp_path / "results" / "tiny.csv").open(newline="") as file:
+        header, *rows = list(csv.reader(file))
+    assert header == COLUMNS == list(Row.__dataclass_fields__)
+    assert [row[:5] for row in rows] == [
+        *(
+            ["attention", policy, mode, metric, "16"]
+            for policy in ("constant", "log")
+            for mode in ("forward", "forward+backward")
+            for metric in ("time_ratio", "extra_query_copies")
+        ),
+        ["import", "attnscale", "fresh process", "added_ms", "0"],
+    ]
+    assert all(float(low) <= float(y) <= float(high) for y, low, high in (row[5:8] for row in rows))
+    assert all(float(row[5]) > 0 for row in rows if row[3] != "extra_query_copies")
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny.csv"]
+    printed = cells(finished.stdout)
+    assert printed[0] == ["metric", "n", "mode", "policy", "ratio", "half of runs", "target"]
+    assert [(line[0], line[2], line[3]) for line in printed[1:]] == [(row[3], row[2], row[1]) for row in rows]
+
+
+BAD_PLANS = {
+    "key 'lenghts'": "lenghts: [16]\n",
+    "policy='lgo'": TINY.replace("log", "lgo"),
+    "policy 'ssmax' needs num_heads": TINY.replace("log", "ssmax"),
+    "policies=": TINY.replace("[constant, log]", "log"),
+    "lengths=16": TINY.replace("[16]", "16"),
+    "lengths=0": TINY.replace("[16]", "[0]"),
+    "lengths='long'": TINY.replace("[16]", "[long]"),
+    "rounds=": TINY.replace("[2]", "[2, 2]"),
+    "rounds=1": TINY.replace("[2]", "[1]"),
+    "imports=1": TINY.replace("imports: 2", "imports: 1"),
+    "heads=2.5": TINY.replace("heads: 2", "heads: 2.5"),
+    "head_dim=0": TINY.replace("head_dim: 8", "head_dim: 0"),
+    "well-formed YAML": "lengths: [16\n",
+    "a YAML mapping": "- 16\n",
+}
+
+
+@pytest.mark.parametrize(("message", "plan"), BAD_PLANS.items(), ids=list(BAD_PLANS))
+def test_a_bad_plan_exits_with_two_says_why_and_leaves_no_csv(
+    message: str, plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnscale.bench.cost.interleaved_ratio", lambda *_: pytest.fail("nothing should be measured"))
+    (tmp_path / "plan.yaml").write_text(plan)
+    assert main(["bench", "--config", str(tmp_path / "plan.yaml"), "--output", str(tmp_path / "out.csv")]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_a_bad_plan_exits_with_two_from_a_shell_and_keeps_an_earlier_csv(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(TINY.replace("log", "lgo"))
+    (tmp_path / "bench.csv").write_text("earlier\n")
+    finished = run("bench", "--config", "plan.yaml", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "ArgumentError: policy='lgo' is not accepted" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.yaml", "bench.csv"}
+    assert (tmp_path / "bench.csv").read_text() == "earlier\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("--config", "an existing YAML file"), ("--output", "a CSV file, not a directory")]
+)
+def test_a_path_that_cannot_serve_exits_with_two_before_measuring(
+    option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnscale.bench.cost.interleaved_ratio", lambda *_: pytest.fail("nothing should be measured"))
+    assert main(["bench", option, str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_square_brackets_in_a_message_are_text_and_not_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    hint = "triton is not installed (pip install 'attnscale[triton]')"
+    monkeypatch.setattr(importlib.import_module("attnscale.doctor"), "why_unavailable", lambda: hint)
+    assert main(["doctor"]) == 0
+    assert hint in capsys.readouterr().out
+    assert main(["bench", "--config", str(tmp_path / "plan[red].yaml")]) == 2
+    assert "plan[red].yaml" in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""What the wheel holds, and that `kernels/` shadows nobody."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"attnscale": ROOT / "attnscale", "attnscale_kernels": ROOT / "kernels" / "attnscale_kernels"}
+NOT_SOURCE = (".*", "build", "dist", "*.egg-info", "__pycache__")
+
+
+def fresh(*arguments: str, cwd: Path, path: Iterable[Path] = ()) -> str:
+    """Output of a new interpreter that finds modules in `path`, and whatever is installed."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    finished = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment, timeout=300
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built without network from a copy, so that nothing is left in the repository."""
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed")
+    source, built = tmp_path_factory.mktemp("source") / "attnscale", tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    fresh("-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(source), cwd=built)
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path, files: set[str]) -> Message:
+    (name,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as archive:
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def requirements(metadata: Message, *, core: bool) -> set[str]:
+    lines = [line for line in metadata.get_all("Requires-Dist", []) if ("extra ==" not in line) == core]
+    return {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in lines}
+
+
+def test_the_wheel_holds_the_two_packages_and_nothing_else(files: set[str]) -> None:
+    top = {name.partition("/")[0] for name in files}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+    assert len(top) == 3
+
+
+def test_the_wheel_holds_every_module_there_is(files: set[str]) -> None:
+    for package, folder in PACKAGES.items():
+        modules = {f"{package}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
+        assert modules == {name for name in files if name.startswith(f"{package}/") and name.endswith(".py")}
+
+
+def test_both_packages_are_typed(files: set[str]) -> None:
+    assert {f"{package}/py.typed" for package in PACKAGES} <= files
+
+
+def test_the_wheel_carries_the_licence_and_the_readme(files: set[str], metadata: Message) -> None:
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
+    assert str(metadata.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+
+
+def test_the_core_needs_torch_and_einops_only(metadata: Message) -> None:
+    assert requirements(metadata, core=True) == {"torch", "einops"}
+
+
+def test_the_extras_are_the_documented_ones(metadata: Message) -> None:
+    assert set(metadata.get_all("Provides-Extra", [])) == {"hf", "log", "report", "cli", "bench", "dev", "triton"}
+    assert {"rich", "pyyaml", "triton", "transformers"} <= {name.lower() for name in requirements(metadata, core=False)}
+
+
+def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path, metadata: Message, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = "import attnscale, attnscale_kernels as k; print(attnscale.__version__, attnscale.__file__, k.__file__)"
+    version, *where = fresh("-c", code, cwd=tmp_path, path=[tmp_path]).split()
+    assert version == metadata["Version"]
+    assert [Path(path).parent for path in where] == [tmp_path / name for name in PACKAGES]
+
+
+def test_the_command_is_installed_with_the_wheel(wheel: Path, files: set[str]) -> None:
+    (name,) = (name for name in files if name.endswith("entry_points.txt"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert "attnscale = attnscale.cli:main" in archive.read(name).decode()
+
+
+def test_the_folder_of_kernels_is_not_a_package() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert [path.name for path in (ROOT / "kernels").glob("*.py")] == []
+
+
+WHERE = """
+import importlib.util
+spec = importlib.util.find_spec("kernels")
+print(spec.origin if spec else None, *(spec.submodule_search_locations or ()) if spec else ())
+"""
+
+
+def test_an_installation_does_not_make_kernels_importable(tmp_path: Path) -> None:
+    assert str(ROOT) not in fresh("-c", WHERE, cwd=tmp_path)
+
+
+def test_from_the_root_of_the_repository_kernels_is_no_module_of_ours() -> None:
+    # Python turns any folder on its path into a namespace; that has no origin, runs no code and yields to a package.
+    origin = fresh("-c", WHERE, cwd=ROOT).split()[0]
+    assert origin == "None" or ROOT not in Path(origin).parents
+
+
+@pytest.mark.parametrize("path", [(), (ROOT,), (ROOT, ROOT / "kernels")], ids=["cwd", "root", "both roots"])
+def test_the_kernels_package_of_others_wins_from_the_root_of_the_repository(
+    path: tuple[Path, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("owner = 'somebody else'\n")
+    # The current folder and `path` come before the fake on sys.path, so that only being a package lets it win.
+    code = "import kernels; print(kernels.owner, kernels.__file__, sep='|')"
+    owner, file = fresh("-c", code, cwd=ROOT, path=[*path, tmp_path]).split("|")
+    assert owner == "somebody else"
+    assert Path(file) == tmp_path / "kernels" / "__init__.py"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_transformers_does_not_take_our_folder_for_the_kernels_package() -> None:
+    code = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
+    try:
+        importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        assert fresh("-c", code, cwd=ROOT) == "False"
+    else:
+        pytest.skip("the kernels package is installed")
