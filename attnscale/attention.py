@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
-from attnscale.context import Context, Window
+from attnscale.backends.sdpa import fold
+from attnscale.context import Window
 from attnscale.describe import Packing, describe
-from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.errors import reject, reject_type
 from attnscale.layout import Layout, read_layout
-from attnscale.lengths import count_visible, find_positions, same_for_every_row
-from attnscale.policies import STATELESS, Policy, PolicySpec, build_policy
+from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
+from attnscale.temperature import plain_temperature, temperature
 
 # Built ahead, so that a name costs a look-up, also under torch.compile.
 _BY_NAME: dict[str, Policy] = {name: build_policy(name) for name in STATELESS}
@@ -77,19 +78,19 @@ def scaled_dot_product_attention(
     chosen = _resolve(policy)
     layout = read_layout(query, key, value, enable_gqa)
     dispatch.check_backend(backend)
-    rules = (window, positions, key_padding, document_ids, cu_seqlens, cache_offset, visible)
-    if (
-        chosen.uniform == 1.0
-        and backend != "reference"
-        and softcap is None
-        and sinks is None
-        and not (is_causal and attn_mask is not None)
-        and all(rule is None for rule in rules)
-    ):
-        # Nothing to add: the same call, to the bit.
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset, visible)
+    if backend != "reference" and all(rule is None for rule in rules) and not (is_causal and attn_mask is not None):
+        # The calls that models make, kept short: torch's own, to the bit, or one product more.
+        if chosen.uniform == 1.0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if is_causal and _is_plain(chosen, query, scale, dropout_p):
+            beta = plain_temperature(chosen, query.shape[-2], key.shape[-2], query.device)
+            query, scale = fold(query, beta, query.shape[-1] ** -0.5 if scale is None else scale, chosen.peak)
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            )
     call = _prepare(
         layout,
         query,
@@ -186,41 +187,22 @@ def _prepare(
     )
 
 
-def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tensor:
-    """β for every row of a context: a float where all rows share it and the host knows it, else [B|1, H|1, Tq]."""
-    if policy.uniform is not None:
-        return policy.uniform
-    positions = find_positions(context)
-    if policy.needs_query:
-        return _checked(policy(count_visible(context), positions=positions, query=query), query)
-    n = same_for_every_row(context)
-    if n is not None and context.positions is None and not torch.compiler.is_compiling():
-        beta = policy(n, positions=_host_position(context))
-        if beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu":
-            return float(beta)
-    return _checked(policy(count_visible(context), positions=positions), query)
-
-
-def _host_position(context: Context) -> Tensor | None:
-    if not context.causal or not isinstance(context.slot, int) or context.left is None:
-        return None
-    return torch.tensor(context.slot)
-
-
-def _checked(beta: Tensor, query: Tensor) -> Tensor:
-    """β [B|1, H|1, Tq]; a policy built for another number of heads is refused here, by name of the shapes."""
-    while beta.dim() < 3:
-        beta = beta[None]
-    batch, heads, rows = query.shape[:3]
-    if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
-        raise ArgumentError(
-            f"policy gives β of shape {list(beta.shape)}, which is not accepted: expected one that broadcasts to "
-            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads?"
-        )
-    return beta
+def _is_plain(policy: Policy, query: Tensor, scale: float | None, dropout_p: float) -> TypeGuard[FormulaPolicy]:
+    """Whether a causal call without other rules needs no more than a remembered β per row, folded into q."""
+    return (
+        isinstance(policy, FormulaPolicy)
+        and policy.uniform is None
+        and query.dim() == 4
+        and query.shape[-2] > 1  # a single row's β goes through the scale
+        and (scale is None or type(scale) is float)
+        and 0.0 <= dropout_p <= 1.0
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _resolve(policy: PolicySpec) -> Policy:
+    if isinstance(policy, LengthPolicy):
+        return policy
     if not isinstance(policy, str):
         return build_policy(policy)
     return _BY_NAME[policy] if policy in _BY_NAME else build_policy(policy)

@@ -1,11 +1,12 @@
 """Draw the README's picture: what five temperature laws do to the same attention stack as its context grows.
 
-    make figures        writes .github/assets/temperature.png and the numbers in temperature.csv beside it
+make figures        writes .github/assets/temperature.png and the numbers in temperature.csv beside it
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _name_lines(axes: plt.Axes, results: list[Measurement], column: str) -> None
         value = cell.w_max if column == "w_max" else cell.entropy / math.log(cell.length)
         ends.append([max(0.02, value), law])
     ends.sort()
-    for below, above in zip(ends, ends[1:], strict=False):
+    for below, above in itertools.pairwise(ends):
         above[0] = max(above[0], below[0] + 0.075)
     for value, law in ends:
         axes.text(LENGTHS[-1] * 1.2, value, LABELS[law], color=COLOURS[law], va="center", fontweight="bold")

@@ -50,7 +50,7 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     ran = []
     for name, backend in BACKENDS.items():
         monkeypatch.setattr(backend, "run", lambda call, name=name: ran.append(name) or call.query)
-    for kwargs in ({"policy": "log"}, {"softcap": 5.0}, {"sinks": torch.zeros(2)}, {"window": 2}):
+    for kwargs in ({"policy": "log", "window": 3}, {"softcap": 5.0}, {"sinks": torch.zeros(2)}, {"window": 2}):
         scaled_dot_product_attention(q, k, v, **kwargs)
         assert ran.pop() == explain_dispatch(q, k, v, **kwargs).chosen
 

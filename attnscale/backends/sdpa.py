@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends.call import AttentionCall
+from attnscale.backends.scratch import multiply
 from attnscale.context import shown
 
 
@@ -16,6 +17,7 @@ class SdpaBackend:
     """β goes into q, in fp32 and rounded once; a β shared by all rows goes through `scale` and is not rounded."""
 
     name = "sdpa"
+    automatic = True
 
     def why_not(self, call: AttentionCall) -> str | None:
         if call.softcap is not None:
@@ -25,9 +27,15 @@ class SdpaBackend:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
+        key, value = call.key, call.value
         start, stop = call.context.key_range()
-        key, value = call.key[..., start:stop, :], call.value[..., start:stop, :]
-        query, scale = fold(call)
+        if stop - start != call.context.keys:
+            key, value = key[..., start:stop, :], value[..., start:stop, :]
+        query, scale = call.query, call.scale
+        if isinstance(call.beta, Tensor):
+            query, scale = fold(query, call.beta, scale, call.peak)
+        else:
+            scale *= call.beta
         mask, is_causal = torch_mask(call, start, stop)
         return F.scaled_dot_product_attention(
             query,
@@ -41,17 +49,16 @@ class SdpaBackend:
         )
 
 
-def fold(call: AttentionCall) -> tuple[Tensor, float]:
-    """The query times β and the scale that goes with it: their product is q·β·scale.
+def fold(query: Tensor, beta: Tensor, scale: float, peak: float) -> tuple[Tensor, float]:
+    """The query [B, H, Tq, D] times β [B|1, H|1, Tq] and the scale that goes with it: their product is q·β·scale.
 
     In fp16 the query is also divided by a power of two that covers the policy's β, and the scale multiplied by it,
     both exactly: so β·q overflows only where q does.
     """
-    if isinstance(call.beta, float):
-        return call.query, call.scale * call.beta
-    cover = 2.0 ** math.ceil(math.log2(max(1.0, call.peak))) if call.query.dtype == torch.float16 else 1.0
-    beta = call.beta if cover == 1.0 else call.beta / cover
-    return (call.query * beta[..., None]).to(call.query.dtype), call.scale * cover
+    if query.dtype != torch.float16:
+        return multiply(query, beta.unsqueeze(-1)), scale
+    cover = 2.0 ** math.ceil(math.log2(max(1.0, peak)))
+    return multiply(query, (beta / cover).unsqueeze(-1)), scale * cover
 
 
 def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | None, bool]:

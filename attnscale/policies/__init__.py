@@ -1,11 +1,12 @@
 """Temperature policies: from the number of visible keys to β."""
 
-from attnscale.policies.base import LengthPolicy, Policy, UniformPolicy
+from attnscale.policies.base import FormulaPolicy, LengthPolicy, Policy, UniformPolicy
 from attnscale.policies.build import POLICIES, STATELESS, PolicySpec, build_policy, build_policy_for
 
 __all__ = [
     "POLICIES",
     "STATELESS",
+    "FormulaPolicy",
     "LengthPolicy",
     "Policy",
     "PolicySpec",

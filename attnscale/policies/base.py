@@ -103,8 +103,12 @@ class LengthPolicy(nn.Module):
         return ", ".join(f"{key}={value!r}" for key, value in self.to_dict().items() if key != "name")
 
 
+class FormulaPolicy(LengthPolicy):
+    """Base of the policies whose β is a function of n, position and the fields alone: attention may remember it."""
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
-class UniformPolicy(LengthPolicy):
+class UniformPolicy(FormulaPolicy):
     """Base of the policies whose β is one number: a constant, or a factor fixed by a configuration's length ratio."""
 
     def value(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnscale.errors import reject, reject_type
-from attnscale.policies.base import LengthPolicy, UniformPolicy, check_length, check_number, integers, ln, real
+from attnscale.policies.base import FormulaPolicy, UniformPolicy, check_length, check_number, integers, ln, real
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -25,7 +25,7 @@ class Constant(UniformPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class LengthLaw(LengthPolicy):
+class LengthLaw(FormulaPolicy):
     """Base of the laws f(n), each in three forms.
 
     Absolute `γ·f(n)` for training from scratch; anchored `f(n)/f(L)` for a model trained at length L, so that β(L) = 1;

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import reject
-from attnscale.policies.base import LengthPolicy, UniformPolicy, check_length, check_number, ln, real
+from attnscale.policies.base import FormulaPolicy, UniformPolicy, check_length, check_number, ln, real
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -87,7 +87,7 @@ class DRoPE(UniformPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Qwen(LengthPolicy):
+class Qwen(FormulaPolicy):
     """Qwen (arXiv:2309.16609): max(1, ln(pos + 1) / ln L), L = 2048 or 8192."""
 
     name = "qwen"
@@ -101,7 +101,7 @@ class Qwen(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Swan(LengthPolicy):
+class Swan(FormulaPolicy):
     """SWAN-GPT (arXiv:2504.08719): ln(pos + a) / ln a; the constant is not published, so `a` must be given."""
 
     name = "swan"
@@ -123,7 +123,7 @@ class HypeNet(Swan):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Llama4(LengthPolicy):
+class Llama4(FormulaPolicy):
     """Llama 4, layers without position embedding: 1 + 0.1·ln(1 + ⌊(pos + 1) / 8192⌋)."""
 
     name = "llama4"
@@ -138,7 +138,7 @@ class Llama4(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Mistral(LengthPolicy):
+class Mistral(FormulaPolicy):
     """Ministral 3, Mistral 4: 1 + 0.1·ln(1 + ⌊pos / L0⌋) — without the + 1; L0 = 16384 or 8192."""
 
     name = "mistral"
@@ -153,7 +153,7 @@ class Mistral(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Grok2(LengthPolicy):
+class Grok2(FormulaPolicy):
     """Grok-2: 1 up to pos = T, then log₂ pos / log₂ T; T = 1024."""
 
     name = "grok2"
@@ -167,7 +167,7 @@ class Grok2(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Inkling(LengthPolicy):
+class Inkling(FormulaPolicy):
     """Inkling: 1 + 0.1·ln max(1, (pos + 1) / n0), n0 = 128000."""
 
     name = "inkling"
@@ -182,7 +182,7 @@ class Inkling(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SuEntropy(LengthPolicy):
+class SuEntropy(FormulaPolicy):
     """Entropy-invariant attention (Su, 2021): ln n / ln 512."""
 
     name = "su_entropy"
@@ -196,7 +196,7 @@ class SuEntropy(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class InfoScale(LengthPolicy):
+class InfoScale(FormulaPolicy):
     """InfoScale (arXiv:2501.08570): √(1 − n^(−2/d)) / √(1 − L^(−2/d)), d the head dimension; ≈ √(ln n / ln L)."""
 
     name = "infoscale"
@@ -214,7 +214,7 @@ class InfoScale(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Lumina(LengthPolicy):
+class Lumina(FormulaPolicy):
     """Training-free resolution extension (arXiv:2306.08645), as in Lumina: √(ln n / ln L)."""
 
     name = "lumina"
@@ -228,7 +228,7 @@ class Lumina(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class RandomEnergy(LengthPolicy):
+class RandomEnergy(FormulaPolicy):
     """Condensation of Gaussian scores: t·√(2 ln n) / σ, σ the standard deviation of raw scores, t = 1 critical."""
 
     name = "rem"
@@ -244,7 +244,7 @@ class RandomEnergy(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Simplex(LengthPolicy):
+class Simplex(FormulaPolicy):
     """Critical scale of a simplex (arXiv:2510.05554): ln n / (1 − ρ), ρ the mean cosine between tokens."""
 
     name = "simplex"
@@ -260,7 +260,7 @@ class Simplex(LengthPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Sphere(LengthPolicy):
+class Sphere(FormulaPolicy):
     """Critical scale of keys uniform on the sphere in dimension d: λ·(n·C_d)^(2/(d−1)).
 
     It is meant for cosine scores: normalise q and k and pass `scale=1`.
