@@ -265,9 +265,10 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("attnscale.bench.cost.interleaved_ratio", fake_ratio)
     plan = Plan(lengths=(32,), policies=("log",), heads=2, head_dim=16, rounds=(9,), imports=2)
-    time, memory = AttentionCost(plan, "log", 32, "forward+backward", 9).measure()
+    time, same_logits, memory = AttentionCost(plan, "log", 32, "forward+backward", 9).measure()
+    assert same_logits.metric == "time_ratio_same_logits"
     assert seen == {"rounds": 9}
     assert (time.metric, time.provider, time.mode, time.x) == ("time_ratio", "log", "forward+backward", 32)
     assert (time.y, time.low, time.high) == (1.5, 1.25, 1.75)
-    # One copy of the query, and β [32] beside a query of [2, 32, 16].
-    assert (memory.metric, memory.y) == ("extra_query_copies", 1 + 1 / (2 * 16))
+    # One copy of the query; β is remembered from the warm-up.
+    assert (memory.metric, memory.y) == ("extra_query_copies", 1.0)

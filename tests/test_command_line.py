@@ -162,9 +162,12 @@ def test_bench_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None:
     assert [row[:5] for row in rows] == [
         *(
             ["attention", policy, mode, metric, "16"]
-            for policy in ("constant", "log")
+            for policy, metrics in (
+                ("constant", ("time_ratio", "extra_query_copies")),
+                ("log", ("time_ratio", "time_ratio_same_logits", "extra_query_copies")),
+            )
             for mode in ("forward", "forward+backward")
-            for metric in ("time_ratio", "extra_query_copies")
+            for metric in metrics
         ),
         ["import", "attnscale", "fresh process", "added_ms", "0"],
     ]
