@@ -6,30 +6,43 @@
 torch.Size([1, 8, 1024, 64])
 """
 
-from attnscale.attention import attention_weights, explain_dispatch, scaled_dot_product_attention
+from attnscale.attention import (
+    attention_weights,
+    attention_with_stats,
+    explain_dispatch,
+    scaled_dot_product_attention,
+)
 from attnscale.convert import convert
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, BackendError
+from attnscale.gaps import accumulation_scale
 from attnscale.lengths import visible_keys
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 from attnscale.policies import LengthPolicy, Policy, build_policy
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "AttentionOutput",
     "AttnScaleError",
     "BackendError",
     "LengthPolicy",
     "MultiheadAttention",
     "Policy",
+    "RowStats",
     "ScaledDotProductAttention",
+    "StatsRequest",
+    "accumulation_scale",
     "attention_weights",
+    "attention_with_stats",
     "build_policy",
     "convert",
     "doctor",
     "explain_dispatch",
+    "row_statistics",
     "scaled_dot_product_attention",
     "visible_keys",
 ]

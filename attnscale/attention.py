@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,7 @@ from attnscale.describe import Packing, describe
 from attnscale.errors import reject, reject_type
 from attnscale.layout import Layout, read_layout
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
+from attnscale.statistics import AttentionOutput, StatsRequest
 from attnscale.temperature import plain_temperature, temperature
 
 # Built ahead, so that a name costs a look-up, also under torch.compile.
@@ -79,7 +81,11 @@ def scaled_dot_product_attention(
     layout = read_layout(query, key, value, enable_gqa)
     dispatch.check_backend(backend)
     rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset, visible)
-    if backend != "reference" and all(rule is None for rule in rules) and not (is_causal and attn_mask is not None):
+    if (
+        backend in ("auto", "sdpa")
+        and all(rule is None for rule in rules)
+        and not (is_causal and attn_mask is not None)
+    ):
         # The calls that models make, kept short: torch's own, to the bit, or one product more.
         if chosen.uniform == 1.0:
             return F.scaled_dot_product_attention(
@@ -114,6 +120,34 @@ def scaled_dot_product_attention(
     return layout.restore(dispatch.run(call, backend))
 
 
+def attention_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    request: StatsRequest | None = None,
+    **kwargs: Any,
+) -> AttentionOutput:
+    """`scaled_dot_product_attention`, same arguments, with statistics of its rows: `AttentionOutput(output, stats)`.
+
+    The output carries gradients, the statistics do not. Nothing of size Tq × Tk is held, forward or backward. With
+    `StatsRequest(rows=R)` the output is computed as without statistics, and R rows are looked at beside it.
+
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> output, stats = attention_with_stats(q, q, q, is_causal=True, policy="log")
+    >>> stats.entropy.shape, bool((stats.w_max <= 1).all())
+    (torch.Size([1, 2, 16]), True)
+    """
+    request = StatsRequest() if request is None else request
+    layout, call, backend, policy = _bind(query, key, value, *args, **kwargs)
+    output, stats = dispatch.measure(call, request, backend)
+    ceiling = getattr(policy, "ceiling", None)
+    if ceiling is not None and isinstance(call.beta, Tensor):
+        rows = call.row_beta().detach()
+        stats = stats._replace(at_ceiling=(rows if stats.rows is None else rows[..., stats.rows]) >= ceiling)
+    return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
+
+
 def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
     """The weights [..., H, Tq, Tk] that `scaled_dot_product_attention` would use, for looking at small cases.
 
@@ -125,32 +159,35 @@ def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    layout, call, _ = _bind(query, key, key, **arguments)
+    layout, call, _, _ = _bind(query, key, key, **arguments)
     return layout.restore(reference.attention_weights(call))
 
 
-def explain_dispatch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Dispatch:
+def explain_dispatch(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, request: StatsRequest | None = None, **kwargs: Any
+) -> Dispatch:
     """Which backend `scaled_dot_product_attention` would use for these arguments, and why not the others.
 
     >>> q = torch.randn(1, 2, 16, 8)
     >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
     backend    usable  reason
     sdpa       no      torch's SDPA has no softcap
-    reference  yes     chosen: the first usable one
+    blockwise  yes     chosen: the first usable one
+    reference  yes     usable, where asked for by name
     """
-    _, call, backend = _bind(query, key, value, *args, **kwargs)
-    return dispatch.explain(call, backend)
+    _, call, backend, _ = _bind(query, key, value, *args, **kwargs)
+    return dispatch.explain(call, backend, measuring=request is not None)
 
 
-def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str]:
-    """The call that `scaled_dot_product_attention` would make of its arguments, and the backend asked for."""
+def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy]:
+    """The call that `scaled_dot_product_attention` would make of its arguments, with backend and policy."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     backend, policy = given.pop("backend"), _resolve(given.pop("policy"))
     dispatch.check_backend(backend)
     layout = read_layout(given["query"], given["key"], given["value"], given.pop("enable_gqa"))
-    return layout, _prepare(layout, policy=policy, **given), backend
+    return layout, _prepare(layout, policy=policy, **given), backend, policy
 
 
 def _prepare(
@@ -173,18 +210,19 @@ def _prepare(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
     )
     query = layout.flatten(query)
-    return AttentionCall(
+    call = AttentionCall(
         query=query,
         key=layout.flatten(key),
         value=layout.flatten(value),
         context=context,
-        beta=temperature(policy, context, query),
+        beta=1.0,
         peak=policy.peak,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
     )
+    return replace(call, beta=temperature(policy, call))
 
 
 def _is_plain(policy: Policy, query: Tensor, scale: float | None, dropout_p: float) -> TypeGuard[FormulaPolicy]:

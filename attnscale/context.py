@@ -6,7 +6,7 @@ padded ones; so a row is described by two integers, and nothing of size Tq × Tk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,23 @@ class Context:
             start, stop = torch.maximum(start, self.first), torch.minimum(stop, self.last)
         start = start.clamp(0, self.keys)
         return start, torch.maximum(start, stop.clamp(0, self.keys))
+
+    def select(self, rows: Tensor) -> Context:
+        """The same for some of the rows [R]."""
+
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[..., rows]
+
+        return replace(
+            self,
+            queries=rows.numel(),
+            slot=self.slots()[:, rows],
+            first=pick(self.first),
+            last=pick(self.last),
+            mask=None if self.mask is None else self.mask[:, :, rows],
+            positions=pick(self.positions),
+            visible=pick(self.visible),
+        )
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor | None:
         """Visibility [B|1, H|1, Tq, stop−start] as bool, or None where every row sees every key of that range."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
+from attnscale.statistics import RowStats
 
 
 class Layout(NamedTuple):
@@ -41,6 +42,19 @@ class Layout(NamedTuple):
             return out
         out = out if self.head_axis else out.squeeze(1)
         return out.reshape(*self.batch, *out.shape[1:])
+
+    def restore_stats(self, stats: RowStats) -> RowStats:
+        """Statistics [B, H, Tq, ...] with the leading dimensions of the query."""
+
+        def shaped(x: Any) -> Any:
+            if x is None or x is stats.rows:
+                return x
+            if isinstance(x, Tensor):
+                # `restore` expects one axis behind the rows, which gap counts have and the others do not.
+                return self.restore(x) if x.dim() == 4 else self.restore(x[..., None])[..., 0]
+            return type(x)(*(shaped(part) for part in x))
+
+        return stats if self.ndim == 4 else RowStats(*(shaped(x) for x in stats))
 
     def rows(self, argument: str, x: Tensor, length: int, meaning: str) -> Tensor:
         """A per-token tensor [length] or [..., length] to [B|1, length]."""

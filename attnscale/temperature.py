@@ -9,19 +9,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from attnscale.backends.call import AttentionCall
 from attnscale.context import Context
 from attnscale.errors import ArgumentError
 from attnscale.lengths import count_visible, find_positions, same_for_every_row
 from attnscale.policies import FormulaPolicy, Policy
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.prepass import adaptive_temperature
 
 _REMEMBERED = 8
 _memory: WeakKeyDictionary[FormulaPolicy, OrderedDict[Hashable, Tensor]] = WeakKeyDictionary()
 
 
-def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tensor:
+def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
     """β for every row: a float where all rows share it and the host knows it, else fp32 [B|1, H|1, Tq]."""
+    context, query = call.context, call.query
     if policy.uniform is not None:
         return policy.uniform
+    if isinstance(policy, ScorePolicy) and policy.needs_scores:
+        return _checked(adaptive_temperature(policy, call), query)
     if not policy.needs_query and not torch.compiler.is_compiling() and context.positions is None:
         n = same_for_every_row(context)
         if n is not None:

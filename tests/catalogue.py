@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnscale.gaps import Accumulation
 from attnscale.policies import Policy, build_policy
+from attnscale.statistics import RowStats
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "constant": {},
@@ -35,10 +37,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "rem": {},
     "simplex": {"rho": 0.5},
     "sphere": {"head_dim": 64},
+    "gap_adaptive": {},
+    "entropy_adaptive": {},
 }
 
 LEARNED = ("ssmax", "asentmax")
-FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED)
+ADAPTIVE = ("gap_adaptive", "entropy_adaptive")
+FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED + ADAPTIVE)
+BY_LENGTH = FIXED + LEARNED
 
 
 def build(name: str) -> Policy:
@@ -47,7 +53,11 @@ def build(name: str) -> Policy:
 
 
 def temperature(policy: Policy, n: int | Tensor) -> Tensor:
-    """β, with queries of ones for a policy that reads them."""
+    """β, with queries of ones for a policy that reads them, and H = Λ = ln n for one that reads scores."""
+    if policy.name in ADAPTIVE:
+        visible = torch.as_tensor(n).clamp(min=2)
+        scale = visible.log()
+        return policy.from_stats(RowStats(visible, entropy=scale, accumulation=Accumulation(scale, scale)))
     if not policy.needs_query:
         return policy(n)
     rows = n.shape[-1] if isinstance(n, Tensor) and n.dim() else 1

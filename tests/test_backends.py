@@ -11,6 +11,7 @@ from attnscale import (
     ArgumentTypeError,
     AttnScaleError,
     BackendError,
+    StatsRequest,
     attention_weights,
     build_policy,
     explain_dispatch,
@@ -25,7 +26,7 @@ def test_an_explicit_backend_never_falls_back():
     with pytest.raises(BackendError, match="sinks"):
         scaled_dot_product_attention(q, k, v, sinks=torch.zeros(2), backend="sdpa")
     with pytest.raises(
-        ArgumentError, match="backend='flash' is not accepted: expected 'auto' or one of sdpa, reference"
+        ArgumentError, match="backend='flash' is not accepted: expected 'auto' or one of sdpa, blockwise, reference"
     ):
         scaled_dot_product_attention(q, k, v, backend="flash")
 
@@ -34,9 +35,12 @@ def test_dispatch_is_explained():
     q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))
     plain = explain_dispatch(q, k, v, None, 0.0, True, policy="log")
     assert plain.chosen == "sdpa"
-    assert [v.usable for v in plain.verdicts] == [True, True]
+    assert [v.usable for v in plain.verdicts] == [True, True, True]
     capped = explain_dispatch(q, k, v, softcap=5.0)
-    assert capped.chosen == "reference"
+    assert capped.chosen == "blockwise"
+    measured = explain_dispatch(q, k, v, policy="log", request=StatsRequest())
+    assert measured.chosen == "blockwise"
+    assert "no row statistics" in measured.verdicts[0].reason
     assert "no softcap" in str(capped)
     refused = explain_dispatch(q, k, v, softcap=5.0, backend="sdpa")
     assert refused.chosen == "none"

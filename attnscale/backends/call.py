@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from attnscale.context import Context
+from attnscale.statistics import AttentionOutput, StatsRequest
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,29 @@ class AttentionCall:
     sinks: Tensor | None  # [H]
 
     @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def row_beta(self) -> Tensor:
+        """β as a tensor [B, H, Tq]."""
+        beta = self.beta
+        if isinstance(beta, float):
+            beta = torch.full((1, 1, 1), beta, device=self.query.device, dtype=torch.float32)
+        return beta.expand(self.query.shape[:3])
+
+    def detached(self) -> AttentionCall:
+        """The same call without a gradient or dropout, for looking at it."""
+        beta = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
+        query, key, value = (x.detach() for x in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value, beta=beta, dropout_p=0.0)
+
+    def select(self, rows: Tensor) -> AttentionCall:
+        """The same call for some of its rows [R]."""
+        beta = self.beta[..., rows] if isinstance(self.beta, Tensor) and self.beta.shape[-1] > 1 else self.beta
+        return replace(self, query=self.query[:, :, rows], context=self.context.select(rows), beta=beta)
+
+    @property
     def bias(self) -> Tensor | None:
         """The additive mask, if that is what the mask is."""
         mask = self.context.mask
@@ -38,9 +62,10 @@ class AttentionCall:
 
 
 class Backend(Protocol):
-    """A way to compute attention."""
+    """A way to compute attention. One that is not `automatic` runs only where it is asked for by name."""
 
     name: str
+    automatic: bool
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this call cannot be computed here, or None if it can."""
@@ -48,4 +73,13 @@ class Backend(Protocol):
 
     def run(self, call: AttentionCall) -> Tensor:
         """The output [B, H, Tq, Dv]."""
+        ...
+
+
+@runtime_checkable
+class MeasuringBackend(Backend, Protocol):
+    """A backend that gives row statistics too."""
+
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        """The output and the statistics of all rows."""
         ...

@@ -6,13 +6,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnscale.backends.call import AttentionCall, Backend
+from attnscale.backends.blockwise import BlockwiseBackend, statistics_of
+from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
 from attnscale.errors import BackendError, reject
+from attnscale.statistics import AttentionOutput, StatsRequest, sample_rows
 
 # In order of preference for "auto".
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (SdpaBackend(), ReferenceBackend())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (SdpaBackend(), BlockwiseBackend(), ReferenceBackend())
+}
 
 
 class Verdict(NamedTuple):
@@ -44,32 +48,57 @@ def check_backend(backend: str) -> None:
 
 def run(call: AttentionCall, backend: str) -> Tensor:
     """The output [B, H, Tq, Dv] from the first usable backend, or from the one asked for and no other."""
-    if backend != "auto":
-        reason = BACKENDS[backend].why_not(call)
-        if reason is not None:
+    return _choose(call, backend, measuring=False).run(call)
+
+
+def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
+    """Output and statistics. Sampled rows are computed once more by themselves, beside an output without statistics."""
+    if request.rows is None or request.rows >= call.query.shape[2]:
+        chosen = _choose(call, backend, measuring=True)
+        if not isinstance(chosen, MeasuringBackend):
+            raise BackendError(f"backend={chosen.name!r} gives no row statistics")
+        return chosen.measure(call, request)
+    rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
+    output, sampled = run(call, backend), call.select(rows).detached()
+    if backend == "reference":
+        return AttentionOutput(output, ReferenceBackend().measure(sampled, request).stats._replace(rows=rows))
+    return AttentionOutput(output, statistics_of(sampled, request)._replace(rows=rows))
+
+
+def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
+    names = [name for name in BACKENDS if BACKENDS[name].automatic] if backend == "auto" else [backend]
+    for name in names:
+        reason = _why_not(name, call, measuring)
+        if reason is None:
+            return BACKENDS[name]
+        if backend != "auto":
             raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
-        return BACKENDS[backend].run(call)
-    for candidate in BACKENDS.values():
-        if candidate.why_not(call) is None:
-            return candidate.run(call)
-    raise BackendError(f"no backend can compute this call:\n{explain(call)}")
+    raise BackendError(f"no backend can compute this call:\n{explain(call, measuring=measuring)}")
 
 
-def explain(call: AttentionCall, backend: str = "auto") -> Dispatch:
+def _why_not(name: str, call: AttentionCall, measuring: bool) -> str | None:
+    if measuring and not isinstance(BACKENDS[name], MeasuringBackend):
+        return "it gives no row statistics"
+    return BACKENDS[name].why_not(call)
+
+
+def explain(call: AttentionCall, backend: str = "auto", *, measuring: bool = False) -> Dispatch:
     """What would compute a call, and why; `chosen` is "none" where the answer is an error."""
     verdicts = []
     chosen = "none"
     for name, candidate in BACKENDS.items():
-        reason = candidate.why_not(call)
+        reason = _why_not(name, call, measuring)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
         elif backend not in ("auto", name):
             verdicts.append(Verdict(name, True, f"usable, but backend={backend!r} was asked for"))
+        elif backend == "auto" and not candidate.automatic:
+            verdicts.append(Verdict(name, True, "usable, where asked for by name"))
         elif chosen != "none":
             verdicts.append(Verdict(name, True, f"usable, but {chosen} comes first"))
         else:
             chosen = name
             verdicts.append(
-                Verdict(name, True, "chosen: " + ("the first usable one" if backend == "auto" else "asked for"))
+                Verdict(name, True, "chosen: the first usable one" if backend == "auto" else "chosen: asked for")
             )
     return Dispatch(chosen, tuple(verdicts))

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends.call import AttentionCall
+from attnscale.statistics import AttentionOutput, StatsRequest, row_statistics
 
 
 class ReferenceBackend:
     """Materialises all weights [B, H, Tq, Tk]. A hidden key or value cannot reach a row, whatever it holds."""
 
     name = "reference"
+    automatic = False
 
     def why_not(self, call: AttentionCall) -> str | None:
         return None
@@ -27,10 +29,17 @@ class ReferenceBackend:
         out = weights @ value
         return _spoil(out, _reaches(visible, broken, like=out)).to(call.query.dtype)
 
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        visible = call.context.dense()
+        scores = raw_scores(call)
+        stats = row_statistics(scores, call.row_beta(), visible, request, sinks=call.sinks)
+        return AttentionOutput(self.run(call), stats)
+
 
 def attention_weights(call: AttentionCall) -> Tensor:
     """softmax of the logits over the visible keys, [B, H, Tq, Tk]; a row without a visible key is zero."""
-    logits, visible = _logits(call), call.context.dense()
+    logits = raw_scores(call) * (call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta)
+    visible = call.context.dense()
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     if call.sinks is not None:
@@ -43,8 +52,8 @@ def attention_weights(call: AttentionCall) -> Tensor:
     return weights if call.sinks is None else weights[..., :-1]
 
 
-def _logits(call: AttentionCall) -> Tensor:
-    """β·(softcap(scale·q·k) + bias), [B, H, Tq, Tk]."""
+def raw_scores(call: AttentionCall) -> Tensor:
+    """softcap(scale·q·k) + bias, [B, H, Tq, Tk]."""
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     key, broken = _without_nonfinite(_grouped(call.key, call).to(dtype))
     scores = call.query.to(dtype) @ key.transpose(-1, -2) * call.scale
@@ -53,7 +62,7 @@ def _logits(call: AttentionCall) -> Tensor:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
         scores = scores + call.bias.to(dtype)
-    return scores * (call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta)
+    return scores
 
 
 def _grouped(x: Tensor, call: AttentionCall) -> Tensor:

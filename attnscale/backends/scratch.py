@@ -1,8 +1,8 @@
-"""Memory for a product that is dead when the call returns, so that inference on the CPU does not page it in each time.
+"""Memory for what is dead when a call returns, so that the CPU does not page it in each time.
 
-A fresh copy of q costs the CPU more in page faults than in arithmetic: at 2048 keys and 8 heads of 64, a tenth of the
-whole attention. Where nothing can hold on to the product (no autograd, no tracing, no transform), one buffer a thread
-serves.
+Fresh memory costs the CPU more in page faults than the arithmetic done in it: a copy of q, at 2048 keys and 8 heads of
+64, a tenth of the whole attention. Where nothing can hold on to it (no autograd, no tracing, no transform), a few
+buffers a thread serve every call.
 """
 
 from __future__ import annotations
@@ -12,22 +12,34 @@ import threading
 import torch
 from torch import Tensor
 
-# A longer query is copied afresh: attention over it takes so long that the copy does not show.
+# What is larger is made afresh: attention over it takes so long that this does not show.
 MOST_BYTES = 32 * 2**20
 
 _kept = threading.local()
 
 
+def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor of unknown content, in `like`'s dtype; valid until this thread asks for the same purpose again."""
+    size = like.element_size()
+    for extent in shape:
+        size *= extent
+    if size > MOST_BYTES or like.device.type != "cpu" or _is_watched():
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    buffers = _kept.__dict__
+    key = (shape, like.dtype, torch.is_inference_mode_enabled())
+    found = buffers.get(purpose)
+    if found is None or found[0] != key:
+        found = buffers[purpose] = (key, torch.empty(shape, dtype=like.dtype))
+    buffer: Tensor = found[1]
+    return buffer
+
+
 def multiply(x: Tensor, factor: Tensor) -> Tensor:
-    """x·factor in the wider of the two dtypes, rounded once to x's dtype; valid until this thread's next call."""
-    size = x.numel() * x.element_size()
-    if size > MOST_BYTES or x.device.type != "cpu" or torch.is_grad_enabled() or _is_watched():
+    """x·factor in the wider of the two dtypes, rounded once to x's; without autograd, in the room for products."""
+    if torch.is_grad_enabled() or x.device.type != "cpu" or _is_watched():
         product = x * factor
         return product if product.dtype == x.dtype else product.to(x.dtype)
-    key = (x.shape, x.dtype, torch.is_inference_mode_enabled())
-    if getattr(_kept, "key", None) != key:
-        _kept.key, _kept.buffer = key, torch.empty(x.shape, dtype=x.dtype)
-    return torch.mul(x, factor, out=_kept.buffer)
+    return torch.mul(x, factor, out=room("product", x.shape, x))
 
 
 def _is_watched() -> bool:

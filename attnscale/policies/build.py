@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject_type
-from attnscale.policies import laws, learned, published
+from attnscale.policies import adaptive, laws, learned, published
 from attnscale.policies.base import LengthPolicy, Policy
 
 POLICIES: dict[str, type[LengthPolicy]] = {
@@ -44,6 +44,8 @@ POLICIES: dict[str, type[LengthPolicy]] = {
         published.RandomEnergy,
         published.Simplex,
         published.Sphere,
+        adaptive.GapAdaptive,
+        adaptive.EntropyAdaptive,
     )
 }
 

@@ -24,7 +24,7 @@ def parameters() -> list[tuple[str, str, object]]:
     cases = []
     for name, kind in POLICIES.items():
         for field in dataclasses.fields(kind):
-            if field.init:
+            if field.init and not str(field.type).startswith("Literal"):  # these have tests of their own
                 base, _, optional = str(field.type).partition(" | ")
                 cases += [(name, field.name, value) for value in NONSENSE[base] + ([] if optional else [None])]
     return cases

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from catalogue import ARGUMENTS, FIXED, LEARNED, build, temperature
+from catalogue import BY_LENGTH, FIXED, LEARNED, build, temperature
 from torch import Tensor
 
 from attnscale.policies import Policy
@@ -33,7 +33,7 @@ def query_for(policy: Policy, n: Tensor) -> Tensor | None:
     return torch.linspace(-1, 1, 2 * 4 * n.shape[-1] * 16).reshape(2, 4, n.shape[-1], 16)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", BY_LENGTH)
 def test_the_compiled_policy_is_the_eager_one_in_a_single_graph(name: str) -> None:
     policy = build(name)
     query = query_for(policy, N)
@@ -76,7 +76,7 @@ def test_an_int_length_compiles_too(name: str) -> None:
         assert torch.equal(decode(n), policy(n))
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", BY_LENGTH)
 def test_a_policy_is_the_same_under_no_grad(name: str) -> None:
     n = N[:1]
     usual = temperature(build(name), n)

@@ -1,0 +1,253 @@
+"""Attention in tiles, in pure torch: any device, memory linear in length, statistics along the way.
+
+The forward keeps output and lse only; the backward computes each tile again. torch.compile takes both as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.backends.call import AttentionCall
+from attnscale.backends.gap_pass import add_gaps
+from attnscale.backends.tiles import (
+    HIDDEN,
+    LOG2E,
+    Partial,
+    Scores,
+    add,
+    cut,
+    keys_of,
+    leaves_of,
+    logit_tile,
+    logit_tile_backward,
+    mask_of,
+    rows_of,
+    softmax_tile,
+    store,
+    workspace_for,
+)
+from attnscale.lengths import count_visible
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, largest_weight
+
+
+class BlockwiseBackend:
+    """Takes every call that has one set of heads for keys and values; β acts inside, in fp32, and is never rounded."""
+
+    name = "blockwise"
+    automatic = True
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        if call.key.shape[1] != call.value.shape[1]:
+            return "key and value have different numbers of heads"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        return attend(call, entropy=False)[0]
+
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        out, lse, top, entropy = attend(call, entropy=request.entropy)
+        return AttentionOutput(out, add_gaps(call, request, softmax_stats(call, request, lse, top, entropy)))
+
+
+def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
+    start, stop = call.context.bounds()
+    seed = int(torch.randint(2**62, (), device="cpu")) if call.dropout_p > 0.0 else 0
+    out, lse, top, disorder = blockwise_forward(
+        call.query,
+        call.key,
+        call.value,
+        call.row_beta(),
+        start,
+        stop,
+        call.context.padding,
+        call.context.mask,
+        call.sinks,
+        call.scale,
+        call.softcap,
+        call.dropout_p,
+        seed,
+        entropy,
+    )
+    return out, lse.detach(), top.detach(), disorder.detach()
+
+
+def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: Tensor, entropy: Tensor) -> RowStats:
+    """What was asked for of the statistics that the forward gives."""
+    return RowStats(
+        visible=count_visible(call.context).expand(call.query.shape[:3]),
+        lse=lse if request.lse else None,
+        max_logit=top if request.max_logit else None,
+        w_max=largest_weight(top, lse) if request.w_max else None,
+        entropy=entropy if request.entropy else None,
+    )
+
+
+@torch.no_grad()
+def statistics_of(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """The statistics of a call without its output: no product with the values."""
+    nothing = call.value.new_empty(*call.value.shape[:3], 0)
+    _, lse, top, entropy = attend(replace(call.detached(), value=nothing), entropy=request.entropy)
+    return add_gaps(call, request, softmax_stats(call, request, lse, top, entropy))
+
+
+@torch.library.custom_op("attnscale::blockwise_forward", mutates_args=())
+def blockwise_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    seed: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output in the query's dtype; lse, largest logit and entropy (or nothing) [B, H, Tq], in fp32 at least."""
+    scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
+    scores, value = scores.without_broken(value.to(scores.query.dtype))
+    shape = query.shape[:3]
+    out = value.new_zeros(*shape, value.shape[-1])
+    best, total = value.new_full(shape, HIDDEN), value.new_zeros(shape)
+    moment = value.new_zeros(shape)
+    room = workspace_for(scores)
+    for number, tile in enumerate(cut(scores)):
+        logits = logit_tile(scores, leaves_of(scores, tile), tile, room.logits, LOG2E)
+        powers, top, sums, moments = softmax_tile(logits, entropy, room.powers)
+        if dropout_p > 0.0:
+            powers = powers * _kept(powers, seed, number, dropout_p)
+        part = Partial(top, sums, moments, torch.bmm(powers, keys_of(value, tile)))
+        targets = (best, total, moment, out)
+        if tile.continues:
+            part = Partial(*(rows_of(x, tile, scores.group) for x in targets)).merge(part)
+        for target, found in zip(targets, part, strict=True):
+            store(target, tile, found)
+    seen = ~(best <= HIDDEN / 2)  # a NaN has been seen
+    best, moment = best / LOG2E, moment / LOG2E
+    total = total.masked_fill_(~seen, 1.0)
+    out = (out / total[..., None]).masked_fill_(~seen[..., None], 0.0).to(query.dtype)
+    lse = (best + total.log()).masked_fill_(~seen, -math.inf)
+    top = best.masked_fill_(~seen, -math.inf)
+    disorder = (total.log() - moment / total).masked_fill_(~seen, 0.0) if entropy else value.new_zeros(0)
+    if sinks is not None:
+        keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        share = torch.exp(keys - lse)  # of the weight that is left to the keys
+        out = (out * share[..., None]).to(out.dtype)
+        if entropy:
+            disorder = share * disorder + torch.special.entr(share) + torch.special.entr(1 - share)
+    return out, lse, top, disorder.clamp_(min=0.0)
+
+
+@blockwise_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, value, entropy = arguments[0], arguments[2], arguments[13]
+    lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, lse, torch.empty_like(lse), torch.empty_like(lse) if entropy else lse.new_empty(0)
+
+
+@torch.library.custom_op("attnscale::blockwise_backward", mutates_args=())
+def blockwise_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    seed: int,
+    wants_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, β, sinks and mask; the last two empty where there is nothing to give."""
+    scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
+    scores, value = scores.without_broken(value.to(scores.query.dtype))
+    gradient = gradient.to(scores.query.dtype)
+    delta = (gradient * out.to(gradient.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
+    anchor = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
+    dq, dk, dv = (torch.zeros_like(x) for x in (scores.query, scores.key, value))
+    dbeta = torch.zeros_like(delta)
+    dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
+    room = workspace_for(scores)
+    for number, tile in enumerate(cut(scores)):
+        leaves = leaves_of(scores, tile)
+        weights = logit_tile(scores, leaves, tile, room.logits, LOG2E)
+        weights = weights.sub_(rows_of(anchor, tile, scores.group)[..., None]).exp2_()
+        upstream = rows_of(gradient, tile, scores.group)
+        pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.view(weights.shape))
+        kept = weights
+        if dropout_p > 0.0:
+            scaled = _kept(weights, seed, number, dropout_p)
+            kept, pull = weights * scaled, pull * scaled
+        keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
+        pull = pull.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
+        found = logit_tile_backward(scores, leaves, pull)
+        add(dq, tile, found.query)
+        keys_of(dk, tile).add_(found.key)
+        if found.beta is not None:
+            add(dbeta, tile, found.beta)
+        if wants_mask and found.bias is not None:
+            part = mask_of(dmask, tile, scores.group)
+            part.add_(found.bias.sum_to_size(part.shape))
+    dsinks = value.new_zeros(0)
+    if sinks is not None:
+        dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+    dmask = dmask.to(mask.dtype) if wants_mask and mask is not None else dmask
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(query.dtype), dbeta.to(beta.dtype), dsinks, dmask
+
+
+@blockwise_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    query, key, value, beta, mask, sinks = (arguments[i] for i in (1, 2, 3, 4, 8, 9))
+    nothing = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    return (
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+        torch.empty_like(key, memory_format=torch.contiguous_format),
+        torch.empty_like(value, memory_format=torch.contiguous_format),
+        beta.new_empty(query.shape[:3]),
+        nothing if sinks is None else torch.empty_like(sinks),
+        mask.new_empty(mask.shape) if arguments[16] else nothing,
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:9], output[0], output[1])
+    ctx.numbers = inputs[9:13]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, beta, start, stop, padding, mask, sinks, out, lse = ctx.saved_tensors
+    wants_mask = ctx.needs_input_grad[7]
+    dq, dk, dv, dbeta, dsinks, dmask = blockwise_backward(
+        gradient, query, key, value, beta, start, stop, padding, mask, sinks, out, lse, *ctx.numbers, wants_mask
+    )
+    masks = (None, None, None, dmask if wants_mask else None, None if sinks is None else dsinks)
+    return (dq, dk, dv, dbeta, *masks, None, None, None, None, None)
+
+
+blockwise_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _kept(like: Tensor, seed: int, number: int, dropout_p: float) -> Tensor:
+    """The dropout mask of a tile, scaled; the same again for the same seed and tile number."""
+    generator = torch.Generator(device=like.device).manual_seed(seed + number)
+    kept = torch.rand(like.shape, generator=generator, device=like.device) >= dropout_p
+    return kept.to(like.dtype) / (1 - dropout_p) if dropout_p < 1.0 else torch.zeros_like(like)

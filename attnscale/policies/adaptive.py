@@ -1,0 +1,190 @@
+"""Policies that read the scores: β from a row's own gaps or entropy, or from what a head has shown so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.policies.base import LengthPolicy, check_length, check_number, ln
+from attnscale.statistics import RowStats, StatsRequest
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ScorePolicy(LengthPolicy):
+    """Base of the policies that read scores: `request` says which statistics at β = 1, `from_stats` makes β of them.
+
+    `needs_scores` may change: a policy frozen in eval mode is a function of length like any other.
+    """
+
+    needs_scores: ClassVar[bool] = True
+    gradient: ClassVar[str] = "detach"
+
+    @property
+    def request(self) -> StatsRequest:
+        """What to measure at β = 1."""
+        raise NotImplementedError
+
+    def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
+        """β [B, H, Tq] in fp32; `accumulation` is Λ with a gradient, where `gradient="through"` asks for it."""
+        raise NotImplementedError
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        raise ArgumentError(f"policy {self.name!r} cannot be called with lengths alone: it needs the scores of a row")
+
+    def longest_beta(self) -> float:
+        return 1.0
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class EntropyAdaptive(ScorePolicy):
+    """Adaptive temperature (arXiv:2410.01104): with H the entropy at β = 1, max(1, P(H)) where H > `threshold`, else 1.
+
+    P is the published polynomial −0.037·H⁴ + 0.481·H³ − 2.3·H² + 4.917·H − 1.791. It costs a second pass.
+    """
+
+    name = "entropy_adaptive"
+    threshold: float = 0.5
+    coefficients: ClassVar[tuple[float, ...]] = (-0.037, 0.481, -2.3, 4.917, -1.791)
+
+    def validate(self) -> None:
+        check_number("threshold", self.threshold, "a number >= 0", above=-math.ulp(0.0))
+
+    @property
+    def request(self) -> StatsRequest:
+        return StatsRequest(w_max=False, lse=False, max_logit=False)
+
+    def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
+        if stats.entropy is None:
+            raise ArgumentError("stats without entropy are not accepted: expected what `request` asks for")
+        entropy = stats.entropy.to(torch.float32)
+        polynomial = torch.zeros_like(entropy)
+        for coefficient in self.coefficients:
+            polynomial = polynomial * entropy + coefficient
+        return torch.where(entropy > self.threshold, polynomial.clamp(min=1.0), 1.0)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GapAdaptive(ScorePolicy):
+    """β = r·Λ, with Λ the accumulation scale of the row's own gaps, between `floor` and `ceiling`.
+
+    r > 1 guarantees w_max ≥ 1/ζ(r): 0.6079 for the default of 2. `target_w_max` chooses r so; it implies `min_rank=2`.
+    Λ is the
+    upper end of its bracket, at most a tenth above, which keeps the guarantee; `exact=True` sorts instead. A tie at the
+    top has Λ = ∞ and gets the ceiling; rows there have lost the guarantee, and `RowStats.at_ceiling` marks them.
+
+    `scope="head"` uses a running estimate per head in place of each row's own: 1/Λ = a + b/ln n, fitted to the rows of
+    every training call with forgetting (`momentum`). The mean of 1/Λ makes it a harmonic one, which heavy tails do not
+    reach. In eval mode it is frozen, reads no scores, and so is the same in prefill and decoding.
+    """
+
+    name = "gap_adaptive"
+    r: float = 2.0
+    target_w_max: float | None = None
+    min_rank: int = 2
+    floor: float = 2.0**-20
+    ceiling: float = 64.0
+    scope: Literal["row", "head"] = "row"
+    exact: bool = False
+    num_heads: int | None = None
+    momentum: float = 0.99
+    gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
+
+    sums: Tensor = field(init=False)  # [H, 5] running means of 1, x, y, x², x·y with x = 1/ln n and y = 1/Λ
+
+    def validate(self) -> None:
+        check_number("r", self.r, "a number > 0", above=0.0)
+        check_length("min_rank", self.min_rank)
+        if self.target_w_max is not None:
+            check_number("target_w_max", self.target_w_max, "a number in (0, 1)", above=0.0)
+            if self.target_w_max >= 1.0:
+                reject("target_w_max", self.target_w_max, "a number in (0, 1)")
+            if self.r != 2.0:
+                reject("r", self.r, "no r beside target_w_max, which chooses it")
+            if self.min_rank != 2:
+                reject("min_rank", self.min_rank, "2 beside target_w_max: its guarantee needs every rank")
+        check_number("floor", self.floor, "a number > 0", above=0.0)
+        check_number("ceiling", self.ceiling, f"a number > floor={self.floor}", above=self.floor)
+        check_number("momentum", self.momentum, "a number in [0, 1)", above=-math.ulp(0.0))
+        if self.momentum >= 1.0:
+            reject("momentum", self.momentum, "a number in [0, 1)")
+        if self.scope not in ("row", "head"):
+            reject("scope", self.scope, "'row' or 'head'")
+        if self.gradient not in ("detach", "through"):
+            reject("gradient", self.gradient, "'detach' or 'through'")
+        if self.scope == "head" or self.num_heads is not None:
+            check_length("num_heads", self.num_heads, least=1)
+        if self.scope == "head":
+            if self.gradient == "through":
+                reject("gradient", self.gradient, "'detach' with scope='head': a running estimate has no gradient")
+            self.register_buffer("sums", torch.zeros(self.num_heads or 0, 5, dtype=torch.float64))
+        if not isinstance(self.exact, bool):
+            reject_type("exact", self.exact, "True or False")
+        self._r = self.r if self.target_w_max is None else inverse_zeta(1 / self.target_w_max)
+
+    @property
+    def needs_scores(self) -> bool:  # type: ignore[override]
+        return self.scope == "row" or self.training
+
+    @property
+    def request(self) -> StatsRequest:
+        kind: Literal["exact", "bracket"] = "exact" if self.exact else "bracket"
+        return StatsRequest(
+            w_max=False, entropy=False, lse=False, max_logit=False, accumulation=kind, min_rank=self.min_rank
+        )
+
+    def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
+        if stats.accumulation is None:
+            raise ArgumentError("stats without accumulation are not accepted: expected what `request` asks for")
+        scale = stats.accumulation.upper if accumulation is None else accumulation
+        if self.scope == "row":
+            return self._bounded(self._r * scale)
+        self._learn(stats.visible, scale)
+        return self.formula(stats.visible[:, :1], stats.visible[:, :1])
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        if self.scope == "row":
+            return super().formula(n, position)
+        count, x, y, xx, xy = self.sums.unbind(-1)
+        if not torch.compiler.is_compiling() and not bool((count > 0).all()):
+            raise ArgumentError("gap_adaptive with scope='head' has seen no rows: train it first, or use scope='row'")
+        spread = (count * xx - x * x).clamp(min=1e-12)
+        slope = (count * xy - x * y) / spread
+        level = (y - slope * x) / count
+        inverse = level[:, None] + slope[:, None] / ln(n)
+        return self._bounded(self._r / inverse.clamp(min=self._r / self.ceiling))
+
+    def longest_beta(self) -> float:
+        return self.ceiling
+
+    def _bounded(self, beta: Tensor) -> Tensor:
+        return beta.to(torch.float32).clamp(self.floor, self.ceiling)
+
+    @torch.no_grad()
+    def _learn(self, visible: Tensor, scale: Tensor) -> None:
+        usable = (visible >= self.min_rank) & (scale > 0)
+        x = torch.where(usable, 1 / ln(visible), 0.0)
+        y = torch.where(usable, 1 / scale.double(), 0.0)  # 1/∞ is 0: a tie is one row among many
+        moments = torch.stack([usable.double(), x, y, x * x, x * y], dim=-1).sum((0, 2))  # [H, 5]
+        share = moments / moments[:, :1].clamp(min=1)
+        first = self.sums[:, :1] == 0
+        mixed = torch.where(first, share, self.momentum * self.sums + (1 - self.momentum) * share)
+        self.sums.copy_(torch.where(moments[:, :1] > 0, mixed, self.sums))
+
+
+def inverse_zeta(value: float) -> float:
+    """The r > 1 with ζ(r) = value > 1, by bisection.
+
+    >>> round(inverse_zeta(math.pi**2 / 6), 9)
+    2.0
+    """
+    low, high = 1.0, 64.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        zeta = float(torch.special.zeta(torch.tensor(middle, dtype=torch.float64), torch.tensor(1.0)))
+        low, high = (middle, high) if zeta > value else (low, middle)
+    return high

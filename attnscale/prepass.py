@@ -1,0 +1,51 @@
+"""β of the policies that read scores: statistics of the row at β = 1 first, then the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnscale.backends.blockwise import statistics_of
+from attnscale.backends.call import AttentionCall
+from attnscale.backends.gap_pass import add_gaps, find_contacts
+from attnscale.lengths import count_visible
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.statistics import RowStats
+
+
+def adaptive_temperature(policy: ScorePolicy, call: AttentionCall) -> Tensor:
+    """β [B, H, Tq] in fp32 from the call's own scores; a sink plays no part in it."""
+    request = policy.request
+    seen = replace(call.detached(), beta=1.0, sinks=None)
+    if request.softmax:
+        stats = statistics_of(seen, request)
+    else:
+        stats = add_gaps(seen, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
+    through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
+    return policy.from_stats(stats, through)
+
+
+def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
+    """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of the two scores in contact; none where Λ is 0 or ∞."""
+    contact = find_contacts(call, min_rank)
+    group = call.query.shape[1] // call.key.shape[1]
+    keys = call.key.repeat_interleave(group, dim=1)
+    first, other = (_score_of(call, keys, at) for at in (contact.first, contact.key))
+    usable = (contact.value > 0) & torch.isfinite(contact.value)
+    gap = torch.where(usable, first - other, 1.0)
+    return torch.where(usable, contact.rank.to(gap.dtype).log() / gap, contact.value)
+
+
+def _score_of(call: AttentionCall, keys: Tensor, slot: Tensor) -> Tensor:
+    """The raw score of each row [B, H, Tq] with one key of its own."""
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    key = keys.gather(2, slot[..., None].expand(-1, -1, -1, keys.shape[-1]))
+    score = (call.query.to(dtype) * key.to(dtype)).sum(-1) * call.scale
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
+    if call.bias is not None:
+        bias = call.bias.expand(*call.query.shape[:3], -1).gather(-1, slot[..., None])[..., 0]
+        score = score + bias.to(dtype)
+    return score

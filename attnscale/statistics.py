@@ -1,0 +1,212 @@
+"""Row statistics of attention: what can be asked for, what comes back, and its definition on a score matrix.
+
+All of it in nats, over visible keys only, detached, and after temperature — but for gap counts and Λ, which are taken
+from raw scores s (after softcap and bias, before β).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
+
+
+@dataclass(frozen=True)
+class StatsRequest:
+    """Which statistics to compute; what is not asked for costs nothing.
+
+    `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ, "exact" by sorting each row or as a
+    "bracket" of at most ten per cent, from rank `min_rank` on. `rows` samples that many rows, spread over the positions
+    and chosen by `seed`; None is all of them.
+    """
+
+    w_max: bool = True
+    entropy: bool = True
+    lse: bool = True
+    max_logit: bool = True
+    gap_thresholds: tuple[float, ...] | None = None
+    accumulation: Literal["bracket", "exact"] | None = None
+    min_rank: int = 2
+    rows: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("w_max", "entropy", "lse", "max_logit"):
+            if not isinstance(getattr(self, name), bool):
+                reject_type(name, getattr(self, name), "True or False")
+        if self.gap_thresholds is not None:
+            object.__setattr__(self, "gap_thresholds", tuple(float(t) for t in self.gap_thresholds))
+            if not self.gap_thresholds or min(self.gap_thresholds) < 0 or math.nan in self.gap_thresholds:
+                reject("gap_thresholds", self.gap_thresholds, "one or more numbers >= 0")
+        if self.accumulation not in (None, "bracket", "exact"):
+            reject("accumulation", self.accumulation, "None, 'bracket' or 'exact'")
+        if isinstance(self.min_rank, bool) or not isinstance(self.min_rank, int) or self.min_rank < 2:
+            reject("min_rank", self.min_rank, "an int >= 2")
+        if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
+            reject("rows", self.rows, "an int >= 1 or None for all rows")
+
+    @property
+    def softmax(self) -> bool:
+        """Whether anything is asked for that needs the weights."""
+        return self.w_max or self.entropy or self.lse or self.max_logit
+
+    @property
+    def gaps(self) -> bool:
+        """Whether anything is asked for that needs the gaps of raw scores."""
+        return self.gap_thresholds is not None or self.accumulation is not None
+
+
+class RowStats(NamedTuple):
+    """Statistics per row, each [B, H, Tq] (or [..., R] for R sampled rows); None where not asked for.
+
+    An attention sink is an outcome of the softmax but not a key: `lse` contains it, `entropy` is that of keys and sink
+    together (so up to ln(n + 1)), `max_logit` and `w_max` look at keys only (so `w_max` may be below 1/n), and it has
+    no part in `visible`, gaps or Λ. A row that sees nothing has lse = max_logit = −∞ and zero elsewhere.
+    """
+
+    visible: Tensor
+    lse: Tensor | None = None
+    max_logit: Tensor | None = None
+    w_max: Tensor | None = None
+    entropy: Tensor | None = None
+    gap_counts: Tensor | None = None  # [B, H, Tq, thresholds]
+    accumulation: Accumulation | None = None
+    criticality: Tensor | None = None  # β/Λ, with the middle of the bracket
+    at_ceiling: Tensor | None = None  # bool: an adaptive β was cut off there, and has lost its certificate
+    rows: Tensor | None = None  # [R], which rows were sampled
+
+    def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
+        """Statistics of the same rows over the keys of both, which must be disjoint.
+
+        Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
+        cannot be merged.
+        """
+        for name in ("lse", "max_logit", "entropy"):
+            if (getattr(self, name) is None) != (getattr(other, name) is None):
+                raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
+        if self.entropy is not None and self.lse is None:
+            raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
+        lse = entropy = max_logit = counts = None
+        if self.lse is not None and other.lse is not None:
+            lse = torch.logaddexp(self.lse, other.lse)
+            if self.entropy is not None and other.entropy is not None:
+                entropy = _merge_entropy(lse, (self.lse, self.entropy), (other.lse, other.entropy))
+        if self.max_logit is not None and other.max_logit is not None:
+            max_logit = torch.maximum(self.max_logit, other.max_logit)
+        if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
+            counts = self.gap_counts + other.gap_counts
+        w_max = None if max_logit is None or lse is None else largest_weight(max_logit, lse)
+        return RowStats(self.visible + other.visible, lse, max_logit, w_max, entropy, counts, rows=self.rows)
+
+
+class AttentionOutput(NamedTuple):
+    """What `attention_with_stats` returns."""
+
+    output: Tensor
+    stats: RowStats
+
+
+def row_statistics(
+    scores: Tensor,
+    beta: Tensor | float = 1.0,
+    mask: Tensor | None = None,
+    request: StatsRequest | None = None,
+    *,
+    sinks: Tensor | None = None,
+) -> RowStats:
+    """The statistics of a matrix of raw scores [..., Tq, Tk] that somebody already has.
+
+    β broadcasts to [..., Tq]; the mask to the scores (True: visible). This is the definition that every backend is
+    held against. Sampling (`rows`) does not apply: choose the rows of the matrix.
+
+    >>> row_statistics(torch.zeros(1, 4)).entropy
+    tensor([1.3863])
+    """
+    request = StatsRequest() if request is None else request
+    scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
+    beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach().expand(scores.shape[:-1])
+    if mask is None:
+        mask = torch.ones((), dtype=torch.bool, device=scores.device)
+    mask = mask.expand(scores.shape)
+    visible = mask.sum(-1)
+    lse = top = entropy = None
+    if request.softmax:
+        logits = (scores * beta[..., None]).masked_fill(~mask, -math.inf)
+        top = _amax(logits)
+        extended = logits if sinks is None else torch.cat([logits, _column(sinks, logits)], dim=-1)
+        lse = torch.logsumexp(extended, -1) if extended.shape[-1] else top
+        if request.entropy:
+            weights = torch.exp(extended - finite(lse)[..., None])
+            # 0·(−∞) is 0 here: a hidden key, or one so far below that its weight is.
+            surprise = torch.where(weights > 0, weights * (lse[..., None] - extended), 0.0)
+            entropy = surprise.sum(-1)
+    counts = accumulation = None
+    if request.gap_thresholds is not None:
+        counts = count_gaps(scores, request.gap_thresholds, mask)
+    if request.accumulation == "exact":
+        exact = accumulation_scale(scores, request.min_rank, mask)
+        accumulation = Accumulation(exact, exact)
+    elif request.accumulation == "bracket":
+        accumulation = bracket_accumulation(scores, request.min_rank, mask)
+    return RowStats(
+        visible=visible,
+        lse=lse if request.lse else None,
+        max_logit=top if request.max_logit else None,
+        w_max=largest_weight(top, lse) if request.w_max and top is not None and lse is not None else None,
+        entropy=entropy,
+        gap_counts=counts,
+        accumulation=accumulation,
+        criticality=None if accumulation is None else criticality(beta, accumulation),
+    )
+
+
+def largest_weight(max_logit: Tensor, lse: Tensor) -> Tensor:
+    """e^(m − lse), zero for a row without keys."""
+    return torch.where(max_logit == -math.inf, 0.0, torch.exp(max_logit - finite(lse)))
+
+
+def criticality(beta: Tensor | float, accumulation: Accumulation) -> Tensor:
+    """r = β/Λ: below 1 the top scores are not separated, above 1 the entropy collapses; 0 where Λ = ∞, ∞ where 0."""
+    return beta / accumulation.middle
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with −∞ replaced by 0, so that a row without keys can be subtracted from."""
+    return x.masked_fill(x == -math.inf, 0.0)
+
+
+def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
+    """`rows` of the row numbers 0 … queries−1, increasing, one from each of as many equal strata.
+
+    >>> sample_rows(1000, 4, 0, torch.device("cpu")).tolist() == sample_rows(1000, 4, 0, torch.device("cpu")).tolist()
+    True
+    """
+    if rows >= queries:
+        return torch.arange(queries, device=device)
+    edges = torch.arange(rows + 1, dtype=torch.int64) * queries // rows
+    width = edges[1:] - edges[:-1]
+    draw = torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (edges[:-1] + (draw * width).to(torch.int64)).to(device)
+
+
+def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
+    """H of the union: each side's share a of the weight brings a·H_side − a·ln a."""
+    total = torch.zeros_like(lse)
+    for side, entropy in sides:
+        share = largest_weight(side, lse)
+        total = total + share * entropy + torch.special.entr(share)
+    return total
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -math.inf)
+
+
+def _column(sinks: Tensor, like: Tensor) -> Tensor:
+    return sinks.detach().to(like.dtype)[:, None, None].expand(*like.shape[:-1], 1)
