@@ -213,6 +213,11 @@ def test_written_rows_can_be_read_by_whoever_may_read_new_files(tmp_path: Path) 
         (row(provider="log", y=1.06), "≤ 1.05 missed"),
         (row("extra_query_copies", y=1.01), "≤ 1"),
         (row("extra_query_copies", y=1.2), "≤ 1 missed"),
+        (row(provider="stats_all_rows", y=2.0), "≤ 2.1"),
+        (row(provider="gap_adaptive", y=3.6), "≤ 3.5 missed"),
+        (row("times_slower", "eager_matrix", y=7.0), "≥ 6"),
+        (row("times_slower", "eager_matrix", y=5.0), "≥ 6 missed"),
+        (row("extra_mb", "stats_all_rows", y=100.0), "≤ 256"),
         (row("added_ms", "attnscale", y=149.0, x=0), "≤ 150"),
         (row("added_ms", "attnscale", y=151.0, x=0), "≤ 150 missed"),
     ],
@@ -239,7 +244,7 @@ def test_a_plan_is_every_policy_in_both_modes_at_every_length_and_the_import() -
         for policy in ("constant", "log")
         for mode in ("forward", "forward+backward")
     }
-    assert len(attention) == 8
+    assert sum(isinstance(case, AttentionCost) for case in attention) == 8
 
 
 def test_a_plan_is_read_from_yaml_and_keeps_the_defaults_it_does_not_name(tmp_path: Path) -> None:
@@ -265,8 +270,9 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("attnscale.bench.cost.interleaved_ratio", fake_ratio)
     plan = Plan(lengths=(32,), policies=("log",), heads=2, head_dim=16, rounds=(9,), imports=2)
-    time, same_logits, memory = AttentionCost(plan, "log", 32, "forward+backward", 9).measure()
-    assert same_logits.metric == "time_ratio_same_logits"
+    time, memory = AttentionCost(plan, "log", 32, "forward+backward", 9).measure()
+    sharp = AttentionCost(plan, "log_squared", 32, "forward+backward", 9).measure()
+    assert [measured.metric for measured in sharp] == ["time_ratio", "time_ratio_same_logits", "extra_query_copies"]
     assert seen == {"rounds": 9}
     assert (time.metric, time.provider, time.mode, time.x) == ("time_ratio", "log", "forward+backward", 32)
     assert (time.y, time.low, time.high) == (1.5, 1.25, 1.75)

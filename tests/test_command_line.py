@@ -24,6 +24,7 @@ from attnscale.policies import POLICIES
 COLUMNS = ["kernel", "provider", "mode", "metric", "x", "y", "low", "high", "config", "device", "version"]
 ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attnscale_kernels)]
 TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds: [2]\nimports: 2\n"
+TINY += "statistics_lengths: [16]\nstatistics_rounds: [2]\neager_lengths: [16]\nmemory_lengths: [16]\n"
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -162,17 +163,25 @@ def test_bench_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None:
     assert [row[:5] for row in rows] == [
         *(
             ["attention", policy, mode, metric, "16"]
-            for policy, metrics in (
-                ("constant", ("time_ratio", "extra_query_copies")),
-                ("log", ("time_ratio", "time_ratio_same_logits", "extra_query_copies")),
-            )
+            for policy in ("constant", "log")
             for mode in ("forward", "forward+backward")
-            for metric in metrics
+            for metric in ("time_ratio", "extra_query_copies")
+        ),
+        *(
+            ["statistics", provider, mode, metric, "16"]
+            for provider, mode, metric in (
+                ("stats_all_rows", "forward", "time_ratio"),
+                ("stats_64_rows", "forward", "time_ratio"),
+                ("gap_adaptive", "forward", "time_ratio"),
+                ("stats_all_rows", "forward+backward", "time_ratio"),
+                ("eager_matrix", "forward", "times_slower"),
+                ("stats_all_rows", "forward", "extra_mb"),
+            )
         ),
         ["import", "attnscale", "fresh process", "added_ms", "0"],
     ]
     assert all(float(low) <= float(y) <= float(high) for y, low, high in (row[5:8] for row in rows))
-    assert all(float(row[5]) > 0 for row in rows if row[3] != "extra_query_copies")
+    assert all(float(row[5]) > 0 for row in rows if not row[3].startswith("extra"))
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny.csv"]
     printed = cells(finished.stdout)
     assert printed[0] == ["metric", "n", "mode", "policy", "ratio", "half of runs", "target"]

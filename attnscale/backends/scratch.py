@@ -34,6 +34,11 @@ def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Ten
     return buffer
 
 
+def forget() -> None:
+    """Give back what this thread has kept."""
+    _kept.__dict__.clear()
+
+
 def multiply(x: Tensor, factor: Tensor) -> Tensor:
     """x·factor in the wider of the two dtypes, rounded once to x's; without autograd, in the room for products."""
     if torch.is_grad_enabled() or x.device.type != "cpu" or _is_watched():

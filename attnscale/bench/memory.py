@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
+from attnscale.backends.scratch import forget
+
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """The largest sum of CPU allocations alive at once, from the profiler's record of every one.
@@ -15,6 +17,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     4096
     """
     function()
+    forget()  # what inference keeps from call to call is part of its memory
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     if record.profiler is None or record.profiler.kineto_results is None:

@@ -1,0 +1,100 @@
+"""What statistics and the adaptive policy cost, against attention without them and against the n × n way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnscale.attention import attention_with_stats, scaled_dot_product_attention
+from attnscale.bench.memory import peak_bytes
+from attnscale.bench.ratio import interleaved_ratio
+from attnscale.bench.rows import Row
+from attnscale.bench.steps import causal_step, label
+from attnscale.policies import build_policy
+from attnscale.statistics import StatsRequest
+
+PROVIDERS = ("stats_all_rows", "stats_64_rows", "gap_adaptive")
+
+
+def provider(name: str) -> Callable[..., Tensor]:
+    """The function that is measured under a name."""
+    if name == "gap_adaptive":
+        return functools.partial(scaled_dot_product_attention, policy=build_policy("gap_adaptive"))
+    if name == "eager_matrix":
+        return eager_matrix
+    request = StatsRequest(rows=64 if name == "stats_64_rows" else None)
+    return lambda *qkv, **kwargs: attention_with_stats(*qkv, request=request, **kwargs).output
+
+
+def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    """The same statistics as one would write them: all weights in memory."""
+    logits = query @ key.mT * query.shape[-1] ** -0.5
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    weights = logits.softmax(-1)
+    weights.detach().amax(-1), torch.special.entr(weights.detach()).sum(-1), logits.detach().logsumexp(-1)
+    out: Tensor = weights @ value
+    return out
+
+
+@dataclass(frozen=True)
+class StatisticsCost:
+    """One provider at one length: its time over that of torch's SDPA."""
+
+    name: str
+    heads: int
+    head_dim: int
+    length: int
+    mode: str
+    rounds: int
+
+    def measure(self) -> list[Row]:
+        step = functools.partial(
+            causal_step, heads=self.heads, length=self.length, head_dim=self.head_dim, backward=self.mode != "forward"
+        )
+        ratio = interleaved_ratio(step(provider(self.name)), step(F.scaled_dot_product_attention), self.rounds)
+        labels = label(self.heads, self.head_dim)
+        return [Row("statistics", self.name, self.mode, "time_ratio", self.length, *ratio, *labels)]
+
+
+@dataclass(frozen=True)
+class EagerCost:
+    """How many times longer the n × n way takes than all-row statistics."""
+
+    heads: int
+    head_dim: int
+    length: int
+    rounds: int
+
+    def measure(self) -> list[Row]:
+        step = functools.partial(
+            causal_step, heads=self.heads, length=self.length, head_dim=self.head_dim, backward=False
+        )
+        ratio = interleaved_ratio(step(eager_matrix), step(provider("stats_all_rows")), self.rounds)
+        labels = label(self.heads, self.head_dim)
+        return [Row("statistics", "eager_matrix", "forward", "times_slower", self.length, *ratio, *labels)]
+
+
+@dataclass(frozen=True)
+class StatisticsMemory:
+    """What all-row statistics add to the peak of torch's SDPA, in megabytes."""
+
+    heads: int
+    head_dim: int
+    length: int
+
+    def measure(self) -> list[Row]:
+        step = functools.partial(
+            causal_step, heads=self.heads, length=self.length, head_dim=self.head_dim, backward=False
+        )
+        peaks = [
+            peak_bytes(step(attention)) for attention in (provider("stats_all_rows"), F.scaled_dot_product_attention)
+        ]
+        extra = (peaks[0] - peaks[1]) / 2**20
+        labels = label(self.heads, self.head_dim)
+        return [Row("statistics", "stats_all_rows", "forward", "extra_mb", self.length, extra, extra, extra, *labels)]
