@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from attnscale.bench.cost import AttentionCost, ImportCost, Plan, cases, summari
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row, write_rows
+from attnscale.bench.variants import VARIANTS, fused_chain
 from attnscale.errors import ArgumentError
 
 KIB = 1024
@@ -278,3 +280,16 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
     assert (time.y, time.low, time.high) == (1.5, 1.25, 1.75)
     # One copy of the query; β is remembered from the warm-up.
     assert (memory.metric, memory.y) == ("extra_query_copies", 1.0)
+
+
+@pytest.mark.parametrize("name", ["flash_twice", "tile_softmax", "tile_exp"])
+def test_a_way_that_was_tried_computes_attention(name: str) -> None:
+    shape = (1, 8, 300, 16)
+    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    out = VARIANTS[name]()(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_the_chain_for_the_compiler_gives_the_weights() -> None:
+    logits = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(fused_chain(logits.clone()), (logits * math.log(2)).softmax(-1))

@@ -24,7 +24,9 @@ from attnscale.policies import POLICIES
 COLUMNS = ["kernel", "provider", "mode", "metric", "x", "y", "low", "high", "config", "device", "version"]
 ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attnscale_kernels)]
 TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds: [2]\nimports: 2\n"
-TINY += "statistics_lengths: [16]\nstatistics_rounds: [2]\neager_lengths: [16]\nmemory_lengths: [16]\n"
+TINY += (
+    "statistics_lengths: [16]\nstatistics_rounds: [2]\nvariant_lengths: []\neager_lengths: [16]\nmemory_lengths: [16]\n"
+)
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

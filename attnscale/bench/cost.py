@@ -20,6 +20,7 @@ from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.statistics_cost import PROVIDERS, EagerCost, StatisticsCost, StatisticsMemory
 from attnscale.bench.steps import causal_step, label
+from attnscale.bench.variants import VARIANTS, VariantCost
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import build_policy
@@ -40,6 +41,7 @@ class Plan:
     rounds: tuple[int, ...] = (200, 25, 5)
     statistics_lengths: tuple[int, ...] = (2048, 4096, 8192)
     statistics_rounds: tuple[int, ...] = (15, 9, 5)
+    variant_lengths: tuple[int, ...] = (4096,)
     eager_lengths: tuple[int, ...] = (4096,)
     memory_lengths: tuple[int, ...] = (16384,)
     imports: int = 11
@@ -48,7 +50,8 @@ class Plan:
         """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
         for name, least in (("heads", 1), ("head_dim", 1), ("imports", 2)):
             check_length(name, getattr(self, name), least=least)
-        tuples = ("lengths", "rounds", "statistics_lengths", "statistics_rounds", "eager_lengths", "memory_lengths")
+        more = ("variant_lengths", "eager_lengths", "memory_lengths")
+        tuples = ("lengths", "rounds", "statistics_lengths", "statistics_rounds", *more)
         for name in (*tuples, "policies"):
             if not isinstance(getattr(self, name), tuple):
                 reject_type(name, getattr(self, name), "a list")
@@ -95,6 +98,9 @@ def cases(plan: Plan) -> Iterator[Case]:
         for name in PROVIDERS:
             yield StatisticsCost(name, plan.heads, plan.head_dim, length, "forward", rounds)
         yield StatisticsCost("stats_all_rows", plan.heads, plan.head_dim, length, "forward+backward", rounds)
+    for length in plan.variant_lengths:
+        for name in VARIANTS:
+            yield VariantCost(name, plan.heads, plan.head_dim, length, rounds=7)
     for length in plan.eager_lengths:
         yield EagerCost(plan.heads, plan.head_dim, length, rounds=3)
     for length in plan.memory_lengths:
@@ -175,6 +181,6 @@ def target_of(row: Row) -> float:
     by_metric = {"added_ms": 150.0, "extra_query_copies": 1.0, "times_slower": 6.0, "extra_mb": 256.0}
     if row.metric in by_metric:
         return by_metric[row.metric]
-    if row.provider == "stats_all_rows":
+    if row.provider == "stats_all_rows" or row.kernel == "variants":
         return 2.1 if row.mode == "forward" else 1.7
     return {"constant": 1.02, "gap_adaptive": 3.5}.get(row.provider, 1.05)
