@@ -110,7 +110,7 @@ def test_gradients_reach_beta_bias_and_sinks():
     start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
 
     def attend(q, k, v, beta, bias, sinks):
-        return blockwise_forward(q, k, v, beta, start, stop, None, bias, sinks, 0.7, 3.0, 0.0, 0, False)[0]
+        return blockwise_forward(q, k, v, beta, start, stop, None, bias, sinks, None, 0.7, 3.0, 0.0, False)[0]
 
     assert torch.autograd.gradcheck(attend, (q, k, v, beta, bias, sinks))
 
@@ -121,7 +121,7 @@ def test_gradients_reach_beta_where_it_is_folded():
     start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
 
     def attend(q, k, v, beta):
-        return blockwise_forward(q, k, v, beta, start, stop, None, None, None, 0.7, None, 0.0, 0, False)[0]
+        return blockwise_forward(q, k, v, beta, start, stop, None, None, None, None, 0.7, None, 0.0, False)[0]
 
     assert torch.autograd.gradcheck(attend, (q, k, v, beta))
 
@@ -143,7 +143,9 @@ def test_dropout_replays_in_backward():
     beta = torch.ones(1, 2, 20, dtype=torch.float64)
 
     def attend(q, k, v):
-        return blockwise_forward(q, k, v, beta, start, stop, None, None, None, 0.3, None, 0.4, 123, False)[0]
+        return blockwise_forward(
+            q, k, v, beta, start, stop, None, None, None, torch.tensor(123), 0.3, None, 0.4, False
+        )[0]
 
     assert torch.autograd.gradcheck(attend, (q, k, v))
     torch.manual_seed(0)
@@ -232,8 +234,28 @@ def test_it_compiles_to_one_graph_and_survives_checkpointing():
     torch.compiler.reset()
 
 
+def test_dropout_compiles_too():
+    q, k, v = tensors((1, 2, 20, 8), (1, 2, 20, 8))
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, dropout_p=1.0, softcap=3.0, policy="log")
+
+    assert (torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v) == 0).all()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (1, 1)])
+def test_empty_and_tiny_inputs_are_served(queries, keys):
+    q, k, v = tensors((1, 2, queries, 8), (1, 2, keys, 8))
+    output, stats = attention_with_stats(q, k, v, policy="log", request=REQUEST)
+    assert output.shape == (1, 2, queries, 8)
+    assert stats.entropy.shape == (1, 2, queries)
+    assert (stats.entropy == 0).all()
+    assert (output == 0).all() if keys == 0 else torch.isfinite(output).all()
+
+
 def test_the_operators_pass_torchs_own_check():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 5, 4), (1, 2, 5, 4)))
     start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
     beta = torch.ones(1, 2, 5, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(blockwise_forward, (q, k, v, beta, start, stop, None, None, None, 0.5, None, 0.0, 0, True))
+    torch.library.opcheck(blockwise_forward, (q, k, v, beta, start, stop, None, None, None, None, 0.5, None, 0.0, True))

@@ -57,7 +57,7 @@ class BlockwiseBackend:
 def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
     start, stop = call.context.bounds()
-    seed = int(torch.randint(2**62, (), device="cpu")) if call.dropout_p > 0.0 else 0
+    seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
     out, lse, top, disorder = blockwise_forward(
         call.query,
         call.key,
@@ -68,10 +68,10 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
         call.context.padding,
         call.context.mask,
         call.sinks,
+        seed,
         call.scale,
         call.softcap,
         call.dropout_p,
-        seed,
         entropy,
     )
     return out, lse.detach(), top.detach(), disorder.detach()
@@ -107,10 +107,10 @@ def blockwise_forward(
     padding: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
+    seed: Tensor | None,
     scale: float,
     softcap: float | None,
     dropout_p: float,
-    seed: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output in the query's dtype; lse, largest logit and entropy (or nothing) [B, H, Tq], in fp32 at least."""
@@ -124,7 +124,7 @@ def blockwise_forward(
     for number, tile in enumerate(cut(scores)):
         logits = logit_tile(scores, leaves_of(scores, tile), tile, room.logits, LOG2E)
         powers, top, sums, moments = softmax_tile(logits, entropy, room.powers)
-        if dropout_p > 0.0:
+        if seed is not None:
             powers = powers * _kept(powers, seed, number, dropout_p)
         part = Partial(top, sums, moments, torch.bmm(powers, keys_of(value, tile)))
         targets = (best, total, moment, out)
@@ -135,17 +135,17 @@ def blockwise_forward(
     seen = ~(best <= HIDDEN / 2)  # a NaN has been seen
     best, moment = best / LOG2E, moment / LOG2E
     total = total.masked_fill_(~seen, 1.0)
-    out = (out / total[..., None]).masked_fill_(~seen[..., None], 0.0).to(query.dtype)
+    out = (out / total[..., None]).masked_fill_(~seen[..., None], 0.0)
     lse = (best + total.log()).masked_fill_(~seen, -math.inf)
     top = best.masked_fill_(~seen, -math.inf)
     disorder = (total.log() - moment / total).masked_fill_(~seen, 0.0) if entropy else value.new_zeros(0)
     if sinks is not None:
         keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         share = torch.exp(keys - lse)  # of the weight that is left to the keys
-        out = (out * share[..., None]).to(out.dtype)
+        out *= share[..., None]
         if entropy:
             disorder = share * disorder + torch.special.entr(share) + torch.special.entr(1 - share)
-    return out, lse, top, disorder.clamp_(min=0.0)
+    return out.to(query.dtype), lse, top, disorder.clamp_(min=0.0)
 
 
 @blockwise_forward.register_fake
@@ -168,12 +168,12 @@ def blockwise_backward(
     padding: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
+    seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
     softcap: float | None,
     dropout_p: float,
-    seed: int,
     wants_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, β, sinks and mask; the last two empty where there is nothing to give."""
@@ -193,7 +193,7 @@ def blockwise_backward(
         upstream = rows_of(gradient, tile, scores.group)
         pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.view(weights.shape))
         kept = weights
-        if dropout_p > 0.0:
+        if seed is not None:
             scaled = _kept(weights, seed, number, dropout_p)
             kept, pull = weights * scaled, pull * scaled
         keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
@@ -228,16 +228,16 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:9], output[0], output[1])
-    ctx.numbers = inputs[9:13]
+    ctx.save_for_backward(*inputs[:10], output[0], output[1])
+    ctx.numbers = inputs[10:13]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, beta, start, stop, padding, mask, sinks, out, lse = ctx.saved_tensors
+    query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse = ctx.saved_tensors
     wants_mask = ctx.needs_input_grad[7]
     dq, dk, dv, dbeta, dsinks, dmask = blockwise_backward(
-        gradient, query, key, value, beta, start, stop, padding, mask, sinks, out, lse, *ctx.numbers, wants_mask
+        gradient, query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse, *ctx.numbers, wants_mask
     )
     masks = (None, None, None, dmask if wants_mask else None, None if sinks is None else dsinks)
     return (dq, dk, dv, dbeta, *masks, None, None, None, None, None)
@@ -246,8 +246,8 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
 blockwise_forward.register_autograd(_backward, setup_context=_save)
 
 
-def _kept(like: Tensor, seed: int, number: int, dropout_p: float) -> Tensor:
+def _kept(like: Tensor, seed: Tensor, number: int, dropout_p: float) -> Tensor:
     """The dropout mask of a tile, scaled; the same again for the same seed and tile number."""
-    generator = torch.Generator(device=like.device).manual_seed(seed + number)
+    generator = torch.Generator(device=like.device).manual_seed(int(seed) + number)
     kept = torch.rand(like.shape, generator=generator, device=like.device) >= dropout_p
     return kept.to(like.dtype) / (1 - dropout_p) if dropout_p < 1.0 else torch.zeros_like(like)

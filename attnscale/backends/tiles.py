@@ -96,6 +96,8 @@ def _row_tiles(scores: Scores) -> Iterator[Tile]:
     kv_heads, keys, group = scores.key.shape[1], scores.key.shape[2], scores.group
     rows = max(1, min(queries, min(ROWS, ROWS_PER_HEAD) // group))
     together = max(1, min(kv_heads, ROWS // (group * rows)))
+    if queries == 0:
+        return
     edges = list(range(0, queries, rows))
     bounds = [[_extremes(bound[b], edges) for b in range(bound.shape[0])] for bound in (scores.start, scores.stop)]
     for b in range(batch):

@@ -18,7 +18,7 @@ ROWS, PER_HEAD = 512, 128
 
 
 def flash_twice(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-    """lse from torch's flash operator; entropy = lse − scale·⟨q, P·K⟩ from a second one with K as values. No maximum."""
+    """lse from torch's flash operator; entropy = lse − scale·⟨q, P·K⟩ from a second, with K as values. No maximum."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(query, key, value, 0.0, is_causal)
     mean_key, _ = flash(query, key, key, 0.0, is_causal)
