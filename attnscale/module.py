@@ -119,14 +119,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         Masks are torch's: bool True hides, floats are added; `is_causal` beside a mask says that the mask is causal.
         """
         if query.is_nested or key.is_nested or value.is_nested:
-            raise ArgumentTypeError("a nested tensor is not accepted: expected padded tensors and key_padding_mask")
+            raise ArgumentTypeError(
+                "a nested tensor is not accepted: expected padded tensors and key_padding_mask; "
+                "where an nn.TransformerEncoder makes it, convert the whole encoder"
+            )
         if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
             raise ArgumentError(
                 f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
                 "accepted: expected 2 dimensions each, or 3 with a batch"
             )
         batched = query.dim() == 3
-        query, key, value = (self._batch_first(x, batched) for x in (query, key, value))
+        if query is key is value:
+            query = key = value = self._batch_first(query, batched)  # still one tensor: one projection
+        else:
+            query, key, value = (self._batch_first(x, batched) for x in (query, key, value))
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask[None]
         self._check_shapes(query, key, value, attn_mask, key_padding_mask)

@@ -61,7 +61,7 @@ def plain_temperature(policy: FormulaPolicy, queries: int, keys: int, device: to
 def _host_position(context: Context) -> Tensor | None:
     if not context.causal or not isinstance(context.slot, int) or context.left is None:
         return None
-    return torch.tensor(context.slot)
+    return torch.tensor(context.slot, device="cpu")
 
 
 def _checked(beta: Tensor, query: Tensor) -> Tensor:

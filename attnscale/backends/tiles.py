@@ -93,11 +93,11 @@ def cut(scores: Scores, *, whole_rows: bool = False) -> Iterator[Tile]:
 
 def _row_tiles(scores: Scores) -> Iterator[Tile]:
     batch, _, queries, _ = scores.query.shape
-    kv_heads, keys, group = scores.key.shape[1], scores.key.shape[2], scores.group
-    rows = max(1, min(queries, min(ROWS, ROWS_PER_HEAD) // group))
-    together = max(1, min(kv_heads, ROWS // (group * rows)))
     if queries == 0:
         return
+    kv_heads, keys, group = scores.key.shape[1], scores.key.shape[2], scores.group
+    rows = max(1, min(queries, min(ROWS, _rows_per_head(scores)) // group))
+    together = max(1, min(kv_heads, ROWS // (group * rows)))
     edges = list(range(0, queries, rows))
     bounds = [[_extremes(bound[b], edges) for b in range(bound.shape[0])] for bound in (scores.start, scores.stop)]
     for b in range(batch):
@@ -116,6 +116,13 @@ def _row_tiles(scores: Scores) -> Iterator[Tile]:
                     min(most, right),
                     max(left, min(fewest, right)),
                 )
+
+
+def _rows_per_head(scores: Scores) -> int:
+    """Fewer rows to a tile where neighbours end far apart, as sampled ones do: a tile is as wide as its widest row."""
+    ends = scores.stop[0, :: max(1, scores.stop.shape[1] - 1)].tolist()  # of the first and the last row
+    apart = abs(ends[-1] - ends[0]) / scores.stop.shape[1]
+    return ROWS_PER_HEAD if apart < 8 else max(16, int(8 * ROWS_PER_HEAD / apart))
 
 
 def _extremes(bound: Tensor, edges: list[int]) -> list[tuple[int, int]]:

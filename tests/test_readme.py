@@ -1,0 +1,81 @@
+"""What the README shows runs, and prints what it says."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnscale
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def names() -> dict[str, object]:
+    """What the snippets after the first take for granted, in a size that is quick."""
+    q, k, v = (torch.randn(1, 8, 4096, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    return {
+        "torch": torch,
+        "functools": functools,
+        "dataclass": dataclass,
+        "attnscale": attnscale,
+        "policy": attnscale.build_policy("log"),
+        "q": q,
+        "k": k,
+        "v": v,
+        "cache_k": k,
+        "cache_v": v,
+        "padding": torch.arange(4096) < 7,
+        "q_shard": q[:, :, 512:1024],
+        "positions": torch.arange(512, 1024),
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0][:40])
+@torch.no_grad()
+def test_a_snippet_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    if ">>>" in block:
+        parsed = doctest.DocTestParser().get_doctest(block, names(), "README", None, None)
+        assert doctest.DocTestRunner().run(parsed).failed == 0
+    else:
+        exec(block, names())
+
+
+def test_the_first_screen_has_the_two_commands_and_the_picture() -> None:
+    first = "\n".join(README.splitlines()[:32])
+    assert "make demo" in first
+    assert "make test" in first
+    (picture,) = re.findall(r"!\[.*?\]\((.*?)\)", first)
+    assert (ROOT / picture).is_file()
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http)(.*?)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_figures_are_those_of_the_committed_tables() -> None:
+    with (ROOT / ".github/assets/bench_cpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    measured = {(row["provider"], row["mode"], row["metric"], row["x"]): f"{float(row['y']):.2f}" for row in rows}
+    for provider in ("constant", "sqrt_log", "log", "log_squared"):
+        shown = [
+            measured[provider, mode, "time_ratio", length]
+            for length in ("512", "2048", "8192")
+            for mode in ("forward", "forward+backward")
+        ]
+        assert f"| `{provider}` | {' | '.join(shown)} |" in README
+    shown = [measured["stats_all_rows", "forward", "time_ratio", length] for length in ("2048", "4096", "8192")]
+    assert f"| statistics of all rows, forward | {' | '.join(shown)} |" in README
+    with (ROOT / ".github/assets/temperature.csv").open(newline="") as file:
+        w_max = {(row["policy"], row["length"]): float(row["w_max"]) for row in csv.DictReader(file)}
+    assert f"{w_max['constant', '8192']:.3f} at 8192 keys" in README
