@@ -256,6 +256,12 @@ def test_a_plan_is_read_from_yaml_and_keeps_the_defaults_it_does_not_name(tmp_pa
     assert Plan.read(None) == Plan()
 
 
+def test_the_quick_configuration_is_a_plan() -> None:
+    path = Path(__file__).resolve().parents[1] / "configs" / "bench" / "quick.yaml"
+    assert all(line.startswith("# ") for line in path.read_text().splitlines()[:3])
+    assert Plan.read(path).lengths == (512,)
+
+
 def test_a_plan_with_rounds_for_other_lengths_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"rounds=\(4, 4\) is not accepted: expected as many as lengths=\(64,\)"):
         Plan(lengths=(64,), rounds=(4, 4))
