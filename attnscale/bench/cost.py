@@ -150,7 +150,8 @@ class ImportCost:
     times: int
 
     def measure(self) -> list[Row]:
-        code = "import time, torch; t = time.perf_counter(); import attnscale; print(time.perf_counter() - t)"
+        clock = "time.perf_counter()"
+        code = f"import sys, time, torch; t = {clock}; import attnscale; sys.stdout.write(str({clock} - t))"
         run = functools.partial(
             subprocess.run, [sys.executable, "-c", code], capture_output=True, check=True, text=True
         )
