@@ -11,10 +11,9 @@ from torch import Tensor
 from attnscale.errors import reject
 
 # For the bracket: ranks taken exactly, and the bins behind them, sixteen to the octave. A bin is at most 1/16 wide, so
-# the upper end of a bracket is at most 6.25 % above the lower one; four octaves suffice up to n = 10⁹.
+# the upper end of a bracket is at most 6.25 % above the lower one.
 TOP = 4
 STEPS_PER_OCTAVE = 16
-BINS = 4 * STEPS_PER_OCTAVE
 
 # A score at or below −FAR is that of a hidden key: −∞, or the finite number that tiles use in its place.
 FAR = 1e29
@@ -82,63 +81,94 @@ def count_gaps(scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | Non
     return count_within(top - scores, torch.where(top > -FAR, edges, -1.0))
 
 
-def bracket_accumulation(
-    scores: Tensor, min_rank: int = 2, mask: Tensor | None = None, *, overwrite: bool = False
-) -> Accumulation:
-    """Λ [...] between two bounds at most 6.25 % apart, from the best scores and a histogram: streaming, no sort.
+class Spectrum(NamedTuple):
+    """What a bracket of Λ needs of a row: its best scores, and how many keys lie how far behind them."""
 
-    The first ranks, up to gap t, are exact; since Λ ≥ ln TOP/t and no rank exceeds n, only gaps up to 16·t can matter
-    behind them. These are binned by the leading bits of gap/t. With N(b) keys up to the end of a bin (a, b], a rank
-    inside it has a slope of at most ln N(b)/a, and one of at least ln N(b)/b exists. `overwrite` lends the memory of
-    the scores.
+    best: Tensor  # [..., ranks] in falling order, −∞ where there are no more
+    counts: Tensor  # [..., bins + 2]: up to the gap t of the last of these, in each bin behind, and beyond
+
+
+def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Accumulation:
+    """Λ [...] between two bounds at most 6.25 % apart, from the best scores and a histogram: streaming, no sort.
 
     >>> bracket_accumulation(torch.tensor([[0.0, -1.0, -1.0, -1.0]])).upper
     tensor([1.3863])
     """
     _check_rank(min_rank)
-    scores = prepared(scores, mask)
-    keys = scores.shape[-1]
-    if keys < min_rank:
-        nothing = scores.new_zeros(scores.shape[:-1])
-        return Accumulation(nothing, nothing)
-    best = scores.topk(min(keys, max(TOP, min_rank)), dim=-1).values
+    return bracket(take_spectrum(prepared(scores, mask).clone(), min_rank, scores.shape[-1]), min_rank)
+
+
+def empty_spectrum(rows: Tensor, min_rank: int, longest: int) -> Spectrum:
+    """That of as many rows [...] without keys, with bins enough for rows of `longest` keys."""
+    best = rows.new_full((*rows.shape, max(TOP, min_rank)), -math.inf)
+    return Spectrum(best, rows.new_zeros(*rows.shape, _bins(longest, min_rank) + 2))
+
+
+def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
+    """The best scores of each row [..., Tk], and a histogram of all; overwrites the scores."""
+    keys, ranks = scores.shape[-1], max(TOP, min_rank)
+    if keys < ranks:
+        short = empty_spectrum(scores.new_empty(scores.shape[:-1]), min_rank, longest)
+        short.best[..., :keys] = scores.sort(dim=-1, descending=True).values
+        return short
+    best = scores.topk(ranks, dim=-1).values
+    ratios = torch.sub(best[..., :1], scores, out=scores).mul_(1 / _reach(best)[..., None])
+    return Spectrum(best, _histogram(ratios, _bins(longest, min_rank)))
+
+
+def bracket(spectrum: Spectrum, min_rank: int) -> Accumulation:
+    """Λ from the spectrum of each row.
+
+    The first ranks, up to gap t, are exact. Behind them, gaps are binned by the leading bits of gap/t: with N(b) keys
+    up to the end of a bin (a, b], a rank inside it has a slope of at most ln N(b)/a, and one of at least ln N(b)/b
+    exists. An empty bin says no more than the one before it.
+    """
+    best = spectrum.best
     known = _slopes(best, min_rank).amax(-1)
-    if best.shape[-1] == keys:
-        return Accumulation(known, known)
-    start = best[..., 0] - best[..., -1]
-    open_ = (known > 0) & (known < math.inf) & (start < FAR)
-    start = torch.where(open_, start, 1.0)[..., None]
-    gaps = torch.sub(best[..., :1], scores, out=scores if overwrite else None)
-    counts = _histogram(gaps.mul_(1 / start)).cumsum(-1)  # N up to the end of each bin
-    slack = 8 * torch.finfo(scores.dtype).eps  # of gap/t, and so of the edges
-    edges = start * _edges(scores)
-    ln_counts = counts[..., :-1].to(scores.dtype).log()  # the last bin is out of reach
-    lower = (ln_counts / (edges[..., 1:] * (1 + slack))).amax(-1)
-    filled = torch.cat([torch.ones_like(open_)[..., None], counts[..., 1:-1] > counts[..., :-2]], dim=-1)
-    upper = torch.where(filled, ln_counts / (edges[..., :-1] * (1 - slack)), 0.0).amax(-1)
+    ln_counts = spectrum.counts[..., :-1].cumsum(-1).log_()  # of N up to the end of each bin; the last is out of reach
+    slack = 8 * torch.finfo(best.dtype).eps  # of gap/t, and so of the edges
+    edges = _edges(spectrum.counts.shape[-1] - 2, best)
+    lower, upper = (
+        (ln_counts / part).amax(-1) / _reach(best) for part in (edges[1:] * (1 + slack), edges[:-1] * (1 - slack))
+    )
+    open_ = (known > 0) & (known < math.inf) & (best[..., -1] > -FAR)
     lower = torch.where(open_, torch.maximum(known, lower), known)
     return Accumulation(lower, torch.where(open_, torch.maximum(lower, upper), known))
 
 
-def _histogram(ratios: Tensor) -> Tensor:
-    """Counts [..., BINS + 2] of ratios [..., Tk] below 1, in each sixteenth of an octave, and beyond; overwrites them.
+def _reach(best: Tensor) -> Tensor:
+    """t: the gap of the last of the best scores, or 1 where there is none or it is a tie."""
+    gap = best[..., 0] - best[..., -1]
+    return torch.where((gap > 0) & (gap < FAR), gap, 1.0)
+
+
+def _bins(longest: int, min_rank: int) -> int:
+    """How many bins matter: Λ is at least ln(ranks)/t, which no row of n keys can better beyond t·ln n/ln(ranks)."""
+    reach = max(1.0, math.log(max(longest, 1)) / math.log(max(TOP, min_rank)))
+    octave = int(math.log2(reach))
+    return STEPS_PER_OCTAVE * octave + int(STEPS_PER_OCTAVE * (reach / 2**octave - 1)) + 1
+
+
+def _histogram(ratios: Tensor, bins: int) -> Tensor:
+    """Counts [..., bins + 2] of ratios [..., Tk] below 1, in each sixteenth of an octave, and beyond; overwrites them.
 
     The leading bits of a floating number are its octave and the linear step within: no logarithm is needed.
     """
-    rows, width = ratios.shape[:-1], BINS + 2
+    rows, width = ratios.shape[:-1], bins + 2
     integer, mantissa = (torch.int32, 23) if ratios.dtype == torch.float32 else (torch.int64, 52)
-    one = torch.ones((), dtype=ratios.dtype, device=ratios.device).view(integer)
-    index = ratios.view(integer).sub_(one).bitwise_right_shift_(mantissa - int(math.log2(STEPS_PER_OCTAVE)))
-    index = index.clamp_(-1, BINS).add_(1)
-    offset = torch.arange(rows.numel(), device=ratios.device, dtype=integer).view(*rows, 1) * width
-    return torch.bincount(index.add_(offset).flatten(), minlength=rows.numel() * width).view(*rows, width)
+    shift = mantissa - int(math.log2(STEPS_PER_OCTAVE))
+    one = int(torch.ones((), dtype=ratios.dtype).view(integer)) >> shift
+    index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(one - 1, one + bins)  # a NaN is clamped too
+    offset = torch.arange(rows.numel(), device=ratios.device, dtype=integer).view(*rows, 1) * width + (1 - one)
+    counts = torch.bincount(index.add_(offset).flatten(), minlength=rows.numel() * width)
+    return counts.view(*rows, width).to(ratios.dtype)
 
 
-def _edges(like: Tensor) -> Tensor:
+def _edges(bins: int, like: Tensor) -> Tensor:
     """1, and the ends of all bins behind it, as multiples of t; the first bin, up to t, is (t, t] in name only."""
-    octaves = torch.arange(BINS, dtype=like.dtype, device=like.device).div(STEPS_PER_OCTAVE, rounding_mode="floor")
-    steps = torch.arange(BINS, dtype=like.dtype, device=like.device) % STEPS_PER_OCTAVE
-    ends = 2**octaves * (1 + (steps + 1) / STEPS_PER_OCTAVE)
+    number = torch.arange(bins, dtype=like.dtype, device=like.device)
+    octaves = number.div(STEPS_PER_OCTAVE, rounding_mode="floor")
+    ends = 2**octaves * (1 + (number % STEPS_PER_OCTAVE + 1) / STEPS_PER_OCTAVE)
     return torch.cat([ends.new_ones(2), ends])
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.gap_pass import add_gaps
+from attnscale.backends.tile_softmax import Partial, softmax_tile
 from attnscale.backends.tiles import (
     HIDDEN,
     LOG2E,
-    Partial,
     Scores,
     add,
     cut,
@@ -27,7 +27,6 @@ from attnscale.backends.tiles import (
     logit_tile_backward,
     mask_of,
     rows_of,
-    softmax_tile,
     store,
     workspace_for,
 )
@@ -115,7 +114,8 @@ def blockwise_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output in the query's dtype; lse, largest logit and entropy (or nothing) [B, H, Tq], in fp32 at least."""
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
-    scores, value = scores.without_broken(value.to(scores.query.dtype))
+    scores, value = scores.without_broken(value.to(scores.query.dtype), keys=False)
+    scores = scores.folded(LOG2E)
     shape = query.shape[:3]
     out = value.new_zeros(*shape, value.shape[-1])
     best, total = value.new_full(shape, HIDDEN), value.new_zeros(shape)
@@ -123,7 +123,7 @@ def blockwise_forward(
     room = workspace_for(scores)
     for number, tile in enumerate(cut(scores)):
         logits = logit_tile(scores, leaves_of(scores, tile), tile, room.logits, LOG2E)
-        powers, top, sums, moments = softmax_tile(logits, entropy, room.powers)
+        powers, top, sums, moments = softmax_tile(logits, entropy, room.view(logits.shape))
         if seed is not None:
             powers = powers * _kept(powers, seed, number, dropout_p)
         part = Partial(top, sums, moments, torch.bmm(powers, keys_of(value, tile)))
@@ -179,6 +179,7 @@ def blockwise_backward(
     """Gradients of query, key, value, β, sinks and mask; the last two empty where there is nothing to give."""
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
     scores, value = scores.without_broken(value.to(scores.query.dtype))
+    folded = scores.folded(LOG2E)
     gradient = gradient.to(scores.query.dtype)
     delta = (gradient * out.to(gradient.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
     anchor = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
@@ -187,8 +188,7 @@ def blockwise_backward(
     dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
     room = workspace_for(scores)
     for number, tile in enumerate(cut(scores)):
-        leaves = leaves_of(scores, tile)
-        weights = logit_tile(scores, leaves, tile, room.logits, LOG2E)
+        weights = logit_tile(folded, leaves_of(folded, tile), tile, room.logits, LOG2E)
         weights = weights.sub_(rows_of(anchor, tile, scores.group)[..., None]).exp2_()
         upstream = rows_of(gradient, tile, scores.group)
         pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.view(weights.shape))
@@ -198,7 +198,7 @@ def blockwise_backward(
             kept, pull = weights * scaled, pull * scaled
         keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
         pull = pull.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
-        found = logit_tile_backward(scores, leaves, pull)
+        found = logit_tile_backward(scores, leaves_of(scores, tile), pull)
         add(dq, tile, found.query)
         keys_of(dk, tile).add_(found.key)
         if found.beta is not None:

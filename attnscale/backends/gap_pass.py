@@ -10,8 +10,19 @@ from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.tiles import Scores, Tile, cut, leaves_of, logit_tile, store, workspace_for
-from attnscale.gaps import Accumulation, Contact, bracket_accumulation, count_gaps, find_contact
+from attnscale.gaps import (
+    Accumulation,
+    Contact,
+    Spectrum,
+    bracket,
+    count_gaps,
+    empty_spectrum,
+    find_contact,
+    take_spectrum,
+)
 from attnscale.statistics import RowStats, StatsRequest, criticality
+
+ROWS_AT_ONCE = 4096
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
@@ -63,15 +74,21 @@ def accumulation(
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
     """Λ [B, H, Tq] of the raw scores: the ends of a bracket, or the exact value twice."""
-    lower, upper = _rows(query), _rows(query)
-    for tile, scores in _raw_tiles(query, key, start, stop, padding, mask, scale, softcap):
-        if exact:
-            value = find_contact(scores, min_rank).value
-            ends = Accumulation(value, value)
-        else:
-            ends = bracket_accumulation(scores, min_rank, overwrite=True)
-        store(lower, tile, ends.lower)
-        store(upper, tile, ends.upper)
+    tiles = _raw_tiles(query, key, start, stop, padding, mask, scale, softcap)
+    if exact:
+        value = _rows(query)
+        for tile, scores in tiles:
+            store(value, tile, find_contact(scores, min_rank).value)
+        return value, value.clone()
+    best, counts = empty_spectrum(_rows(query), min_rank, key.shape[2])
+    for tile, scores in tiles:
+        found = take_spectrum(scores, min_rank, key.shape[2])
+        store(best, tile, found.best)
+        store(counts, tile, found.counts)
+    # A few heads or rows at a time: what a bracket takes on the way is several times its spectrum.
+    parts = zip(*(torch.split(x.flatten(0, 2), ROWS_AT_ONCE) for x in (best, counts)), strict=True)
+    ends = [bracket(Spectrum(*part), min_rank) for part in parts]
+    lower, upper = (torch.cat(end).view(query.shape[:3]) for end in zip(*ends, strict=True))
     return lower, upper
 
 
@@ -135,8 +152,7 @@ def _raw_tiles(
     scale: float,
     softcap: float | None,
 ) -> Iterator[tuple[Tile, Tensor]]:
-    scores = Scores(query, key, None, start, stop, padding, mask, scale, softcap).wide()
-    scores, _ = scores.without_broken(scores.key)
+    scores = Scores(query, key, None, start, stop, padding, mask, scale, softcap).wide().folded(1.0)
     room = workspace_for(scores, whole_rows=True)
     for tile in cut(scores, whole_rows=True):
         yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room.logits)

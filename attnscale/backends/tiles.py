@@ -45,10 +45,30 @@ class Scores(NamedTuple):
         beta = None if self.beta is None else self.beta.to(dtype)
         return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), beta=beta)
 
-    def without_broken(self, value: Tensor) -> tuple[Scores, Tensor]:
-        """The same, and the values, with 0 for what is not finite and a note of where: 0·NaN would reach every row."""
-        if bool(torch.isfinite(self.key.sum() + value.sum())):
-            return self, value  # the usual case, at the price of two sums
+    def folded(self, unit: float) -> Scores:
+        """The same in a unit of logits, with β and scale in the query at once instead of tile by tile, if they can be.
+
+        They can where logits are linear in the query; elsewhere `unit` is left to `logit_tile`.
+        """
+        if not self.linear:
+            return self
+        factor = self.scale * unit if self.beta is None else (self.beta * (self.scale * unit))[..., None]
+        query = torch.mul(self.query, factor, out=room("folded", self.query.shape, self.query))
+        return self._replace(query=query, beta=None, scale=1.0)
+
+    @property
+    def linear(self) -> bool:
+        """Whether logits are linear in the query, so that β may be folded into it: r·D products instead of r·K."""
+        return self.softcap is None and (self.mask is None or self.mask.dtype == torch.bool)
+
+    def without_broken(self, value: Tensor, *, keys: bool = True) -> tuple[Scores, Tensor]:
+        """The same, and the values, with 0 for what is not finite and a note of where: 0·NaN would reach every row.
+
+        A forward need not look at the keys: a hidden score is overwritten, and a visible one spoils its own row only.
+        """
+        total = value.sum() + self.key.sum() if keys else value.sum()
+        if bool(torch.isfinite(total)):
+            return self, value  # the usual case, at the price of a sum or two
         broken = ~(torch.isfinite(self.key).all(-1) & torch.isfinite(value).all(-1))
         key, value = (x.masked_fill(broken[..., None], 0.0) for x in (self.key, value))
         return self._replace(key=key, broken=broken), value
@@ -99,7 +119,7 @@ def _row_tiles(scores: Scores) -> Iterator[Tile]:
     rows = max(1, min(queries, min(ROWS, _rows_per_head(scores)) // group))
     together = max(1, min(kv_heads, ROWS // (group * rows)))
     edges = list(range(0, queries, rows))
-    bounds = [[_extremes(bound[b], edges) for b in range(bound.shape[0])] for bound in (scores.start, scores.stop)]
+    bounds = [[_extremes(bound[b], rows) for b in range(bound.shape[0])] for bound in (scores.start, scores.stop)]
     for b in range(batch):
         low, high = (bound[b if len(bound) > 1 else 0] for bound in bounds)
         for first in range(0, kv_heads, together):
@@ -122,14 +142,16 @@ def _rows_per_head(scores: Scores) -> int:
     """Fewer rows to a tile where neighbours end far apart, as sampled ones do: a tile is as wide as its widest row."""
     ends = scores.stop[0, :: max(1, scores.stop.shape[1] - 1)].tolist()  # of the first and the last row
     apart = abs(ends[-1] - ends[0]) / scores.stop.shape[1]
-    return ROWS_PER_HEAD if apart < 8 else max(16, int(8 * ROWS_PER_HEAD / apart))
+    return ROWS_PER_HEAD if apart < 8 else max(16, int(4 * ROWS_PER_HEAD / apart))
 
 
-def _extremes(bound: Tensor, edges: list[int]) -> list[tuple[int, int]]:
-    """Smallest and largest value of a bound [Tq] in each run of rows, on the host."""
-    pieces = torch.tensor_split(bound, edges[1:])
-    lows, highs = (torch.stack([f(piece) for piece in pieces]).tolist() for f in (torch.amin, torch.amax))
-    return list(zip(lows, highs, strict=True))
+def _extremes(bound: Tensor, rows: int) -> list[tuple[int, int]]:
+    """Smallest and largest value of a bound [Tq] in each run of so many rows, on the host."""
+    whole = bound.shape[0] // rows * rows
+    runs = [torch.stack(torch.aminmax(bound[:whole].view(-1, rows), dim=-1), dim=-1)]
+    if whole < bound.shape[0]:
+        runs.append(torch.stack(torch.aminmax(bound[whole:]))[None])
+    return [(low, high) for low, high in torch.cat(runs).tolist()]
 
 
 class Leaves(NamedTuple):
@@ -190,20 +212,20 @@ def leaves_of(scores: Scores, tile: Tile) -> Leaves:
 def logit_tile(
     scores: Scores, leaves: Leaves, tile: Tile, workspace: Tensor | None = None, unit: float = 1.0
 ) -> Tensor:
-    """The logits of a tile times `unit`, [h, g·r, K]; hidden ones are `HIDDEN`.
+    """The logits of a tile, [h, g·r, K]; hidden ones are `HIDDEN`. Those that could not be folded come times `unit`.
 
     They may be written to a workspace: fresh memory for each tile would cost more than the tile.
     """
     query, key, beta, bias = leaves
-    folds = _folds(scores, leaves)
-    folded = query * (_factor(scores, leaves) * (unit if folds else 1.0))
-    logits = torch.bmm(folded, key.transpose(-1, -2), out=_view(workspace, *query.shape[:2], key.shape[1]))
+    factor = _factor(scores, leaves)
+    query = query if factor is None else query * factor
+    logits = torch.bmm(query, key.transpose(-1, -2), out=_view(workspace, *query.shape[:2], key.shape[1]))
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     by_row = _by_row(logits, scores.group)
     if bias is not None:
         by_row = by_row + bias.to(by_row.dtype).clamp(min=HIDDEN)
-    if not folds and (beta is not None or unit != 1.0):
+    if not scores.linear and (beta is not None or unit != 1.0):
         by_row = by_row * (unit if beta is None else unit * beta.view(beta.shape[0], scores.group, -1)[..., None])
     _hide(by_row, scores, tile)
     return by_row.flatten(1, 2)
@@ -217,7 +239,7 @@ def logit_tile_backward(scores: Scores, leaves: Leaves, upstream: Tensor) -> Lea
     """
     query, key, beta, bias = leaves
     dbeta = dbias = None
-    if not _folds(scores, leaves):
+    if not scores.linear:
         capped = torch.bmm(query * scores.scale, key.transpose(-1, -2))
         slope = None
         if scores.softcap is not None:
@@ -232,21 +254,18 @@ def logit_tile_backward(scores: Scores, leaves: Leaves, upstream: Tensor) -> Lea
         if slope is not None:
             upstream = upstream * slope
     factor = _factor(scores, leaves)
+    factor = 1.0 if factor is None else factor
     mixed = torch.bmm(upstream, key)
     if beta is not None and dbeta is None:
         dbeta = (mixed * query).sum(-1) * scores.scale
     return Leaves(mixed * factor, torch.bmm(upstream.transpose(-1, -2), query * factor), dbeta, dbias)
 
 
-def _folds(scores: Scores, leaves: Leaves) -> bool:
-    """Whether logits are linear in the query, so that β may be folded into it: r·D products instead of r·K."""
-    return scores.softcap is None and leaves.bias is None
-
-
-def _factor(scores: Scores, leaves: Leaves) -> Tensor | float:
-    if leaves.beta is None or not _folds(scores, leaves):
-        return scores.scale
-    return (leaves.beta * scores.scale)[..., None]
+def _factor(scores: Scores, leaves: Leaves) -> Tensor | float | None:
+    """What the query is still to be multiplied by."""
+    if leaves.beta is not None and scores.linear:
+        return (leaves.beta * scores.scale)[..., None]
+    return None if scores.scale == 1.0 else scores.scale
 
 
 def _add_bias(capped: Tensor, bias: Tensor, group: int) -> Tensor:
@@ -280,7 +299,8 @@ def _out_of_bounds(scores: Scores, tile: Tile, left: int, right: int) -> Tensor:
         bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None]
         for bound in (scores.start, scores.stop)
     )
-    return (slot < start) | (slot >= stop)
+    beyond = slot >= stop
+    return beyond if left >= tile.clear_left else beyond | (slot < start)
 
 
 def _view(workspace: Tensor | None, *shape: int) -> Tensor | None:
@@ -304,42 +324,3 @@ def workspace_for(scores: Scores, *, whole_rows: bool = False) -> Workspace:
     keys = keys if whole_rows else min(KEYS, keys)
     numel = max(group, min(ROWS, scores.query.shape[1] * queries)) * keys
     return Workspace(*(room(purpose, (numel,), scores.query) for purpose in ("logits", "powers")))
-
-
-class Softmax(NamedTuple):
-    """Of logits [h, r, K] in units of ln 2: 2^(ℓ − m), and per row m, its sum, and Σ 2^(ℓ − m)·(ℓ − m) (or 0)."""
-
-    powers: Tensor
-    top: Tensor
-    total: Tensor
-    moment: Tensor
-
-
-class Partial(NamedTuple):
-    """Rows of attention over some of their keys: m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m) and Σ 2^(ℓ − m)·v."""
-
-    top: Tensor
-    total: Tensor
-    moment: Tensor
-    mixed: Tensor
-
-    def merge(self, other: Partial) -> Partial:
-        """The same rows over the keys of both."""
-        top = torch.maximum(self.top, other.top)
-        a, b = self._seen_from(top), other._seen_from(top)
-        return Partial(top, a.total + b.total, a.moment + b.moment, a.mixed + b.mixed)
-
-    def _seen_from(self, top: Tensor) -> Partial:
-        down = self.top - top
-        fade = torch.exp2(down)
-        moment = (self.moment + down * self.total) * fade
-        return Partial(top, self.total * fade, moment, self.mixed * fade[..., None])
-
-
-def softmax_tile(logits: Tensor, moment: bool, workspace: Tensor) -> Softmax:
-    """The elementwise part of a tile; overwrites the logits."""
-    top = logits.amax(-1, keepdim=True)
-    centred = logits.sub_(top)
-    powers = torch.exp2(centred, out=_view(workspace, *logits.shape))  # half the price of exp
-    total = powers.sum(-1)
-    return Softmax(powers, top[..., 0], total, centred.mul_(powers).sum(-1) if moment else torch.zeros_like(total))

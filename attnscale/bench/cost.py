@@ -6,21 +6,22 @@ import functools
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row
-from attnscale.bench.statistics_cost import PROVIDERS, EagerCost, StatisticsCost, StatisticsMemory
+from attnscale.bench.statistics_cost import PROVIDERS, StatisticsMemory, TimeRatio, eager_matrix, provider
 from attnscale.bench.steps import causal_step, label
-from attnscale.bench.variants import VARIANTS, VariantCost
+from attnscale.bench.variants import VARIANTS
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import build_policy
@@ -96,16 +97,27 @@ def cases(plan: Plan) -> Iterator[Case]:
                 yield AttentionCost(plan, policy, length, mode, rounds)
     for length, rounds in zip(plan.statistics_lengths, plan.statistics_rounds, strict=True):
         for name in PROVIDERS:
-            yield StatisticsCost(name, plan.heads, plan.head_dim, length, "forward", rounds)
-        yield StatisticsCost("stats_all_rows", plan.heads, plan.head_dim, length, "forward+backward", rounds)
+            yield _ratio(plan, "statistics", name, provider(name), length, "forward", rounds)
+        name = "stats_all_rows"
+        yield _ratio(plan, "statistics", name, provider(name), length, "forward+backward", rounds)
     for length in plan.variant_lengths:
-        for name in VARIANTS:
-            yield VariantCost(name, plan.heads, plan.head_dim, length, rounds=7)
+        for name, make in VARIANTS.items():
+            yield _ratio(plan, "variants", name, make(), length, "forward", rounds=7)
     for length in plan.eager_lengths:
-        yield EagerCost(plan.heads, plan.head_dim, length, rounds=3)
+        shape = plan.heads, plan.head_dim, length, "forward", 3
+        baseline = provider("stats_all_rows")
+        yield TimeRatio("statistics", "eager_matrix", "times_slower", eager_matrix, baseline, *shape)
     for length in plan.memory_lengths:
         yield StatisticsMemory(plan.heads, plan.head_dim, length)
     yield ImportCost(plan.imports)
+
+
+def _ratio(
+    plan: Plan, kernel: str, name: str, candidate: Callable[..., Tensor], length: int, mode: str, rounds: int
+) -> TimeRatio:
+    """Against torch's attention."""
+    baseline = F.scaled_dot_product_attention
+    return TimeRatio(kernel, name, "time_ratio", candidate, baseline, plan.heads, plan.head_dim, length, mode, rounds)
 
 
 @dataclass(frozen=True)

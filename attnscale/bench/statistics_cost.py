@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from attnscale.attention import attention_with_stats, scaled_dot_product_attention
 from attnscale.bench.memory import peak_bytes
@@ -25,8 +25,6 @@ def provider(name: str) -> Callable[..., Tensor]:
     """The function that is measured under a name."""
     if name == "gap_adaptive":
         return functools.partial(scaled_dot_product_attention, policy=build_policy("gap_adaptive"))
-    if name == "eager_matrix":
-        return eager_matrix
     request = StatsRequest(rows=64 if name == "stats_64_rows" else None)
     return lambda *qkv, **kwargs: attention_with_stats(*qkv, request=request, **kwargs).output
 
@@ -43,10 +41,14 @@ def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) 
 
 
 @dataclass(frozen=True)
-class StatisticsCost:
-    """One provider at one length: its time over that of torch's SDPA."""
+class TimeRatio:
+    """The time of one function over that of another, at one length; both make the same causal step."""
 
+    kernel: str
     name: str
+    metric: str
+    candidate: Callable[..., Tensor]
+    baseline: Callable[..., Tensor]
     heads: int
     head_dim: int
     length: int
@@ -57,27 +59,9 @@ class StatisticsCost:
         step = functools.partial(
             causal_step, heads=self.heads, length=self.length, head_dim=self.head_dim, backward=self.mode != "forward"
         )
-        ratio = interleaved_ratio(step(provider(self.name)), step(F.scaled_dot_product_attention), self.rounds)
+        ratio = interleaved_ratio(step(self.candidate), step(self.baseline), self.rounds)
         labels = label(self.heads, self.head_dim)
-        return [Row("statistics", self.name, self.mode, "time_ratio", self.length, *ratio, *labels)]
-
-
-@dataclass(frozen=True)
-class EagerCost:
-    """How many times longer the n × n way takes than all-row statistics."""
-
-    heads: int
-    head_dim: int
-    length: int
-    rounds: int
-
-    def measure(self) -> list[Row]:
-        step = functools.partial(
-            causal_step, heads=self.heads, length=self.length, head_dim=self.head_dim, backward=False
-        )
-        ratio = interleaved_ratio(step(eager_matrix), step(provider("stats_all_rows")), self.rounds)
-        labels = label(self.heads, self.head_dim)
-        return [Row("statistics", "eager_matrix", "forward", "times_slower", self.length, *ratio, *labels)]
+        return [Row(self.kernel, self.name, self.mode, self.metric, self.length, *ratio, *labels)]
 
 
 @dataclass(frozen=True)
@@ -92,9 +76,7 @@ class StatisticsMemory:
         step = functools.partial(
             causal_step, heads=self.heads, length=self.length, head_dim=self.head_dim, backward=False
         )
-        peaks = [
-            peak_bytes(step(attention)) for attention in (provider("stats_all_rows"), F.scaled_dot_product_attention)
-        ]
+        peaks = [peak_bytes(step(attention)) for attention in (provider("stats_all_rows"), torch_attention)]
         extra = (peaks[0] - peaks[1]) / 2**20
         labels = label(self.heads, self.head_dim)
         return [Row("statistics", "stats_all_rows", "forward", "extra_mb", self.length, extra, extra, extra, *labels)]
