@@ -17,7 +17,7 @@ from attnscale.bench.cost import AttentionCost, ImportCost, Plan, cases, summari
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row, write_rows
-from attnscale.bench.variants import VARIANTS, fused_chain
+from attnscale.bench.variants import VARIANTS, compiled_per_tile, fused_chain
 from attnscale.errors import ArgumentError
 
 KIB = 1024
@@ -297,4 +297,5 @@ def test_a_way_that_was_tried_computes_attention(name: str) -> None:
 
 def test_the_chain_for_the_compiler_gives_the_weights() -> None:
     logits = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(fused_chain(logits.clone()), logits.softmax(-1))
+    weights = compiled_per_tile(fused_chain, [], logits)
+    torch.testing.assert_close(weights, logits.softmax(-1))

@@ -37,13 +37,20 @@ def exp_per_tile(logits: Tensor) -> Tensor:
     return powers.div_(total)
 
 
-def fused_chain(logits: Tensor) -> Tensor:
+def fused_chain(logits: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
     """The chain in one expression, for torch.compile, which has vectors for e^x but not for 2^x."""
     centred = logits - logits.amax(-1, keepdim=True)
-    powers = torch.exp(centred)
-    moment = (powers * centred).sum(-1, keepdim=True)
-    logits.copy_(powers / (powers.sum(-1, keepdim=True) + 0.0 * moment))
-    return logits
+    powers.copy_(torch.exp(centred))
+    return powers.sum(-1, keepdim=True), (powers * centred).sum(-1, keepdim=True)
+
+
+def compiled_per_tile(chain: Callable[..., tuple[Tensor, Tensor]], room: list[Tensor], logits: Tensor) -> Tensor:
+    """The compiled chain, its powers in memory that is kept."""
+    if not room or room[0].numel() < logits.numel():
+        room[:] = [torch.empty(logits.numel())]
+    powers = room[0][: logits.numel()].view(logits.shape)
+    total, _ = chain(logits, powers)
+    return powers.div_(total)
 
 
 def in_tiles(
@@ -71,5 +78,7 @@ VARIANTS: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "flash_twice": lambda: flash_twice,
     "tile_softmax": lambda: functools.partial(in_tiles, softmax_per_tile),
     "tile_exp": lambda: functools.partial(in_tiles, exp_per_tile),
-    "tile_compiled": lambda: functools.partial(in_tiles, torch.compile(fused_chain, dynamic=True)),
+    "tile_compiled": lambda: functools.partial(
+        in_tiles, functools.partial(compiled_per_tile, torch.compile(fused_chain, dynamic=True), [])
+    ),
 }
