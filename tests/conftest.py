@@ -1,5 +1,11 @@
 """Shared set-up."""
 
+import os
+
+# There is no GPU here: kernels run in triton's interpreter, which must be chosen before triton is first imported. What
+# compiles kernels does so in a process of its own.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import torch
 
 # Two workers share two cores: threads that wait for each other cost more than they gain.

@@ -1,0 +1,85 @@
+"""What every launch needs: the device made current, its resources, and shapes in the form kernels take them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Resources(NamedTuple):
+    """What a tile is chosen by: shared memory of a block in bytes, and threads of a warp."""
+
+    shared_memory: int
+    warp_size: int
+
+
+# Limits of the devices that kernels are compiled for ahead of time.
+SM_80 = Resources(166_912, 32)
+SM_90 = SM_100 = Resources(232_448, 32)
+GFX_942 = Resources(65_536, 64)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in triton's interpreter, on the CPU; decided by the environment before triton's import."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
+
+
+def resources_of(device: torch.device) -> Resources:
+    """What the device of a tensor has."""
+    return SM_80 if device.type == "cpu" else _query(device.index or 0)
+
+
+@functools.cache
+def _query(index: int) -> Resources:
+    properties = torch.cuda.get_device_properties(index)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    return Resources(int(shared), int(properties.warp_size))
+
+
+class Launch(NamedTuple):
+    """A kernel with all that it is launched with: so that what runs and what is compiled ahead of time are the same."""
+
+    kernel: Any
+    grid: int
+    arguments: dict[str, object]
+    constants: dict[str, object]
+    warps: int
+    stages: int
+
+    def run(self, like: Tensor) -> None:
+        """Launch on the device of a tensor, if there is anything to do."""
+        if self.grid:
+            with current(like):
+                self.kernel[(self.grid,)](
+                    **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
+                )
+
+
+def strides(name: str, x: Tensor, axes: str) -> dict[str, object]:
+    """The strides of the leading axes of a tensor, under the names that kernels know them by."""
+    return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=False)}
+
+
+def precision_of(x: Tensor) -> str:
+    """How a matrix product of fp32 is made: as torch would; half precision has one way only."""
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the device of a tensor the current one: a launch goes there and not to device 0."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The tensor with its last axis contiguous, copied only where it is not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def block_of(extent: int) -> int:
+    """The power of two that a head dimension is padded to: at least 16, which is what a matrix product takes."""
+    return max(16, 1 << (extent - 1).bit_length())

@@ -1,0 +1,130 @@
+"""Which keys the rows of a launch may see, as the kernels want it: intervals of slots, padding, and a mask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# How the interval of a row is found, as a constant of the kernel: bits for an end that moves with the row, or a table.
+EVERYTHING, RIGHT, LEFT, WINDOW, BOUNDS = 0, 1, 2, 3, 4
+
+# What a mask is.
+NO_MASK, BOOL_MASK, BIAS = 0, 1, 2
+
+
+class Visibility(NamedTuple):
+    """Row i may see the slots [start, stop) less the padded and the masked ones.
+
+    Where the rule is the same for all sequences, row i lies at slot `slot + i`, sees `left` slots before its own and
+    `right` after it (None: all), and nothing has to be loaded. Elsewhere `start` and `stop` [B|1, Tq] say it.
+    """
+
+    slot: int = 0
+    left: int | None = None
+    right: int | None = None
+    start: Tensor | None = None  # [B|1, Tq], int32
+    stop: Tensor | None = None  # [B|1, Tq], int32
+    padding: Tensor | None = None  # [B|1, Tk], bool, True: hidden
+    mask: Tensor | None = None  # [B|1, H|1, Tq, Tk], bool (True: visible) or additive
+
+    @property
+    def range(self) -> int:
+        """The constant for how a row's interval is found."""
+        if self.start is not None:
+            return BOUNDS
+        return RIGHT * (self.right is not None) + LEFT * (self.left is not None)
+
+    @property
+    def mask_kind(self) -> int:
+        """The constant for what the mask is."""
+        if self.mask is None:
+            return NO_MASK
+        return BOOL_MASK if self.mask.dtype == torch.bool else BIAS
+
+    def arguments(self, table: Tensor | None) -> dict[str, object]:
+        """What kernels are given: pointers (None: compiled out), strides and numbers; 0 stands for what is not used."""
+        padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()
+        mask = self.mask.view(torch.uint8) if self.mask is not None and self.mask_kind == BOOL_MASK else self.mask
+        axes = ("stride_mask_b", "stride_mask_h", "stride_mask_row", "stride_mask_key")
+        mask_strides = (0, 0, 0, 0) if mask is None else tuple(_stride(mask, axis) for axis in range(4))
+        start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
+        return {
+            "start_ptr": start,
+            "stop_ptr": stop,
+            "table_ptr": table,
+            "padding_ptr": padding,
+            "mask_ptr": mask,
+            "stride_bound_b": _stride(start, 0),
+            "stride_table_b": _stride(table, 0),
+            "stride_padding_b": _stride(padding, 0),
+            **dict(zip(axes, mask_strides, strict=True)),
+            "slot": self.slot,
+            "left": self.left or 0,
+            "right": self.right or 0,
+        }
+
+    def constants(self) -> dict[str, object]:
+        """What kernels are compiled for."""
+        return {"RANGE": self.range, "PADDING": self.padding is not None, "MASK": self.mask_kind}
+
+
+def bounds_of(visibility: Visibility, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The intervals as tensors [B|1, Tq] in [0, Tk], stop ≥ start."""
+    if visibility.start is not None and visibility.stop is not None:
+        return visibility.start, visibility.stop
+    own = torch.arange(visibility.slot, visibility.slot + queries, device=device, dtype=torch.int32)[None]
+    start = torch.zeros_like(own) if visibility.left is None else (own - visibility.left).clamp(0, keys)
+    stop = torch.full_like(own, keys) if visibility.right is None else (own + visibility.right + 1).clamp(0, keys)
+    return start, torch.maximum(start, stop)
+
+
+def key_ranges(visibility: Visibility, queries: int, rows: int) -> Tensor | None:
+    """For tiles of `rows` query rows with a table of bounds: slots that some row and that every row may see.
+
+    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels can tell by themselves.
+    """
+    if visibility.start is None or visibility.stop is None:
+        return None
+    tiles = -(-queries // rows)
+    start, stop = (_in_tiles(bound, tiles, rows) for bound in (visibility.start, visibility.stop))
+    (first, clear_first), (clear_end, end) = torch.aminmax(start, dim=-1), torch.aminmax(stop, dim=-1)
+    return torch.stack([first, clear_first, torch.maximum(clear_first, clear_end), end], dim=-1).contiguous()
+
+
+def query_ranges(visibility: Visibility, keys: int, columns: int) -> Tensor | None:
+    """For tiles of `columns` keys with a table of bounds: rows that may see some of it, and rows that see all of it.
+
+    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end). Rows in between that see none are included:
+    running extremes make it right for bounds in any order, and tight for those that never decrease.
+    """
+    if visibility.start is None or visibility.stop is None:
+        return None
+    start, stop = visibility.start, visibility.stop
+    left = (
+        torch.arange(0, keys, columns, device=start.device, dtype=torch.int32).expand(start.shape[0], -1).contiguous()
+    )
+    right = (left + columns).clamp(max=keys)
+    first = torch.searchsorted(stop.cummax(1).values, left, right=True)
+    end = torch.maximum(first, torch.searchsorted(_least_to_come(start), right))
+    clear_first = torch.searchsorted(_least_to_come(stop), right).clamp(first, end)
+    clear_end = torch.searchsorted(start.cummax(1).values, left, right=True).clamp(clear_first, end)
+    return torch.stack([first, clear_first, clear_end, end], dim=-1).to(torch.int32)
+
+
+def _least_to_come(bound: Tensor) -> Tensor:
+    """For each row of [B|1, Tq] the smallest value from there on; it never decreases."""
+    return bound.flip(1).cummin(1).values.flip(1)
+
+
+def _stride(x: Tensor | None, axis: int) -> int:
+    """The stride along an axis, 0 where one element serves all."""
+    return 0 if x is None or x.shape[axis] == 1 else x.stride(axis)
+
+
+def _in_tiles(bound: Tensor, tiles: int, rows: int) -> Tensor:
+    """A bound [B|1, Tq] as [B|1, tiles, rows], the last row repeated."""
+    missing = tiles * rows - bound.shape[1]
+    padded = torch.cat([bound, bound[:, -1:].expand(-1, missing)], dim=1) if missing else bound
+    return padded.reshape(bound.shape[0], tiles, rows)
