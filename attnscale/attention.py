@@ -172,6 +172,7 @@ def explain_dispatch(
     >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
     backend    usable  reason
     sdpa       no      torch's SDPA has no softcap
+    triton     ...
     blockwise  yes     chosen: the first usable one
     reference  yes     usable, where asked for by name
     """

@@ -7,22 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnscale.backends.blockwise import statistics_of
+from attnscale.backends import dispatch
 from attnscale.backends.call import AttentionCall
-from attnscale.backends.gap_pass import add_gaps, find_contacts
-from attnscale.lengths import count_visible
+from attnscale.backends.gap_pass import find_contacts
 from attnscale.policies.adaptive import ScorePolicy
-from attnscale.statistics import RowStats
 
 
 def adaptive_temperature(policy: ScorePolicy, call: AttentionCall) -> Tensor:
     """β [B, H, Tq] in fp32 from the call's own scores; a sink plays no part in it."""
     request = policy.request
-    seen = replace(call.detached(), beta=1.0, sinks=None)
-    if request.softmax:
-        stats = statistics_of(seen, request)
-    else:
-        stats = add_gaps(seen, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
+    stats = dispatch.statistics(replace(call.detached(), beta=1.0, sinks=None), request)
     through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
     return policy.from_stats(stats, through)
 

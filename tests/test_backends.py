@@ -26,7 +26,8 @@ def test_an_explicit_backend_never_falls_back():
     with pytest.raises(BackendError, match="sinks"):
         scaled_dot_product_attention(q, k, v, sinks=torch.zeros(2), backend="sdpa")
     with pytest.raises(
-        ArgumentError, match="backend='flash' is not accepted: expected 'auto' or one of sdpa, blockwise, reference"
+        ArgumentError,
+        match="backend='flash' is not accepted: expected 'auto' or one of sdpa, triton, blockwise, reference",
     ):
         scaled_dot_product_attention(q, k, v, backend="flash")
 
@@ -35,7 +36,12 @@ def test_dispatch_is_explained():
     q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))
     plain = explain_dispatch(q, k, v, None, 0.0, True, policy="log")
     assert plain.chosen == "sdpa"
-    assert [v.usable for v in plain.verdicts] == [True, True, True]
+    assert {v.backend: v.usable for v in plain.verdicts} == {
+        "sdpa": True,
+        "triton": False,  # which has no fp64
+        "blockwise": True,
+        "reference": True,
+    }
     capped = explain_dispatch(q, k, v, softcap=5.0)
     assert capped.chosen == "blockwise"
     measured = explain_dispatch(q, k, v, policy="log", request=StatsRequest())

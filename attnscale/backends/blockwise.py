@@ -52,6 +52,15 @@ class BlockwiseBackend:
         out, lse, top, entropy = attend(call, entropy=request.entropy)
         return AttentionOutput(out, add_gaps(call, request, softmax_stats(call, request, lse, top, entropy)))
 
+    @torch.no_grad()
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        stats = RowStats(visible=count_visible(call.context).expand(call.query.shape[:3]))
+        if request.softmax:
+            nothing = call.value.new_empty(*call.value.shape[:3], 0)  # no product with the values
+            _, lse, top, entropy = attend(replace(call.detached(), value=nothing), entropy=request.entropy)
+            stats = softmax_stats(call, request, lse, top, entropy)
+        return add_gaps(call, request, stats)
+
 
 def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
@@ -85,14 +94,6 @@ def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: 
         w_max=largest_weight(top, lse) if request.w_max else None,
         entropy=entropy if request.entropy else None,
     )
-
-
-@torch.no_grad()
-def statistics_of(call: AttentionCall, request: StatsRequest) -> RowStats:
-    """The statistics of a call without its output: no product with the values."""
-    nothing = call.value.new_empty(*call.value.shape[:3], 0)
-    _, lse, top, entropy = attend(replace(call.detached(), value=nothing), entropy=request.entropy)
-    return add_gaps(call, request, softmax_stats(call, request, lse, top, entropy))
 
 
 @torch.library.custom_op("attnscale::blockwise_forward", mutates_args=())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.context import Context
-from attnscale.statistics import AttentionOutput, StatsRequest
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ class Backend(Protocol):
     """A way to compute attention. One that is not `automatic` runs only where it is asked for by name."""
 
     name: str
-    automatic: bool
+
+    @property
+    def automatic(self) -> bool:
+        """Whether "auto" may choose it."""
+        ...
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this call cannot be computed here, or None if it can."""
@@ -82,4 +86,8 @@ class MeasuringBackend(Backend, Protocol):
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
         """The output and the statistics of all rows."""
+        ...
+
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        """The statistics alone, for whoever has no use for the output."""
         ...

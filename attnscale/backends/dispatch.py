@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnscale.backends.blockwise import BlockwiseBackend, statistics_of
+from attnscale.backends.blockwise import BlockwiseBackend
 from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
+from attnscale.backends.triton import TritonBackend
 from attnscale.errors import BackendError, reject
-from attnscale.statistics import AttentionOutput, StatsRequest, sample_rows
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
 
 # In order of preference for "auto".
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (SdpaBackend(), BlockwiseBackend(), ReferenceBackend())
+    backend.name: backend for backend in (SdpaBackend(), TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
 
 
@@ -54,15 +55,23 @@ def run(call: AttentionCall, backend: str) -> Tensor:
 def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
     """Output and statistics. Sampled rows are computed once more by themselves, beside an output without statistics."""
     if request.rows is None or request.rows >= call.query.shape[2]:
-        chosen = _choose(call, backend, measuring=True)
-        if not isinstance(chosen, MeasuringBackend):
-            raise BackendError(f"backend={chosen.name!r} gives no row statistics")
-        return chosen.measure(call, request)
+        return _choose_measuring(call, backend).measure(call, request)
     rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
     output, sampled = run(call, backend), call.select(rows).detached()
-    if backend == "reference":
-        return AttentionOutput(output, ReferenceBackend().measure(sampled, request).stats._replace(rows=rows))
-    return AttentionOutput(output, statistics_of(sampled, request)._replace(rows=rows))
+    observer = "auto" if backend == "sdpa" else backend  # which gives none itself
+    return AttentionOutput(output, statistics(sampled, request, observer)._replace(rows=rows))
+
+
+def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
+    """The statistics of all rows of a call, without its output."""
+    return _choose_measuring(call, backend).statistics(call, request)
+
+
+def _choose_measuring(call: AttentionCall, backend: str) -> MeasuringBackend:
+    chosen = _choose(call, backend, measuring=True)
+    if not isinstance(chosen, MeasuringBackend):
+        raise BackendError(f"backend={chosen.name!r} gives no row statistics")
+    return chosen
 
 
 def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends.call import AttentionCall
-from attnscale.statistics import AttentionOutput, StatsRequest, row_statistics
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
 
 class ReferenceBackend:
@@ -34,6 +34,9 @@ class ReferenceBackend:
         scores = raw_scores(call)
         stats = row_statistics(scores, call.row_beta(), visible, request, sinks=call.sinks)
         return AttentionOutput(self.run(call), stats)
+
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        return self.measure(call, request).stats
 
 
 def attention_weights(call: AttentionCall) -> Tensor:

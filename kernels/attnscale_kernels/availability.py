@@ -6,17 +6,32 @@ import importlib.util
 
 import torch
 
+from .launch import interpreting
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# Looked up once: a call is no place for it, least of all one that torch.compile traces.
+INSTALLED = _installed()
+
 
 def why_unavailable(device: torch.device | None = None) -> str | None:
     """Why Triton kernels cannot run on a device (by default: on any device of this machine), or None if they can.
 
-    >>> why_unavailable(torch.device("cpu"))
-    'triton kernels need a CUDA or ROCm device, not cpu'
+    Triton's interpreter, if chosen by TRITON_INTERPRET=1 before triton is imported, runs them on the CPU, slowly.
+
+    >>> why_unavailable(torch.device("meta"))
+    'triton kernels need a CUDA or ROCm device, not meta'
     """
+    if not INSTALLED:
+        return "triton is not installed (pip install 'attnscale[triton]')"
+    if interpreting() and (device is None or device.type == "cpu"):
+        return None
     if device is not None and device.type != "cuda":
         return f"triton kernels need a CUDA or ROCm device, not {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'attnscale[triton]')"
-    if not torch.cuda.is_available():
-        return "no CUDA or ROCm device is visible to torch"
-    return None
+    return None if torch.cuda.is_available() else "no CUDA or ROCm device is visible to torch"

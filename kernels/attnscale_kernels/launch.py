@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +26,31 @@ SM_90 = SM_100 = Resources(232_448, 32)
 GFX_942 = Resources(65_536, 64)
 
 
+# As triton decides it, when it is imported.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
 def interpreting() -> bool:
-    """Whether kernels run in triton's interpreter, on the CPU; decided by the environment before triton's import."""
-    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
+    """Whether kernels run in triton's interpreter, on the CPU."""
+    return _INTERPRETING
+
+
+_assumed: ContextVar[Resources | None] = ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assuming(resources: Resources) -> Iterator[None]:
+    """Choose tiles as for a device with these resources, to compile for one that is not here."""
+    token = _assumed.set(resources)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 def resources_of(device: torch.device) -> Resources:
     """What the device of a tensor has."""
-    return SM_80 if device.type == "cpu" else _query(device.index or 0)
+    return _assumed.get() or (SM_80 if device.type == "cpu" else _query(device.index or 0))
 
 
 @functools.cache

@@ -1,0 +1,98 @@
+"""The fused kernels: temperature, statistics and gap counting inside attention, on CUDA and ROCm devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnscale.backends.blockwise import softmax_stats
+from attnscale.backends.call import AttentionCall
+from attnscale.backends.gap_pass import add_gaps
+from attnscale.lengths import count_visible
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+from attnscale_kernels import interpreting, why_unavailable
+
+if TYPE_CHECKING:
+    from attnscale_kernels.flash_forward import Forward
+    from attnscale_kernels.visibility import Visibility
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256
+
+
+class TritonBackend:
+    """β acts on fp32 scores and is never rounded; statistics come from the same pass. Nothing waits for the device."""
+
+    name = "triton"
+
+    @property
+    def automatic(self) -> bool:
+        """Not in the interpreter, which is for tests."""
+        return not interpreting()
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        reason = why_unavailable(call.query.device)
+        if reason is not None:
+            return reason
+        dtype = call.query.dtype
+        if dtype not in DTYPES:
+            return f"triton kernels take float32, float16 and bfloat16, not {dtype}"
+        if call.key.dtype != dtype or call.value.dtype != dtype:
+            return "query, key and value have different dtypes"
+        if call.key.shape[1] != call.value.shape[1]:
+            return "key and value have different numbers of heads"
+        if max(call.query.shape[-1], call.value.shape[-1]) > WIDEST_HEAD:
+            return f"triton kernels take heads of up to {WIDEST_HEAD} dimensions"
+        if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
+            return "triton kernels give no gradient of an additive mask"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        return _attend(call, entropy=False).out
+
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        found = _attend(call, entropy=request.entropy)
+        disorder = found.lse if found.entropy is None else found.entropy
+        stats = softmax_stats(call, request, found.lse, found.max_logit, disorder)
+        return AttentionOutput(found.out, add_gaps(call, request, stats))
+
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        if request.softmax:
+            return self.measure(call, request).stats
+        return add_gaps(call, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
+
+
+def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
+    from attnscale_kernels.ops_flash import flash_attention
+
+    beta = call.beta
+    if isinstance(beta, float):
+        beta = torch.full((1, 1, 1), beta, device=call.query.device, dtype=torch.float32)
+    # On the device, so that a captured graph draws anew each time it is replayed.
+    seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p > 0.0 else None
+    return flash_attention(
+        call.query,
+        call.key,
+        call.value,
+        beta,
+        visibility_of(call),
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout_p=call.dropout_p,
+        seed=seed,
+        entropy=entropy,
+    )
+
+
+def visibility_of(call: AttentionCall) -> Visibility:
+    """What the rows of a call may see, as the kernels take it."""
+    from attnscale_kernels.visibility import Visibility
+
+    context = call.context
+    if isinstance(context.slot, int) and context.first is None:
+        return Visibility(context.slot, context.left, context.right, padding=context.padding, mask=context.mask)
+    start, stop = (bound.to(torch.int32) for bound in context.bounds())
+    return Visibility(start=start, stop=stop, padding=context.padding, mask=context.mask)

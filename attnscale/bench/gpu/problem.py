@@ -1,0 +1,72 @@
+"""One attention problem of the benchmark: its shape, its inputs, and how it is named in a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.policies import build_policy
+
+
+class Inputs(NamedTuple):
+    """What a provider is given, and the gradient of its output for a backward pass."""
+
+    query: Tensor  # [B, H, Tq, D]
+    key: Tensor  # [B, Hkv, Tk, D]
+    value: Tensor  # [B, Hkv, Tk, D]
+    gradient: Tensor  # [B, H, Tq, D]
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What gradients are taken of."""
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Causal self-attention, or one query that sees a whole cache; `law` is the temperature of who can have one."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    law: str
+
+    @property
+    def causal(self) -> bool:
+        """Whether row i sees i + 1 keys, and not all."""
+        return self.queries == self.keys
+
+    @property
+    def label(self) -> str:
+        """The configuration of a row."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        rule = "causal" if self.causal else "all keys"
+        return f"B={self.batch} H={self.heads} Hkv={self.kv_heads} D={self.dim} {dtype} {rule} law={self.law}"
+
+    def shrunk(self, keys: int) -> Problem:
+        """The same at another length and batch 2, for checking numbers."""
+        return replace(self, batch=2, queries=keys if self.causal else self.queries, keys=keys)
+
+    def inputs(self, *, backward: bool) -> Inputs:
+        """Random tensors, always the same."""
+        generator = torch.Generator(self.device).manual_seed(self.keys)
+        rows, slots = (self.batch, self.heads, self.queries, self.dim), (self.batch, self.kv_heads, self.keys, self.dim)
+        query, key, value, gradient = (
+            torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+            for shape in (rows, slots, slots, rows)
+        )
+        return Inputs(*(x.requires_grad_(backward) for x in (query, key, value)), gradient)
+
+    def temperature(self) -> Tensor:
+        """β [Tq] of the law, in fp32."""
+        last = torch.arange(1, self.queries + 1, device=self.device)
+        beta: Tensor = build_policy(self.law)(last if self.causal else torch.full_like(last, self.keys))
+        return beta
