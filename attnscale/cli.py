@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 2 for a mistake of the user's."""
+    """Run a command; the exit code is 2 for a mistake of the user's, 1 for a kernel that computes something wrong."""
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -29,8 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("policies", help="every temperature policy with its parameters")
     commands.add_parser("demo", help="five laws in one attention stack, at growing length")
     bench = commands.add_parser("bench", help="cost against torch's attention, as ratios in one run")
-    bench.add_argument("--output", type=Path, default=Path("bench.csv"), help="CSV to write (default: %(default)s)")
-    bench.add_argument("--config", type=Path, help="YAML with lengths, policies and rounds (default: built in)")
+    bench.add_argument(
+        "on", nargs="?", choices=("cpu", "gpu"), default="cpu", help="what to measure (default: %(default)s)"
+    )
+    bench.add_argument("--output", type=Path, help="CSV to write (default: bench.csv, or gpu.csv)")
+    bench.add_argument(
+        "--config", type=Path, help="YAML with lengths and rounds (default: built in, or the card's in configs/bench)"
+    )
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="gpu: also draw pictures there")
+    bench.add_argument("--dry-run", action="store_true", help="gpu: tiny sizes in triton's interpreter, no GPU needed")
+    bench.add_argument("--static", action="store_true", help="gpu: what compilation tells, no GPU needed")
     options = parser.parse_args(arguments)
     console = Console()
     try:
@@ -40,8 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _policies(console)
         elif options.command == "demo":
             _demo(console)
+        elif options.on == "gpu":
+            from attnscale.bench.gpu.command import run
+
+            return run(
+                console,
+                config=options.config,
+                output=options.output or Path("gpu.csv"),
+                plots=options.plots,
+                dry_run=options.dry_run,
+                static=options.static,
+            )
         else:
-            _bench(console, options.output, options.config)
+            for name in ("plots", "dry_run", "static"):
+                if getattr(options, name):
+                    reject(f"--{name.replace('_', '-')}", getattr(options, name), "it after `attnscale bench gpu` only")
+            _bench(console, options.output or Path("bench.csv"), options.config)
     except AttnScaleError as error:
         Console(stderr=True).print(
             f"[red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True

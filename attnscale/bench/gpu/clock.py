@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from attnscale.bench.memory import peak_bytes
 from attnscale.bench.ratio import Spread
 
 # Larger than the last-level cache of any card. Overwriting it takes long enough for the host to queue what is timed
@@ -19,11 +19,11 @@ FLUSH_BYTES = 512 * 2**20
 
 
 class Clock(Protocol):
-    """Measures one call of a function."""
+    """Measures one call of a function: its time, or its result and the bytes it holds at most (None: not known)."""
 
     def seconds(self, function: Callable[[], object]) -> float: ...
 
-    def peak(self, function: Callable[[], object]) -> int: ...
+    def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]: ...
 
 
 class DeviceClock:
@@ -34,35 +34,37 @@ class DeviceClock:
         self.room = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def seconds(self, function: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self.room.zero_()
         self.room.zero_()
         start.record()
         function()
         end.record()
         torch.cuda.synchronize(self.device)
-        return start.elapsed_time(end) / 1000
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
 
-    def peak(self, function: Callable[[], object]) -> int:
-        """What a call holds at most beyond what was there before."""
+    def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
+        """The second call counts, beyond what was there before: the first one may compile and tune."""
+        function()
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        function()
+        result = function()
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return result, torch.cuda.max_memory_allocated(self.device) - before
 
 
 class HostClock:
-    """For dry runs: the time of this process, and the memory of torch's CPU allocator."""
+    """For dry runs: the time of this process; its memory is not what a GPU would take."""
 
     def seconds(self, function: Callable[[], object]) -> float:
         start = time.perf_counter()
         function()
         return time.perf_counter() - start
 
-    def peak(self, function: Callable[[], object]) -> int:
-        return peak_bytes(function)
+    def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
+        return function(), None
 
 
 def interleaved(
@@ -83,10 +85,10 @@ def interleaved(
 
 
 def spread(values: list[float]) -> Spread:
-    """Median and quartiles.
+    """Median and quartiles, which never leave what was measured: a time must not become negative.
 
     >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
-    Spread(median=3.0, low=1.5, high=4.5)
+    Spread(median=3.0, low=2.0, high=4.0)
     """
-    low, median, high = statistics.quantiles(values, n=4)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median, low, high)

@@ -52,8 +52,8 @@ class Problem:
         return f"B={self.batch} H={self.heads} Hkv={self.kv_heads} D={self.dim} {dtype} {rule} law={self.law}"
 
     def shrunk(self, keys: int) -> Problem:
-        """The same at another length and batch 2, for checking numbers."""
-        return replace(self, batch=2, queries=keys if self.causal else self.queries, keys=keys)
+        """The same at another length, for checking numbers; where a sequence has one row, there are more of them."""
+        return replace(self, batch=2 if self.causal else 8, queries=keys if self.causal else self.queries, keys=keys)
 
     def inputs(self, *, backward: bool) -> Inputs:
         """Random tensors, always the same."""
@@ -63,7 +63,8 @@ class Problem:
             torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
             for shape in (rows, slots, slots, rows)
         )
-        return Inputs(*(x.requires_grad_(backward) for x in (query, key, value)), gradient)
+        query, key, value = (x.requires_grad_(backward) for x in (query, key, value))
+        return Inputs(query, key, value, gradient)
 
     def temperature(self) -> Tensor:
         """β [Tq] of the law, in fp32."""

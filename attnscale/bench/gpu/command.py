@@ -1,0 +1,84 @@
+"""The command `attnscale bench gpu`: from its options to a CSV, pictures and a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnscale.bench.gpu.machine import Machine, run_in_interpreter, the_interpreter, this_gpu
+from attnscale.bench.gpu.plots import check_matplotlib, draw
+from attnscale.bench.gpu.profile import Profile
+from attnscale.bench.gpu.report import ABOUT, header, lines
+from attnscale.bench.gpu.runner import Note, Session
+from attnscale.bench.gpu.suites import groups
+from attnscale.bench.rows import Row, write_rows
+from attnscale.errors import reject
+from attnscale_kernels import interpreting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run(console: Console, *, config: Path | None, output: Path, plots: Path | None, dry_run: bool, static: bool) -> int:
+    """The exit code: 1 where a provider was refused because its numbers are wrong."""
+    if output.is_dir():
+        reject("output", str(output), "a CSV file, not a directory")
+    if plots is not None:
+        if plots.exists() and not plots.is_dir():
+            reject("plots", str(plots), "a folder")
+        check_matplotlib()
+    if dry_run and not interpreting():  # which is decided before triton is first imported: so in another process
+        options = {"--config": config, "--output": output, "--plots": plots}
+        given = [part for name, path in options.items() if path is not None for part in (name, str(path))]
+        return run_in_interpreter(["bench", "gpu", "--dry-run", *given])
+    profile, machine = the_interpreter(config) if dry_run else this_gpu(config)
+    rows, notes = _measure(console, profile, machine)
+    write_rows(output, rows)
+    pictures = draw(rows, plots) if plots is not None else []
+    _print_table(console, machine, rows, dry_run=dry_run)
+    _print_notes(console, machine, notes)
+    console.print("wrote " + ", ".join(map(str, (output, *pictures))), markup=False, highlight=False)
+    return 1 if any(note.refused for note in notes) else 0
+
+
+def _measure(console: Console, profile: Profile, machine: Machine) -> tuple[list[Row], list[Note]]:
+    from rich.progress import track
+
+    work = track(list(groups(profile)), "measuring", console=console, transient=True)
+    outcomes = [Session(group, profile, machine).measure() for group in work]
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    return rows, [note for outcome in outcomes for note in outcome.notes]
+
+
+def _print_table(console: Console, machine: Machine, rows: list[Row], *, dry_run: bool) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = "dry run in triton's interpreter: numbers are checked, times mean nothing" if dry_run else machine.name
+    table = Table(title=escape(title), title_justify="left")
+    for index, name in enumerate(header(dry_run=dry_run)):
+        table.add_column(name, justify="right" if index > 4 or name == "n" else "left")
+    section: tuple[str, ...] = ()
+    for line in lines(rows, dry_run=dry_run):
+        if section and line[:4] != section:
+            table.add_section()
+        # What a section has in common is said once.
+        table.add_row(*("",) * 4 * (line[:4] == section), *map(escape, line[4 * (line[:4] == section) :]))
+        section = line[:4]
+    console.print(table)
+    console.print(ABOUT, highlight=False)
+
+
+def _print_notes(console: Console, machine: Machine, notes: list[Note]) -> None:
+    from rich.markup import escape
+
+    for text in machine.notes:
+        console.print(escape(text), highlight=False)
+    where: dict[tuple[bool, str, str], list[str]] = {}
+    for note in sorted(notes, key=lambda note: note.refused):
+        places = where.setdefault((note.refused, note.provider, note.reason), [])
+        places += [place for place in (f"{note.suite} {note.mode}",) if place not in places]
+    for (refused, provider, reason), places in where.items():
+        verb = "[red]refused[/]" if refused else "[dim]left out[/]"
+        text = f"{provider} ({', '.join(places)}): {reason}"
+        console.print(f"{verb}  {escape(text)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,52 @@
+"""The table a user reads: a line for each provider at each length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attnscale.bench.rows import Row
+
+SPEEDS = ("suite", "mode", "config", "n", "provider", "µs", "TFLOP/s", "GB/s", "roofline", "MB", "over", "error")
+# The interpreter's times are those of numpy in a Python loop.
+CHECKS = ("suite", "mode", "config", "n", "provider", "error", "host ms, meaningless")
+ABOUT = (
+    "error: the largest, as a share of what is allowed (twice that of torch's attention, and one rounding); "
+    "above 1 there is no speed."
+)
+
+
+def header(*, dry_run: bool) -> tuple[str, ...]:
+    """The names of the columns."""
+    return CHECKS if dry_run else SPEEDS
+
+
+def lines(rows: Sequence[Row], *, dry_run: bool) -> Iterator[tuple[str, ...]]:
+    """Cells for each column, in the order of the rows."""
+    found: dict[tuple[str, str, str, int, str], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row.kernel, row.mode, row.config, row.x, row.provider), {})[row.metric] = row.y
+    for (suite, mode, config, n, provider), numbers in found.items():
+        where = suite, mode, short(config), str(n), provider
+        error = f"{numbers['error_share']:.2f}"
+        if dry_run:
+            yield *where, error, f"{numbers['us'] / 1000:.0f}"
+        else:
+            yield *where, *_speeds(numbers), error
+
+
+def _speeds(numbers: dict[str, float]) -> tuple[str, ...]:
+    share, peak = numbers.get("roofline_share"), numbers.get("peak_mb")
+    over = next((value for metric, value in numbers.items() if metric.startswith("time_over_")), None)
+    return (
+        f"{numbers['us']:.1f}",
+        f"{numbers['tflops']:.1f}",
+        f"{numbers['gb_per_s']:.0f}",
+        "" if share is None else f"{share:.0%}",
+        "" if peak is None else f"{peak:.0f}",
+        "" if over is None else f"{over:.2f}",
+    )
+
+
+def short(config: str) -> str:
+    """Head dimension and dtype: what a table has room for."""
+    return " ".join(part for part in config.split() if part.startswith("D=") or "float" in part)

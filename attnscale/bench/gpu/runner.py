@@ -1,0 +1,141 @@
+"""Measuring a group: numbers first, and a speed only for those whose numbers are right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.bench.gpu.clock import interleaved
+from attnscale.bench.gpu.correctness import Verdict, look, verify
+from attnscale.bench.gpu.machine import Machine
+from attnscale.bench.gpu.problem import Inputs, Problem
+from attnscale.bench.gpu.profile import Profile
+from attnscale.bench.gpu.provider import Attention, Provider
+from attnscale.bench.gpu.results import Result, rows_of
+from attnscale.bench.gpu.suites import SUITES, Group
+from attnscale.bench.rows import Row
+
+
+class Note(NamedTuple):
+    """Why a provider has no numbers somewhere; `refused` if they would have been wrong."""
+
+    refused: bool
+    suite: str
+    provider: str
+    mode: str
+    reason: str
+
+
+class Outcome(NamedTuple):
+    """What came of a group."""
+
+    rows: list[Row]
+    notes: list[Note]
+
+
+class Contender(NamedTuple):
+    """A provider on a problem: the function that is timed, how right it is, and the memory it takes."""
+
+    provider: Provider
+    step: Callable[[], Tensor]
+    verdict: Verdict
+    peak: int | None
+
+
+class Session:
+    """One group of problems: whom it lets in, and what it has to say of the others."""
+
+    def __init__(self, group: Group, profile: Profile, machine: Machine) -> None:
+        self.group, self.profile, self.machine = group, profile, machine
+        self.backward = group.mode != "forward"
+        self.notes: list[Note] = []
+
+    def measure(self) -> Outcome:
+        """Rows for every provider at every length."""
+        rows: list[Row] = []
+        problems = self.group.problems(self.profile, self.machine.device)
+        small = problems[0].shrunk(self.profile.check_length)
+        found = {provider: self._check(provider, small) for provider in SUITES[self.group.suite].providers}
+        right = {provider: verdict for provider, verdict in found.items() if verdict is not None}
+        for problem in problems:
+            inputs = problem.inputs(backward=self.backward)
+            entered = [self._enter(provider, verdict, problem, inputs) for provider, verdict in right.items()]
+            rows += self._race(problem, [contender for contender in entered if contender is not None])
+        return Outcome(rows, list(dict.fromkeys(self.notes)))
+
+    def _check(self, provider: Provider, small: Problem) -> Verdict | None:
+        """What the comparison with fp64 says of a provider, if it may go on."""
+        reason = provider.why_not(small, self.backward)
+        if reason is not None:
+            self._note(provider, reason)
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says at length why a kernel of its own is not to be had
+                verdict = verify(provider, small, backward=self.backward)
+        except Exception as error:  # whatever others do when they cannot; what is ours has to work
+            self._fail(provider, error)
+            return None
+        return verdict if self._accept(provider, verdict, small) else None
+
+    def _enter(self, provider: Provider, verdict: Verdict, problem: Problem, inputs: Inputs) -> Contender | None:
+        """A provider that ran once at the size that is measured, and was not grossly wrong there."""
+        reason = provider.why_not(problem, self.backward)
+        if reason is not None:
+            self._note(provider, f"{reason} at {problem.keys} keys")
+            return None
+        try:
+            step = step_of(provider.prepare(problem), inputs, self.backward)
+            output, peak = self.machine.clock.peak(step)
+            seen = look(provider, problem, inputs, output)
+        except torch.OutOfMemoryError:
+            self._note(provider, f"out of memory at {problem.keys} keys")
+            return None
+        except Exception as error:
+            self._fail(provider, error)
+            return None
+        return Contender(provider, step, verdict, peak) if self._accept(provider, seen, problem) else None
+
+    def _race(self, problem: Problem, contenders: list[Contender]) -> list[Row]:
+        """All who may, in turns."""
+        steps = {contender.provider.name: contender.step for contender in contenders}
+        profile, machine = self.profile, self.machine
+        samples = interleaved(steps, machine.clock, warm_up=profile.warm_up, rounds=profile.rounds)
+        results = [
+            Result(c.provider.name, samples[c.provider.name], c.peak, c.verdict.share, c.provider.row_numbers)
+            for c in contenders
+        ]
+        labels = problem.label, machine.name, machine.version
+        baselines = SUITES[self.group.suite].baselines
+        return rows_of(self.group.suite, self.group.mode, problem, results, baselines, machine.card, labels)
+
+    def _accept(self, provider: Provider, verdict: Verdict, problem: Problem) -> bool:
+        if not verdict.right:
+            where = f"{problem.keys} keys, {problem.label}"
+            size = f"error {verdict.error:.2e} of {verdict.quantity} where {verdict.allowed:.2e} is allowed"
+            self._note(provider, f"{size} ({where})", refused=True)
+        return verdict.right
+
+    def _fail(self, provider: Provider, error: Exception) -> None:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        self._note(provider, f"{type(error).__name__}: {reason}", refused=provider.ours)
+
+    def _note(self, provider: Provider, reason: str, *, refused: bool = False) -> None:
+        self.notes.append(Note(refused, self.group.suite, provider.name, self.group.mode, reason))
+
+
+def step_of(attend: Attention, inputs: Inputs, backward: bool) -> Callable[[], Tensor]:
+    """Attention once, with backward or without gradients at all."""
+
+    def step() -> Tensor:
+        with torch.set_grad_enabled(backward):
+            output = attend(*inputs.leaves).output
+        if backward:
+            torch.autograd.grad(output, inputs.leaves, inputs.gradient)
+        return output.detach()
+
+    return step
