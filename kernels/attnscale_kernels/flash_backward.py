@@ -459,7 +459,7 @@ def flash_backward(
         launch.run(query)
     if sinks is not None:
         delta = launches[0].arguments["rows_ptr"][..., 3]  # type: ignore[index]
-        share = torch.exp(sinks.to(torch.float32)[:, None] - lse)
+        share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
         result = result._replace(sinks=-(share * delta).sum((0, 2)))
     return result
 
@@ -508,7 +508,7 @@ def backward_launches(
             "do_ptr": gradient,
             "out_ptr": out,
             "beta_ptr": beta,
-            "lse_ptr": lse,
+            "lse_ptr": lse.contiguous(),
             "rows_ptr": rows,
             **strides("do", gradient, "bhm"),
             **strides("o", out, "bhm"),

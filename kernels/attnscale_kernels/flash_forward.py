@@ -26,12 +26,15 @@ from .device import (
     load_tile,
     phases,
     row_bounds,
+    sum_in_parts,
     tanh,
     visible,
 )
 from .launch import Launch, block_of, precision_of, resources_of, strides, unit_stride
 from .tiles import Tile, forward_tile
 from .visibility import Visibility, key_ranges
+
+LEAST_BETA = tl.constexpr(2.0**-60)  # hidden scores still fall to a weight of 0, and to seen ones it is 0
 
 
 class Forward(NamedTuple):
@@ -108,6 +111,7 @@ def flash_forward_kernel(
     DROPOUT: tl.constexpr,
     ENTROPY: tl.constexpr,
     SQUARES: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tiles = tl.cdiv(queries, BLOCK_M)
@@ -125,7 +129,7 @@ def flash_forward_kernel(
     beta = tl.load(beta_at, mask=exists, other=1.0)
     # A maximum is taken before c is applied, so c must be positive: the sign goes to the scores, and 0 is nearly 0.
     sign = tl.where(beta < 0, -1.0, 1.0)
-    c = tl.maximum(tl.abs(beta), 9.5367431640625e-07) * LOG2E
+    c = tl.maximum(tl.abs(beta), LEAST_BETA) * LOG2E
     LINEAR: tl.constexpr = not SOFTCAP and MASK != BIAS
     if LINEAR:
         q = q * sign[:, None].to(q.dtype)
@@ -139,9 +143,9 @@ def flash_forward_kernel(
     bottom = tl.minimum(tile * BLOCK_M + BLOCK_M, queries)
     first, clear_first, clear_end, end = key_range(tile * BLOCK_M, bottom, keys, table_ptr, slot, left, right, RANGE)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    moment = tl.zeros([BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # summed over the parts at the end
+    moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
+    squares = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     kv_head = head // group
     k_ptr += batch * stride_kb + kv_head * stride_kh
@@ -197,15 +201,16 @@ def flash_forward_kernel(
             x = y * c[:, None] - base[:, None]
             p = tl.exp2(x)
             if ENTROPY:
-                moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
+                moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
             if SQUARES:
-                squares = squares * fade * fade + tl.sum(p * p, axis=1)
-            total = total * fade + tl.sum(p, axis=1)
+                squares = squares * (fade * fade)[:, None] + sum_in_parts(p * p, PARTS)
+            total = total * fade[:, None] + sum_in_parts(p, PARTS)
             if DROPOUT:
                 p = tl.where(keep(seed, head_index, rows, slots, dropout_p), p, 0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
             m = peak
 
+    total, moment, squares = tl.sum(total, axis=1), tl.sum(moment, axis=1), tl.sum(squares, axis=1)
     seen = (m > SEEN_ABOVE) | (total != total)  # a NaN has been seen, though no maximum finds it
     total = tl.where(seen, total, 1.0)
     ln_total = tl.log2(total) * LN2
@@ -216,12 +221,13 @@ def flash_forward_kernel(
     lse = tl.where(seen, lse, -float("inf"))
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
+        sink = tl.where(sink == -float("inf"), HIDDEN, sink)  # as good as none, and −∞ − −∞ is no number
         high = tl.maximum(lse, sink)
         keys_part = tl.exp2((lse - high) * LOG2E)
         sink_part = tl.exp2((sink - high) * LOG2E)
         share = keys_part / (keys_part + sink_part)
         rest = sink_part / (keys_part + sink_part)
-        lse = high + tl.log2(keys_part + sink_part) * LN2
+        lse = tl.where(high <= HIDDEN, -float("inf"), high + tl.log2(keys_part + sink_part) * LN2)
         if ENTROPY:
             mixing = tl.where(share > 0, share * tl.log2(tl.maximum(share, 1e-38)), 0.0)
             mixing += tl.where(rest > 0, rest * tl.log2(tl.maximum(rest, 1e-38)), 0.0)
@@ -306,7 +312,7 @@ def forward_launch(
         "k_ptr": key,
         "v_ptr": value,
         "beta_ptr": beta,
-        "sinks_ptr": sinks,
+        "sinks_ptr": None if sinks is None else sinks.contiguous(),
         "seed_ptr": seed if dropout_p > 0.0 else None,
         "out_ptr": result.out,
         "lse_ptr": result.lse,
@@ -340,6 +346,7 @@ def forward_launch(
         "DROPOUT": dropout_p > 0.0,
         "ENTROPY": entropy,
         "SQUARES": squares,
+        "PARTS": 8 if entropy or squares else 1,
         "PRECISION": precision_of(query),
     }
     grid = batch * heads * triton.cdiv(queries, tile.m)
