@@ -13,6 +13,7 @@ from attnscale.attention import (
     scaled_dot_product_attention,
 )
 from attnscale.convert import convert
+from attnscale.diagnostics import Monitor
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, BackendError
 from attnscale.gaps import accumulation_scale
@@ -30,6 +31,7 @@ __all__ = [
     "AttnScaleError",
     "BackendError",
     "LengthPolicy",
+    "Monitor",
     "MultiheadAttention",
     "Policy",
     "RowStats",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -21,6 +22,7 @@ from attnscale.errors import reject, reject_type
 from attnscale.layout import Layout, read_layout
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
 from attnscale.statistics import AttentionOutput, StatsRequest
+from attnscale.tap import Tap, listen
 from attnscale.temperature import plain_temperature, temperature
 
 # Built ahead, so that a name costs a look-up, also under torch.compile.
@@ -146,6 +148,22 @@ def attention_with_stats(
         rows = call.row_beta().detach()
         stats = stats._replace(at_ceiling=(rows if stats.rows is None else rows[..., stats.rows]) >= ceiling)
     return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
+
+
+def attention_through(tap: Tap | None, weights: Tensor | None = None) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
+
+    With weights [..., H, Tq, Tk] that are known already, these times the value.
+    """
+    if tap is None or not tap.open:
+        return scaled_dot_product_attention if weights is None else lambda _, __, value, **___: weights @ value
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        layout, call, backend, _ = _bind(*args, **kwargs)
+        run = (lambda call: dispatch.run(call, backend)) if weights is None else (lambda call: weights @ call.value)
+        return layout.restore(listen(tap, call, run))
+
+    return attend
 
 
 def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:

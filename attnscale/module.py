@@ -10,9 +10,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnscale.attention import attention_weights, scaled_dot_product_attention
+from attnscale.attention import attention_through, attention_weights
 from attnscale.errors import ArgumentError, ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+from attnscale.tap import Tap
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -25,6 +26,7 @@ class ScaledDotProductAttention(nn.Module):
     """
 
     policy: Policy
+    tap: Tap | None = None
 
     def __init__(self, policy: PolicySpec = "constant", **parameters: Any) -> None:
         super().__init__()
@@ -43,7 +45,8 @@ class ScaledDotProductAttention(nn.Module):
         **rules: Any,
     ) -> Tensor:
         """Attention [..., H, Tq, Dv]; arguments are those of `scaled_dot_product_attention`."""
-        return scaled_dot_product_attention(
+        attend = attention_through(self.tap)
+        return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=self.policy, **rules
         )
 
@@ -62,6 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     policy: Policy
+    tap: Tap | None = None
 
     def __init__(
         self,
@@ -155,11 +159,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         if need_weights:
             weights = attention_weights(q, k, policy=self.policy, **rules).to(q.dtype)
             weights = F.dropout(weights, dropout)
-            attended = weights @ v
+            attended = attention_through(self.tap, weights)(q, k, v, policy=self.policy, **rules)
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         else:
-            attended = scaled_dot_product_attention(q, k, v, dropout_p=dropout, policy=self.policy, **rules)
+            attended = attention_through(self.tap)(q, k, v, dropout_p=dropout, policy=self.policy, **rules)
         out = self.out_proj(rearrange(attended, "n h t d -> n t (h d)"))
         if not batched:
             return out[0], weights

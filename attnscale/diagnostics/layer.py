@@ -1,0 +1,140 @@
+"""What one attention layer has shown since the last report: the listener at its tap."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnscale.diagnostics.gather import Spread
+from attnscale.diagnostics.measure import THRESHOLDS, angle_parts, backward_rows, forward_rows, gap_name
+from attnscale.statistics import sample_rows
+from attnscale.tap import Heard
+
+COUNTS = tuple(gap_name(threshold) for threshold in THRESHOLDS)
+# What backward looks at again, to see whether it was recomputed as it had been.
+AGAIN = ("w_max", "entropy", *COUNTS)
+FORWARD = ("visible", "beta", "relative_entropy", "max_logit", "accumulation", "criticality", "prominence", *AGAIN)
+BACKWARD = (*AGAIN, "score_gradient", "beta_gradient")
+
+# One number per head: sums over calls, and for the last two the largest.
+SUMS = ("angle_in", "angle_out", "query_gradient", "key_gradient", "value_gradient", "output_gradient")
+LARGEST = ("mismatch", "broken_row")
+
+
+class LayerListener:
+    """Collects the rows of a layer's calls, over micro-batches and however many calls there are.
+
+    Tensors stay on the layer's device until they are asked for: nothing waits for it meanwhile. A `Capture` of the last
+    call is kept where asked for, for a look at what raised an alert.
+    """
+
+    def __init__(self, name: str, rows: int | None, capture: bool = False) -> None:
+        self.name = name
+        self.rows = rows
+        self.capture = capture
+        self.listening = False
+        self.seed = 0
+        self.heads = 0  # as last seen
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was heard."""
+        self._forward: Spread | None = None
+        self._backward: Spread | None = None
+        self._scalars: Tensor | None = None  # [SUMS + LARGEST, H]
+        self._unanswered: list[Tensor] = []  # statistics of calls whose backward is still to come, [AGAIN, B, H, R]
+        self.captured: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def forward(self, heard: Heard) -> None:
+        """Look at the sampled rows of a call."""
+        rows = self._sampled(heard)
+        call = heard.call.select(rows)
+        found = forward_rows(call)
+        self._forward = _merged(self._forward, torch.stack([found[name] for name in FORWARD]))
+        self._unanswered.append(torch.stack([found[name] for name in AGAIN]))
+        angle_in, angle_out = angle_parts(call, heard.out[:, :, rows])
+        self._note(angle_in=angle_in.sum(0), angle_out=angle_out.sum(0), broken_row=_first_broken(heard.out))
+        if self.capture:
+            slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
+            key = heard.call.key[:, :, slots]
+            self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
+
+    @torch.no_grad()
+    def backward(self, heard: Heard, gradient: Tensor) -> None:
+        """Look at the same rows as backward sees them; calls are answered last first."""
+        rows = self._sampled(heard)
+        call, upstream = heard.call.select(rows), gradient[:, :, rows]
+        again = forward_rows(call)
+        found = again | backward_rows(call, upstream)
+        self._backward = _merged(self._backward, torch.stack([found[name] for name in BACKWARD]))
+        squares = gradient.to(torch.float32).square().sum((0, 2, 3))
+        if self._unanswered:
+            difference = (torch.stack([again[name] for name in AGAIN]) - self._unanswered.pop()).abs()
+            self._note(output_gradient=squares, mismatch=difference.nan_to_num().amax((0, 1, 3)))
+        else:
+            self._note(output_gradient=squares)
+
+    @torch.no_grad()
+    def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Squared norms per query head; a key head that several share is divided among them."""
+        group = query.shape[1] // key.shape[1]
+        squares = [x.to(torch.float32).square().sum((0, 2, 3)) for x in (query, key, value)]
+        shared = [(x / group).repeat_interleave(group) for x in squares[1:]]
+        self._note(query_gradient=squares[0], key_gradient=shared[0], value_gradient=shared[1])
+
+    def flat(self, sample: int) -> Tensor:
+        """All of it as one tensor [H, ·] on the CPU, of a shape that does not depend on what was heard."""
+        parts, heads = [], self.heads
+        for spread, names in ((self._forward, FORWARD), (self._backward, BACKWARD)):
+            spread = Spread.of(torch.full((len(names), heads, 1), math.nan)) if spread is None else spread
+            parts.append(spread.flat(sample).cpu().movedim(1, 0).flatten(1))
+        scalars = _no_scalars(heads) if self._scalars is None else self._scalars.cpu()
+        return torch.cat([*parts, scalars.T], dim=1)
+
+    def _sampled(self, heard: Heard) -> Tensor:
+        queries, device = heard.call.query.shape[2], heard.call.query.device
+        return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
+
+    def _note(self, **numbers: Tensor) -> None:
+        heads = next(iter(numbers.values()))
+        if self._scalars is None:
+            self.heads = heads.shape[0]
+            self._scalars = _no_scalars(self.heads).to(heads.device)
+        for name, value in numbers.items():
+            at = (*SUMS, *LARGEST).index(name)
+            if name in SUMS:
+                self._scalars[at] += value
+            else:
+                self._scalars[at] = torch.maximum(self._scalars[at], value.to(self._scalars.dtype))
+
+
+def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
+    """Forward and backward of all processes, and the scalars [SUMS + LARGEST, H], from [P, H, ·]."""
+    width = 4 + sample
+    sizes = [len(FORWARD) * width, len(BACKWARD) * width, len(SUMS) + len(LARGEST)]
+    first, second, scalars = torch.split(flats, sizes, dim=-1)
+    spreads = [
+        Spread.join(part.reshape(*part.shape[:2], len(names), width).movedim(2, 1))
+        for part, names in ((first, FORWARD), (second, BACKWARD))
+    ]
+    sums, largest = scalars[..., : len(SUMS)].sum(0), scalars[..., len(SUMS) :].amax(0)
+    return spreads[0], spreads[1], torch.cat([sums, largest], dim=-1).T
+
+
+def _merged(spread: Spread | None, rows: Tensor) -> Spread:
+    """With the rows [Q, B, H, R] of one more call."""
+    found = Spread.of(rows.movedim(2, 1).flatten(2))
+    return found if spread is None else spread.merge(found)
+
+
+def _no_scalars(heads: int) -> Tensor:
+    return torch.cat([torch.zeros(len(SUMS), heads), torch.full((len(LARGEST), heads), -1.0)])
+
+
+def _first_broken(out: Tensor) -> Tensor:
+    """Per head the first row that holds a NaN or an infinity, −1 if none."""
+    broken = (~torch.isfinite(out.to(torch.float32).sum(-1))).any(0)  # [H, Tq]
+    return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)

@@ -1,0 +1,196 @@
+"""The monitor: listens to every attention of a model at some steps, and reports."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.diagnostics.alerts import Thresholds, find_alerts
+from attnscale.diagnostics.discovery import find_attention
+from attnscale.diagnostics.dump import dump_rows
+from attnscale.diagnostics.gather import KEPT, is_writer, join_processes, processes
+from attnscale.diagnostics.layer import BACKWARD, FORWARD, LARGEST, SUMS, LayerListener, unflatten
+from attnscale.diagnostics.records import Alert, Record
+from attnscale.diagnostics.sinks.base import AlertSink, Sink
+from attnscale.errors import reject, reject_type
+from attnscale.tap import Tap
+
+log = logging.getLogger(__name__)
+
+DEFAULT = Thresholds()
+
+
+class Monitor:
+    """Watches the attention of a model while it trains, for almost nothing.
+
+    At every `every`-th step it samples `rows` rows of each attention call (None: all), forward and backward, and hands
+    one record per layer and head to the sinks. Call `step` once after each optimizer step. It never breaks a run: a
+    sink that fails is dropped with a warning, and nothing it does changes a number of the training.
+
+    `alerts` are `Thresholds`, a YAML file of them, or None; each `Alert` goes to `on_alert` and to the sinks that take
+    them. `dump` is a folder for the query and key rows of a head that raised one.
+
+    >>> from attnscale import ScaledDotProductAttention
+    >>> attention = ScaledDotProductAttention("log")
+    >>> q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    >>> with Monitor(attention, every=1, alerts=None) as monitor:
+    ...     attention(q, q, q, is_causal=True).sum().backward()
+    ...     records = monitor.step(0)
+    >>> [(record.head, record.forward["visible"].max) for record in records]
+    [(0, 16.0), (1, 16.0)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        rows: int | None = 64,
+        sinks: Sequence[Sink] = (),
+        *,
+        alerts: Thresholds | str | Path | None = DEFAULT,
+        on_alert: Callable[[Alert], object] | None = None,
+        dump: str | Path | None = None,
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            reject("every", every, "an int >= 1")
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            reject("rows", rows, "an int >= 1 or None for all rows")
+        for sink in sinks:
+            if not isinstance(sink, Sink):
+                reject_type("sinks", sink, "objects with log(records, step) and close()")
+        self.every = every
+        self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
+        self.on_alert = on_alert
+        self.dump = None if dump is None else Path(dump)
+        self._sinks = list(sinks)
+        found = find_attention(model)
+        self.layers = {path: LayerListener(path, rows, capture=dump is not None) for path in found}
+        if any(module.tap is not None for module in found.values()):
+            reject("model", type(model).__name__, "a model that no other monitor is attached to")
+        self._tapped = [(module, Tap(self.layers[path])) for path, module in found.items()]
+        for module, tap in self._tapped:
+            module.tap = tap  # type: ignore[assignment]
+        self._listen(True, 0)
+
+    def step(self, step: int) -> list[Record]:
+        """The end of a training step: report if it was one to listen to, and decide about the next.
+
+        Every process of a distributed run calls it with the same number, and gets the numbers of all.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            reject("step", step, "an int >= 0")
+        records: list[Record] = []
+        if self._listening:
+            records = self._report(step)
+        self._listen((step + 1) % self.every == 0, step + 1)
+        return records
+
+    def close(self) -> None:
+        """Leave the model as it was and close the sinks. Twice is once."""
+        for module, _ in self._tapped:
+            del module.tap
+        self._tapped = []
+        self._listening = False
+        for sink in self._sinks:
+            self._try(sink, sink.close)
+        self._sinks = []
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _listen(self, listening: bool, step: int) -> None:
+        self._listening = listening
+        for layer in self.layers.values():
+            layer.listening, layer.seed = listening, step
+
+    def _report(self, step: int) -> list[Record]:
+        records = self._records(step)
+        alerts = [] if self.limits is None else find_alerts(records, self.limits)
+        if is_writer():
+            if records:
+                self._to_sinks(records, alerts, step)
+            for alert in alerts:
+                log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
+        for alert in alerts:
+            if self.dump is not None:
+                self._guard("dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
+            if self.on_alert is not None:
+                self.on_alert(alert)
+        for layer in self.layers.values():
+            layer.reset()
+        return records
+
+    def _records(self, step: int) -> list[Record]:
+        """All layers in one tensor, all processes in one collective."""
+        sample = max(8, KEPT // processes())
+        heads = [layer.heads for layer in self.layers.values()]
+        parts = [layer.flat(sample) for layer in self.layers.values()]
+        everywhere = join_processes(torch.cat(parts) if parts else torch.zeros(0))
+        records = []
+        for (path, _), flats in zip(self.layers.items(), torch.split(everywhere, heads, dim=1), strict=True):
+            records += _records_of(step, path, flats, sample)
+        return records
+
+    def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
+        for sink in list(self._sinks):
+            self._try(sink, sink.log, records, step)
+            if alerts and sink in self._sinks and isinstance(sink, AlertSink):
+                self._try(sink, sink.alert, alerts, step)
+
+    def _try(self, sink: Sink, act: Callable[..., object], *arguments: Any) -> None:
+        """Let a sink act; one that fails is dropped."""
+        if not self._guard(f"sink {type(sink).__name__}", act, *arguments) and sink in self._sinks:
+            self._sinks.remove(sink)
+
+    def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
+        try:
+            act(*arguments)
+        except Exception as error:
+            warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", RuntimeWarning, stacklevel=5)
+            return False
+        return True
+
+
+def _records_of(step: int, path: str, flats: Tensor, sample: int) -> list[Record]:
+    forward, backward, scalars = unflatten(flats, sample)
+    phases = [(forward.summaries(), FORWARD), (backward.summaries(), BACKWARD)]
+    records = []
+    for head in range(flats.shape[1]):
+        found = [
+            {name: heads[head] for name, heads in zip(names, summaries, strict=True) if heads[head] is not None}
+            for summaries, names in phases
+        ]
+        numbers = dict(zip((*SUMS, *LARGEST), scalars[:, head].tolist(), strict=True))
+        records.append(Record(step, path, head, found[0], found[1], _scalars_of(numbers, bool(found[1]))))  # type: ignore[arg-type]
+    return records
+
+
+def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
+    """What a head has one of, from the sums that were kept."""
+    spread_in, spread_out = numbers["angle_in"], numbers["angle_out"]
+    ratio = spread_out / spread_in if spread_in > 0 else math.nan
+    found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
+    if numbers["broken_row"] >= 0:
+        found["broken_row"] = numbers["broken_row"]
+    if answered:
+        squares = [numbers[name] for name in ("query_gradient", "key_gradient", "value_gradient")]
+        names = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
+        found |= {name: math.sqrt(numbers[name]) for name in names}
+        if numbers["output_gradient"] > 0:
+            found["gain"] = math.sqrt(sum(squares) / numbers["output_gradient"])
+        if numbers["mismatch"] >= 0:
+            found["mismatch"] = numbers["mismatch"]
+    return found
