@@ -169,3 +169,17 @@ def keep(seed, head, rows, slots, dropout_p):
     slot = slots[None, :] + 0 * rows[:, None]
     draw, _, _, _ = tl.philox(seed, slot, row, slot * 0 + head, slot * 0, 7)
     return (draw >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0) >= dropout_p
+
+
+@triton.jit
+def sum_in_parts(x, PARTS: tl.constexpr):
+    """Row sums [rows, PARTS], each over every PARTS-th column: with 8, no two threads have to exchange anything.
+
+    That is because a matrix product leaves columns 8 apart with one thread on sm_80, sm_90 and gfx942, and on sm_100 all
+    columns. Instructions of the loop, bf16 and 64 dimensions, 1 → 8 parts: with entropy 414 → 402 on sm_80, 349 → 337 on
+    sm_90, 351 → 355 on sm_100, 465 → 436 on gfx942; for the sum of weights alone 372 → 366, 303 → 295, 331 → 345 and
+    418 → 411. So what has statistics takes 8, and what has none takes 1, where sm_100 would lose most.
+    """
+    if PARTS == 1:
+        return tl.sum(x, axis=1)[:, None]
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // PARTS, PARTS]), axis=1)
