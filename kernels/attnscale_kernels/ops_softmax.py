@@ -57,11 +57,15 @@ def softmax(
     if bias is not None:
         _check_operand("bias", bias, scores, scores.shape)
     gaps = None if thresholds is None else _as_thresholds(thresholds, scores)
-    if inplace:
-        _check_writable(scores)
-        weights, *found = _SoftmaxInPlace.apply(scores, beta, mask, bias, gaps)
+    arguments = scores, beta, mask, bias, gaps
+    if not inplace:
+        weights, *found = softmax_op(*arguments)
     else:
-        weights, *found = softmax_op(scores, beta, mask, bias, gaps)
+        _check_writable(scores)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (scores, beta, bias)):
+            weights, *found = _SoftmaxInPlace.apply(*arguments)
+        else:
+            weights, found = scores, list(softmax_in_place_op(*arguments))
     lse, top, w_max, entropy, counts = (x.detach() for x in found)
     return RowSoftmax(weights, lse, top, w_max, entropy, None if gaps is None else counts)
 

@@ -1,0 +1,551 @@
+"""The row softmax against fp64: weights, gradients and statistics, for any length, strides and sign of β."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from corrected_interpreter import corrected, fused
+from oracle import assert_within_budget
+from torch import Tensor
+
+from attnscale_kernels import ops_softmax
+from attnscale_kernels import softmax as kernels
+from attnscale_kernels.launch import GFX_942, SM_80
+from attnscale_kernels.ops_softmax import softmax
+from attnscale_kernels.softmax import RowSoftmax, SoftmaxGradient, softmax_tile
+from attnscale_kernels.tiles import Tile
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = (1, 2, 63, 64, 65, 129, 257)
+SHORT, LONG = None, Tile(2, 32, 4, 1)  # rows of one block, and rows longer than one
+THRESHOLDS = (0.0, 0.25, 1.0, 3.5, math.inf)
+STATISTICS = ("lse", "max_logit", "w_max", "entropy")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def random_mask(*shape: int, seed: int = 5) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.3
+
+
+def by_torch(
+    scores: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    upstream: Tensor | None,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Everything by torch's own softmax in a dtype; statistics at least in fp32, as they are promised."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (scores, beta) + (() if bias is None else (bias,))]
+    raw = inputs[0] if bias is None else inputs[0] + inputs[2]
+    hidden = raw.detach() < -1e29
+    hidden = hidden if mask is None else hidden | ~mask
+    hidden = hidden if bias is None else hidden | (bias <= -1e4)
+    empty = hidden.all(-1, keepdim=True)
+    logits = (raw * inputs[1][..., None]).masked_fill(hidden, -math.inf)
+    weights = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    result = {"weights": weights.detach()}
+    if upstream is not None:
+        gradients = torch.autograd.grad(weights, inputs, upstream.to(dtype))
+        result |= dict(zip(("dscores", "dbeta", "dbias"), gradients, strict=False))
+    wide = dtype if dtype == torch.float64 else torch.float32
+    logits = logits.detach().to(wide) if dtype == wide else (raw.detach().to(wide) * beta[..., None].to(wide))
+    logits = logits.masked_fill(hidden, -math.inf)
+    result["lse"] = logits.logsumexp(-1)
+    result["max_logit"] = logits.amax(-1)
+    p = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    result["w_max"] = p.amax(-1)
+    result["entropy"] = torch.special.entr(p).sum(-1)
+    return result
+
+
+def counts_by_torch(scores: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: tuple[float, ...]) -> Tensor:
+    raw = scores.float() if bias is None else scores.float() + bias.float()
+    seen = torch.ones_like(raw, dtype=torch.bool) if mask is None else mask.expand_as(raw)
+    seen = seen if bias is None else seen & (bias > -1e4)
+    best = raw.masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+    return torch.stack([(seen & (best - raw <= t)).sum(-1) for t in thresholds], -1)
+
+
+def assert_as_good_as_torch(
+    got: dict[str, Tensor],
+    scores: Tensor,
+    beta: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    upstream: Tensor | None = None,
+) -> None:
+    """At most twice torch's own error, plus one rounding; rows that see nothing are right to the last bit."""
+    true = by_torch(scores, beta, mask, bias, upstream, torch.float64)
+    own = by_torch(scores, beta, mask, bias, upstream, scores.dtype)
+    empty = true["lse"] == -math.inf
+    for name, value in (("lse", -math.inf), ("max_logit", -math.inf), ("w_max", 0.0), ("entropy", 0.0)):
+        if name in got:
+            assert got[name].dtype == torch.float32
+            assert (got[name][empty] == value).all(), f"{name} of an empty row"
+    for name in ("weights", "dscores"):
+        if name in got:
+            assert (got[name][empty] == 0).all(), f"{name} of an empty row"
+    seen = {name: ~empty if name in STATISTICS else ... for name in got}
+    errors = {name: _rms(own[name][seen[name]].double() - true[name][seen[name]]) for name in got}
+    values = {name: got[name][seen[name]] for name in got}
+    assert_within_budget(values, {name: true[name][seen[name]] for name in got}, errors, times=2.0)
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def forward(scores: Tensor, beta: Tensor, tile: Tile | None = None, **arguments: Any) -> RowSoftmax:
+    """The forward launch, on outputs filled with what must not be left there."""
+    options = {"mask": None, "bias": None, "thresholds": None} | arguments
+    launch, result = kernels.softmax_forward_launch(scores, beta, tile=tile, **options)
+    for output in result:
+        if output is not None and not options.get("in_place"):
+            output.fill_(math.nan if output.is_floating_point() else -1)
+    launch.run(scores)
+    return result
+
+
+def backward(
+    gradient: Tensor, weights: Tensor, beta: Tensor, tile: Tile | None = None, **arguments: Any
+) -> SoftmaxGradient:
+    """The backward launch, likewise."""
+    options = {"scores": None, "bias": None, "dbeta": False} | arguments
+    launch, result = kernels.softmax_backward_launch(gradient, weights, beta, tile=tile, **options)
+    for output in result:
+        if output is not None:
+            output.fill_(math.nan)
+    launch.run(weights)
+    return result
+
+
+# What is meant to overflow, or to be no number, is not worth a warning of numpy.
+EXTREME = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter() -> Iterator[None]:
+    with corrected():
+        yield
+
+
+@pytest.fixture(params=[SHORT, LONG], ids=["short", "long"])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile | None:
+    """Rows of one block, and of several; also for what chooses its own tile."""
+    if request.param is not None:
+        monkeypatch.setattr(kernels, "softmax_tile", lambda *_: request.param)
+    chosen: Tile | None = request.param
+    return chosen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", LENGTHS)
+def test_everything_at_every_length(keys: int, dtype: torch.dtype, tile: Tile | None) -> None:
+    shape = (1, 2, 3, keys)
+    scores, bias, upstream = (normal(*shape, dtype=dtype, seed=seed) for seed in range(3))
+    beta = torch.tensor([[1.5, -2.0, 0.0], [0.0, 5.5, -0.25]])[None]
+    mask = random_mask(*shape)
+    mask[..., 0] = True
+    mask[0, 1, 1] = False  # a row that sees nothing
+    found = forward(scores, beta, tile, mask=mask, bias=bias, thresholds=torch.tensor(THRESHOLDS))
+    gradient = backward(upstream, found.weights, beta, tile, scores=scores, bias=bias, dbeta=True)
+    got = found._asdict() | {"dscores": gradient.scores, "dbias": gradient.scores, "dbeta": gradient.beta}
+    counts = got.pop("gap_counts")
+    assert_as_good_as_torch(got, scores, beta, mask, bias, upstream)
+    assert torch.equal(counts, counts_by_torch(scores, mask, bias, THRESHOLDS))
+    assert (counts[0, 1, 1] == 0).all()
+    assert gradient.beta is not None
+    assert gradient.beta[0, 1, 1] == 0
+
+
+def test_products_may_be_fused_into_sums(tile: Tile | None) -> None:
+    """As compilers do it: nothing may rest on both sides of a difference being rounded alike."""
+    scores, upstream, mask = normal(4, 65) * 8, normal(4, 65, seed=1), random_mask(4, 65)
+    mask[:, :40] = False  # the first blocks hide all they have
+    mask[3] = False
+    beta = torch.tensor([1.5, -2.0, 0.0, 3.0])
+    with fused():
+        found = forward(scores, beta, tile, mask=mask)
+        gradient = backward(upstream, found.weights, beta, tile, scores=scores, dbeta=True)
+    got = found._asdict() | {"dscores": gradient.scores, "dbeta": gradient.beta}
+    del got["gap_counts"]
+    assert_as_good_as_torch(got, scores, beta, mask, upstream=upstream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_asked_for_is_not_needed(dtype: torch.dtype, tile: Tile | None) -> None:
+    scores, upstream, beta = normal(3, 70, dtype=dtype), normal(3, 70, dtype=dtype, seed=1), torch.tensor(1.7)
+    found = forward(scores, beta, tile)
+    gradient = backward(upstream, found.weights, beta, tile)
+    assert found.gap_counts is None
+    assert gradient.beta is None
+    got = {name: getattr(found, name) for name in ("weights", *STATISTICS)} | {"dscores": gradient.scores}
+    assert_as_good_as_torch(got, scores, beta, upstream=upstream)
+
+
+def test_a_row_of_many_blocks() -> None:
+    """As it is launched, not with a small block: 2¹⁷ keys."""
+    scores, upstream = normal(1, 2**17), normal(1, 2**17, seed=1)
+    beta = torch.tensor([3.0])
+    found = forward(scores, beta, thresholds=torch.tensor(THRESHOLDS))
+    gradient = backward(upstream, found.weights, beta, scores=scores, dbeta=True)
+    got = found._asdict() | {"dscores": gradient.scores, "dbeta": gradient.beta}
+    assert torch.equal(got.pop("gap_counts"), counts_by_torch(scores, None, None, THRESHOLDS))
+    assert_as_good_as_torch(got, scores, beta, upstream=upstream)
+
+
+def test_a_block_holds_rows_up_to_its_limit() -> None:
+    for resources in (SM_80, GFX_942):
+        for queries, keys in ((1, 1), (1, 64), (4096, 1), (4096, 65), (64, 8192), (64, 8193), (1, 2**20), (0, 0)):
+            chosen = softmax_tile(queries, keys, resources)
+            assert (chosen.n >= keys) == (keys <= 8192)
+            assert 1 <= chosen.warps * resources.warp_size <= 1024
+            assert chosen.m * chosen.n <= 8192
+            assert chosen.m <= max(1, 2 * queries)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 5), (2, 0, 5), (0, 4)], ids=str)
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    found = softmax(torch.empty(shape), thresholds=(1.0,))
+    assert found.weights.shape == shape
+    assert found.lse.shape == shape[:-1]
+
+
+def test_no_keys() -> None:
+    found = softmax(torch.empty(2, 3, 0), thresholds=(1.0,))
+    assert found.weights.shape == (2, 3, 0)
+    assert (found.lse == -math.inf).all()
+    assert (found.entropy == 0).all()
+    assert found.gap_counts is not None
+    assert (found.gap_counts == 0).all()
+
+
+def test_rows_hidden_in_four_ways_give_zeros(tile: Tile | None) -> None:
+    """By the mask, by the bias, by −∞, and by the lowest number, which some libraries write instead."""
+    scores = normal(5, 40)
+    mask, bias = torch.ones(5, 40, dtype=torch.bool), normal(5, 40, seed=1)
+    mask[0] = False
+    bias[1] = -1e4
+    scores[2] = -math.inf
+    scores[3] = torch.finfo(torch.float32).min
+    beta = torch.tensor([1.0, -2.0, -3.0, 4.0, -5.0]).requires_grad_()
+    inputs = scores.requires_grad_(), bias.requires_grad_()
+    found = softmax(*inputs[:1], beta, mask=mask, bias=bias, thresholds=THRESHOLDS)
+    ds, db, dbias = torch.autograd.grad(found.weights.square().sum(), (scores, beta, bias))
+    assert found.gap_counts is not None
+    for value in (found.weights, found.w_max, found.entropy, found.gap_counts, ds, db, dbias):
+        assert (value[:4] == 0).all()
+        assert value[4].count_nonzero() > 0
+    assert (found.lse[:4] == -math.inf).all()
+    assert (found.max_logit[:4] == -math.inf).all()
+
+
+@EXTREME
+def test_the_lowest_number_hides_one_key_at_any_temperature(tile: Tile | None) -> None:
+    scores = normal(3, 40)
+    scores[:, 7] = torch.finfo(torch.float32).min
+    scores[:, 36] = -math.inf
+    beta = torch.tensor([0.0, -1e6, 1e12])
+    found = forward(scores, beta, tile, thresholds=torch.tensor([math.inf]))
+    got = found._asdict()
+    assert (got.pop("gap_counts") == 38).all()
+    assert_as_good_as_torch(got, scores, beta)
+    assert (found.weights[:, 7] == 0).all()
+    assert (found.weights[:, 36] == 0).all()
+
+
+def test_hidden_values_do_not_leak(tile: Tile | None) -> None:
+    scores, upstream, mask = normal(4, 50), normal(4, 50, seed=1), random_mask(4, 50)
+    beta = torch.tensor([1.0, -1.0, 0.0, 2.0])
+    clean = forward(scores, beta, tile, mask=mask, thresholds=torch.tensor(THRESHOLDS))
+    dclean = backward(upstream, clean.weights, beta, tile, scores=scores, dbeta=True)
+    for broken in (math.nan, math.inf, -math.inf):
+        dirty = scores.masked_fill(~mask, broken)
+        found = forward(dirty, beta, tile, mask=mask, thresholds=torch.tensor(THRESHOLDS))
+        dfound = backward(upstream.masked_fill(~mask, broken), found.weights, beta, tile, scores=dirty, dbeta=True)
+        for got, expected in zip((*found, *dfound), (*clean, *dclean), strict=True):
+            assert got is not None
+            assert torch.equal(got, expected)
+
+
+@EXTREME
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_no_number_spoils_its_row_and_no_other(broken: float, tile: Tile | None) -> None:
+    scores = normal(4, 50)
+    clean = forward(scores, torch.tensor(1.5), tile)
+    scores[2, 33] = broken
+    found = forward(scores, torch.tensor(1.5), tile)
+    for got, expected in zip(found[:5], clean[:5], strict=True):
+        assert got[2].isnan().all()
+        assert torch.equal(got[[0, 1, 3]], expected[[0, 1, 3]])
+
+
+def test_gap_counts_are_of_raw_scores_whatever_the_temperature(tile: Tile | None) -> None:
+    scores = torch.tensor([[0.0, 1.0, 3.0, 3.0, 2.0, -5.0]]).repeat(1, 8).expand(4, 48)
+    found = softmax(scores, torch.tensor([1.0, -1.0, 0.0, 9.0]), thresholds=(0.0, 0.5, 1.0, 2.0, 7.9, 8.0, -1.0))
+    assert found.gap_counts is not None
+    assert found.gap_counts.dtype == torch.int64
+    assert found.gap_counts.tolist() == [[16, 16, 24, 32, 40, 48, 0]] * 4
+
+
+def test_a_common_offset_costs_no_accuracy_of_the_gradient_of_beta(tile: Tile | None) -> None:
+    """dβ is a covariance; Σ dℓ·s, taken as it stands, is 300 times an error of Σ dℓ, which should be 0."""
+    scores, upstream = normal(4, 100) + 300.0, normal(4, 100, seed=1)
+    beta = torch.full((4,), 2.0)
+    weights = forward(scores, beta, tile).weights
+    found = backward(upstream, weights, beta, tile, scores=scores, dbeta=True).beta
+    assert found is not None
+    true = by_torch(scores, beta, None, None, upstream, torch.float64)["dbeta"]
+    torch.testing.assert_close(found.double(), true, rtol=0, atol=2e-6)
+
+
+LAYOUTS = {
+    "transposed": lambda: normal(2, 2, 37, 3).transpose(2, 3),
+    "heads last": lambda: normal(2, 3, 2, 37).transpose(1, 2),
+    "part of wider rows": lambda: normal(2, 2, 3, 64)[..., 5:42],
+    "every second row": lambda: normal(2, 2, 6, 37)[:, :, ::2],
+    "expanded heads": lambda: normal(2, 1, 3, 37).expand(2, 2, 3, 37),
+    "one row for all": lambda: normal(37).expand(2, 2, 3, 37),
+    "two axes": lambda: normal(3, 37),
+    "one axis": lambda: normal(37),
+    "five axes": lambda: normal(2, 1, 2, 3, 37),
+    "five axes that are no four": lambda: normal(2, 2, 2, 3, 37).permute(1, 2, 0, 3, 4)[:, :, :1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_followed(layout: str, tile: Tile | None) -> None:
+    scores = LAYOUTS[layout]()
+    bias, upstream = LAYOUTS[layout]().flip(-1), LAYOUTS[layout]() * 0.5 + 1
+    mask = random_mask(*scores.shape)
+    beta = normal(*scores.shape[:-1], seed=4)
+    found = forward(scores, beta, tile, mask=mask, bias=bias)
+    gradient = backward(upstream, found.weights, beta, tile, scores=scores, bias=bias, dbeta=True)
+    got = found._asdict() | {"dscores": gradient.scores, "dbeta": gradient.beta}
+    del got["gap_counts"]
+    assert_as_good_as_torch(got, scores, beta, mask, bias, upstream)
+
+
+@pytest.mark.parametrize("shape", [(), (37,), (1, 37), (3, 1), (2, 1, 1), (2, 1, 3, 37), (2, 2, 3, 37)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_and_biases_broadcast_and_gradients_are_summed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    scores, bias = normal(2, 2, 3, 37, dtype=dtype).requires_grad_(), normal(*shape, seed=1).requires_grad_()
+    upstream, mask, beta = normal(2, 2, 3, 37, dtype=dtype, seed=2), random_mask(*shape), torch.tensor(1.5)
+    found = softmax(scores, beta, mask=mask, bias=bias)
+    ds, db = torch.autograd.grad(found.weights, (scores, bias), upstream)
+    assert (ds.dtype, db.dtype, db.shape) == (dtype, torch.float32, bias.shape)
+    got = {"weights": found.weights.detach(), "lse": found.lse, "dscores": ds}
+    if bias.shape[-1:] == (37,):
+        got["dbias"] = db
+    else:  # one number for all keys changes nothing: its gradient is 0 but for rounding
+        assert db.abs().max() <= torch.finfo(dtype).eps * ds.abs().sum()
+    assert_as_good_as_torch(got, scores, beta, mask.expand(2, 2, 3, 37), bias, upstream)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1,), (2, 1), (2, 1, 1), (2, 1, 3), (2, 2, 3)], ids=str)
+def test_temperatures_broadcast_and_gradients_are_summed(shape: tuple[int, ...]) -> None:
+    scores, beta = normal(2, 2, 3, 37).requires_grad_(), normal(*shape, seed=8).requires_grad_()
+    upstream = normal(2, 2, 3, 37, seed=2)
+    found = softmax(scores, beta)
+    ds, dbeta = torch.autograd.grad(found.weights, (scores, beta), upstream)
+    assert dbeta.shape == beta.shape
+    got = {"weights": found.weights.detach(), "dscores": ds, "dbeta": dbeta}
+    assert_as_good_as_torch(got, scores, beta, upstream=upstream)
+
+
+def test_a_temperature_may_be_a_number_or_any_float() -> None:
+    scores = normal(3, 20)
+    expected = (scores.double() * 1.5).softmax(-1)
+    for beta in (1.5, torch.tensor(1.5, dtype=torch.float64), torch.tensor([1.5], dtype=torch.bfloat16)):
+        torch.testing.assert_close(softmax(scores, beta).weights.double(), expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(softmax(scores).weights, softmax(scores, 1).weights)
+    half = torch.tensor(1.5, dtype=torch.float16, requires_grad=True)
+    (dbeta,) = torch.autograd.grad(softmax(scores, half).weights.square().sum(), half)
+    assert dbeta.dtype == torch.float16
+
+
+def test_statistics_have_no_gradient_and_weights_the_dtype_of_scores() -> None:
+    scores = normal(3, 20, dtype=torch.float16).requires_grad_()
+    found = softmax(scores, thresholds=(1.0,))
+    assert found.weights.dtype == torch.float16
+    assert found.weights.requires_grad
+    assert not any(x.requires_grad for x in found[1:] if x is not None)
+
+
+def test_only_the_gradient_of_beta_keeps_the_scores() -> None:
+    def kept(**arguments: Any) -> set[int]:
+        pointers = set()
+
+        def pack(x: Tensor) -> Tensor:
+            pointers.add(x.data_ptr())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            softmax(scores, **arguments)
+        return pointers
+
+    scores = normal(3, 20).requires_grad_()
+    assert scores.data_ptr() not in kept(bias=normal(3, 20).requires_grad_())
+    assert scores.data_ptr() in kept(beta=torch.tensor(1.0, requires_grad=True))
+
+
+def test_in_place_is_the_same_in_the_memory_of_the_scores(tile: Tile | None) -> None:
+    around = normal(2, 3, 60, dtype=torch.float16)
+    before = around.clone()
+    scores = around[:, 1:, 4:54]
+    arguments: dict[str, Any] = {"mask": random_mask(50), "bias": normal(2, 50), "thresholds": (0.5,)}
+    expected = softmax(scores.clone(), -1.5, **arguments)
+    found = softmax(scores, -1.5, inplace=True, **arguments)
+    assert found.weights.data_ptr() == scores.data_ptr()
+    for got, wanted in zip(found, expected, strict=True):
+        assert got is not None
+        assert torch.equal(got, wanted)  # type: ignore[arg-type]
+    assert torch.equal(scores, expected.weights)
+    scores.copy_(before[:, 1:, 4:54])
+    assert torch.equal(around, before)  # and nothing beside them
+
+
+@pytest.mark.parametrize("layout", ["transposed", "heads last", "five axes that are no four"])
+def test_in_place_reaches_scores_of_any_strides(layout: str) -> None:
+    scores = LAYOUTS[layout]()
+    expected = softmax(scores.clone(), 2.0).weights
+    assert softmax(scores, 2.0, inplace=True).weights is scores
+    assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_can_be_trained_through(dtype: torch.dtype, tile: Tile | None) -> None:
+    leaf, bias = normal(2, 3, 70, dtype=dtype).requires_grad_(), normal(3, 70, seed=1).requires_grad_()
+    beta = torch.tensor([1.5, -2.0, 0.8], requires_grad=True)
+    mask, upstream = random_mask(70), normal(2, 3, 70, dtype=dtype, seed=2)
+    found = softmax(leaf * 1, beta, mask=mask, bias=bias, inplace=True)
+    assert not found.lse.requires_grad
+    ds, dbeta, dbias = torch.autograd.grad(found.weights, (leaf, beta, bias), upstream)
+    got = {"weights": found.weights.detach(), "dscores": ds, "dbeta": dbeta, "dbias": dbias}
+    assert_as_good_as_torch(got, leaf, beta, mask.expand(2, 3, 70), bias, upstream)
+
+
+def test_in_place_admits_that_it_does_not_know_the_gradient_of_a_zero_temperature(tile: Tile | None) -> None:
+    beta = torch.zeros(3, requires_grad=True)
+    mask = torch.ones(3, 40, dtype=torch.bool)
+    mask[1, 1:], mask[2] = False, False  # one key, and none: there is nothing to know
+    weights = softmax(normal(3, 40), beta, mask=mask, inplace=True).weights
+    (dbeta,) = torch.autograd.grad(weights, beta, normal(3, 40, seed=1))
+    assert dbeta.isnan().tolist() == [True, False, False]
+    assert dbeta[1:].tolist() == [0.0, 0.0]
+
+
+def test_a_second_gradient_is_refused() -> None:
+    scores = normal(2, 8).requires_grad_()
+    (first,) = torch.autograd.grad(softmax(scores).weights.square().sum(), scores, create_graph=True)
+    with pytest.raises(RuntimeError, match="softmax_backward"):
+        torch.autograd.grad(first.sum(), scores)
+
+
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    """Of a tensor whose pages are never touched, except for three rows far apart, the last beyond an int32."""
+    apart = 2**30 + 16
+    storage = torch.empty(2 * apart + 32, dtype=torch.float16)
+    scores = storage.as_strided((3, 32), (apart, 1))
+    scores.copy_(normal(3, 32))
+    expected = softmax(scores.clone(), 1.5).weights
+    assert torch.equal(softmax(scores, 1.5, inplace=True).weights, expected)
+    gradient = backward(scores, scores, torch.tensor(1.0)).scores
+    assert torch.equal(gradient, backward(expected, expected, torch.tensor(1.0)).scores)
+
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"mask": random_mask(5), "bias": normal(2, 1, 5).requires_grad_(), "thresholds": torch.tensor([0.0, 1.0])},
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_torch_finds_nothing_wrong_with_the_operators(sample: str) -> None:
+    given = {"mask": None, "bias": None, "thresholds": None} | SAMPLES[sample]
+    scores, beta = normal(2, 3, 5).requires_grad_(), torch.ones(3, requires_grad=True)
+    torch.library.opcheck(ops_softmax.softmax_op, (scores, beta, *given.values()))
+    frozen = [x if x is None else x.detach() for x in (scores.clone(), beta, *given.values())]
+    torch.library.opcheck(ops_softmax.softmax_in_place_op, tuple(frozen))
+    weights, dbeta = frozen[0].softmax(-1), sample == "all"
+    arguments = (normal(2, 3, 5), weights, frozen[1], frozen[0], frozen[3], dbeta, dbeta)
+    torch.library.opcheck(ops_softmax.softmax_backward_op, arguments)
+
+
+# Dynamo makes an instance of an autograd function, which torch itself warns of.
+INSTANTIATED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@INSTANTIATED
+@pytest.mark.parametrize("inplace", [False, True])
+def test_one_graph_with_gradients(inplace: bool) -> None:
+    def step(scores: Tensor, beta: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        found = softmax(scores * 2, beta, bias=bias, mask=mask, thresholds=(0.0, 1.0), inplace=inplace)
+        return found.weights * 3, found.lse, found.entropy, found.gap_counts
+
+    mask, upstream = random_mask(3, 20), normal(2, 3, 20, seed=2)
+    inputs = normal(2, 3, 20), torch.tensor([1.0, 2.0, -1.0]), normal(20, seed=1)
+    for x in inputs:
+        x.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (step, compiled):
+        out = run(*inputs)
+        results.append((*out, *torch.autograd.grad(out[0], inputs, upstream)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@INSTANTIATED
+def test_one_graph_that_overwrites_its_input() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: softmax(x, 2.0, inplace=True).entropy, fullgraph=True, backend="aot_eager")
+    scores = normal(3, 20)
+    expected = softmax(scores, 2.0)
+    assert torch.equal(compiled(scores), expected.entropy)
+    assert torch.equal(scores, expected.weights)
+
+
+ONES = torch.ones(2, 3, 4)
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "no tensor": (TypeError, r"scores is 3; .*float32.*float16", {"scores": 3}),
+    "integers": (TypeError, r"scores is a tensor \[4\] in torch.int64", {"scores": torch.arange(4)}),
+    "fp64": (TypeError, r"torch.float64; .*torch.bfloat16", {"scores": ONES.double()}),
+    "a number": (ValueError, r"scores has shape \(\); \[..., Tq, Tk\]", {"scores": torch.tensor(1.0)}),
+    "a word for β": (TypeError, r"beta='hot' is a str; a float", {"beta": "hot"}),
+    "an integer β": (TypeError, r"beta is a tensor \[\] in torch.int64", {"beta": torch.tensor(1)}),
+    "β of keys": (ValueError, r"beta has shape \(4,\); what broadcasts to \(2, 3\)", {"beta": torch.ones(4)}),
+    "β elsewhere": (ValueError, r"beta is on meta; .* cpu,", {"beta": torch.ones(3, device="meta")}),
+    "a float mask": (TypeError, r"mask is a tensor .* goes into bias", {"mask": ONES}),
+    "a wide mask": (ValueError, r"mask has shape \(5,\); .*\(2, 3, 4\)", {"mask": torch.ones(5, dtype=torch.bool)}),
+    "a bool bias": (TypeError, r"bias is a tensor \[2, 3, 4\] in torch.bool", {"bias": ONES.bool()}),
+    "a deep bias": (ValueError, r"bias has shape \(1, 2, 3, 4\)", {"bias": ONES[None]}),
+    "one threshold": (TypeError, r"thresholds=1.0; .*tuple or list", {"thresholds": 1.0}),
+    "NaN thresholds": (ValueError, r"thresholds=\(nan,\) holds NaN", {"thresholds": (math.nan,)}),
+    "a matrix of thresholds": (ValueError, r"thresholds is a tensor \[1, 1\]", {"thresholds": torch.ones(1, 1)}),
+    "thresholds elsewhere": (ValueError, r"thresholds is on meta", {"thresholds": torch.ones(1, device="meta")}),
+    "shared memory": (ValueError, r"strides \(0, 1\): .*clone", {"scores": ONES[0, :1].expand(3, 4), "inplace": True}),
+    "a leaf": (ValueError, r"inplace=True .* leaf", {"scores": torch.ones(3, 4, requires_grad=True), "inplace": True}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_said(case: str) -> None:
+    error, message, arguments = REFUSED[case]
+    with pytest.raises(error, match=message):
+        softmax(**({"scores": ONES} | arguments))
+
+
+def test_a_device_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_softmax, "why_unavailable", lambda device: f"no kernels for {device.type}")
+    with pytest.raises(ValueError, match="scores are on cpu: no kernels for cpu"):
+        softmax(ONES)
