@@ -37,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config", type=Path, help="YAML with lengths and rounds (default: built in, or the card's in configs/bench)"
     )
     bench.add_argument("--plots", type=Path, metavar="DIR", help="gpu: also draw pictures there")
-    bench.add_argument("--dry-run", action="store_true", help="gpu: tiny sizes in triton's interpreter, no GPU needed")
-    bench.add_argument("--static", action="store_true", help="gpu: what compilation tells, no GPU needed")
+    without = bench.add_mutually_exclusive_group()
+    without.add_argument("--dry-run", action="store_true", help="gpu: without one, tiny sizes in triton's interpreter")
+    without.add_argument("--static", action="store_true", help="gpu: without one, what compilation tells")
     options = parser.parse_args(arguments)
     console = Console()
     try:
@@ -49,20 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "demo":
             _demo(console)
         elif options.on == "gpu":
-            from attnscale.bench.gpu.command import run
-
-            return run(
-                console,
-                config=options.config,
-                output=options.output or Path("gpu.csv"),
-                plots=options.plots,
-                dry_run=options.dry_run,
-                static=options.static,
-            )
+            return _bench_gpu(console, options)
         else:
             for name in ("plots", "dry_run", "static"):
                 if getattr(options, name):
-                    reject(f"--{name.replace('_', '-')}", getattr(options, name), "it after `attnscale bench gpu` only")
+                    reject(name, getattr(options, name), "it with `attnscale bench gpu` only")
             _bench(console, options.output or Path("bench.csv"), options.config)
     except AttnScaleError as error:
         Console(stderr=True).print(
@@ -123,6 +115,19 @@ def _demo(console: Console) -> None:
         "Means over heads and the last 64 rows of the second layer; entropy in nats, ln n for uniform attention.\n"
         "With constant β the largest weight fades as the context grows; a law that grows too fast leaves one key.",
         highlight=False,
+    )
+
+
+def _bench_gpu(console: Console, options: argparse.Namespace) -> int:
+    from attnscale.bench.gpu.command import run
+
+    return run(
+        console,
+        config=options.config,
+        output=options.output or Path("gpu.csv"),
+        plots=options.plots,
+        dry_run=options.dry_run,
+        static=options.static,
     )
 
 

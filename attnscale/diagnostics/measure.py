@@ -157,7 +157,7 @@ def _prominence(call: AttentionCall, max_logit: Tensor | None, visible: Tensor) 
 
 
 def _where_finite(x: Tensor | None) -> Tensor | None:
-    """Without rows that have one key only or are tied at the top: Λ is 0 or infinite there, and would spoil any mean."""
+    """Without rows of one key or a tie at the top: Λ is 0 or infinite there, and would spoil any mean."""
     return None if x is None else torch.where(torch.isfinite(x) & (x > 0), x, math.nan)
 
 

@@ -34,6 +34,8 @@ from .launch import Launch, block_of, precision_of, resources_of, strides, unit_
 from .tiles import Tile, forward_tile
 from .visibility import Visibility, key_ranges
 
+LEAST_BETA = tl.constexpr(2.0**-60)  # hidden scores still fall to a weight of 0, and to seen ones it is 0
+
 
 class Forward(NamedTuple):
     """What `flash_forward` returns: the output, and statistics per row in fp32 and nats (None: not asked for)."""
@@ -127,7 +129,7 @@ def flash_forward_kernel(
     beta = tl.load(beta_at, mask=exists, other=1.0)
     # A maximum is taken before c is applied, so c must be positive: the sign goes to the scores, and 0 is nearly 0.
     sign = tl.where(beta < 0, -1.0, 1.0)
-    c = tl.maximum(tl.abs(beta), 9.5367431640625e-07) * LOG2E
+    c = tl.maximum(tl.abs(beta), LEAST_BETA) * LOG2E
     LINEAR: tl.constexpr = not SOFTCAP and MASK != BIAS
     if LINEAR:
         q = q * sign[:, None].to(q.dtype)
@@ -219,12 +221,13 @@ def flash_forward_kernel(
     lse = tl.where(seen, lse, -float("inf"))
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
+        sink = tl.where(sink == -float("inf"), HIDDEN, sink)  # as good as none, and −∞ − −∞ is no number
         high = tl.maximum(lse, sink)
         keys_part = tl.exp2((lse - high) * LOG2E)
         sink_part = tl.exp2((sink - high) * LOG2E)
         share = keys_part / (keys_part + sink_part)
         rest = sink_part / (keys_part + sink_part)
-        lse = high + tl.log2(keys_part + sink_part) * LN2
+        lse = tl.where(high <= HIDDEN, -float("inf"), high + tl.log2(keys_part + sink_part) * LN2)
         if ENTROPY:
             mixing = tl.where(share > 0, share * tl.log2(tl.maximum(share, 1e-38)), 0.0)
             mixing += tl.where(rest > 0, rest * tl.log2(tl.maximum(rest, 1e-38)), 0.0)
@@ -309,7 +312,7 @@ def forward_launch(
         "k_ptr": key,
         "v_ptr": value,
         "beta_ptr": beta,
-        "sinks_ptr": sinks,
+        "sinks_ptr": None if sinks is None else sinks.contiguous(),
         "seed_ptr": seed if dropout_p > 0.0 else None,
         "out_ptr": result.out,
         "lse_ptr": result.lse,

@@ -45,3 +45,30 @@ def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources)
     if widest <= 64:
         return Tile(64, 128, 8, 2) if resources.warp_size == 32 else Tile(32, 64, 4, 1)
     return Tile(32, 128, 8, 2) if widest <= 128 else Tile(32, 64, 8, 1)
+
+
+def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
+    """For few rows against many keys: as many rows as there are, and keys in flight, since it waits for memory."""
+    widest = max(dim, value_dim)
+    m = min(max(16, 1 << (rows - 1).bit_length()), 64 if size < 4 and widest <= 128 else 16)
+    if size == 4:
+        return Tile(m, 64 if widest <= 64 else 32 if widest <= 128 else 16, 4, 2 if resources.warp_size == 32 else 1)
+    if resources.warp_size == 64:
+        return Tile(m, 64 if widest <= 128 else 32, 4, 1)
+    if m > 16:
+        return Tile(m, 64 if widest <= 128 else 32, 8, 3)
+    return Tile(m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3)
+
+
+def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
+    """Parts that keys are split into: two programs for each multiprocessor, and two tiles of keys or more for each."""
+    return max(1, min(2 * multiprocessors // max(programs, 1), tiles // 2, 128))
+
+
+def gap_tile(dim: int, size: int, resources: Resources) -> Tile:
+    """For the two passes of gap counting, which hold no accumulator; a byte counts the keys of a tile: 128 at most."""
+    if size == 4:
+        return Tile(64, 64, 4, 1) if dim <= 128 else Tile(32, 32, 4, 1)
+    if resources.warp_size == 64:
+        return Tile(128, 64, 4, 1) if dim <= 128 else Tile(64, 32, 4, 1)
+    return Tile(128, 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
