@@ -1,0 +1,488 @@
+"""Decoding: keys split over programs and merged, paged caches, gap counts, and the merge of parts.
+
+Fresh memory is filled with NaN (and with the largest integer) throughout, so that what is not written shows.
+"""
+
+import math
+from functools import reduce
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from corrected_interpreter import corrected, fused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_within_budget, torch_error
+from torch import Tensor
+
+from attnscale_kernels.decode import decode, paged_decode
+from attnscale_kernels.flash_forward import flash_forward
+from attnscale_kernels.merge import Decode, merge
+from attnscale_kernels.ops_decode import decode_attention, decode_op, paged_decode_attention, paged_decode_op
+from attnscale_kernels.tiles import Tile, decode_splits
+from attnscale_kernels.visibility import Visibility
+
+TILE = Tile(16, 64, 4, 1)
+SMALL = Tile(16, 16, 4, 1)
+THRESHOLDS = torch.tensor([0.0, 0.5, 2.0, math.inf])
+STATISTICS = ("lse", "max_logit", "entropy")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory
+    with corrected():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(
+    batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int, value_dim: int, dtype=torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = normal(batch, heads, queries, dim, dtype=dtype)
+    k = normal(batch, kv_heads, keys, dim, seed=1, dtype=dtype)
+    v = normal(batch, kv_heads, keys, value_dim, seed=2, dtype=dtype)
+    return q, k, v, 0.5 + 2 * torch.rand(batch, heads, queries, generator=torch.Generator().manual_seed(3))
+
+
+def int32(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def table(visibility: Visibility, queries: int, keys: int) -> tuple[Tensor, Tensor | None]:
+    """Who sees whom, [B|1, H|1, Tq, Tk], and the bias, from the words of the rules."""
+    own, slots = visibility.slot + torch.arange(queries)[:, None], torch.arange(keys)
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    if visibility.left is not None:
+        seen = seen & (slots >= own - visibility.left)
+    if visibility.right is not None:
+        seen = seen & (slots <= own + visibility.right)
+    if visibility.start is not None and visibility.stop is not None:
+        start, stop = (bound[:, None, :, None] for bound in (visibility.start, visibility.stop))
+        seen = (slots >= start) & (slots < stop)
+    if visibility.padding is not None:
+        seen = seen & ~visibility.padding[:, None, None, :]
+    if visibility.mask is None:
+        return seen, None
+    if visibility.mask.dtype == torch.bool:
+        return seen & visibility.mask, None
+    return seen & (visibility.mask > -1e4), visibility.mask
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, visibility: Visibility, scale: float, softcap=None, sinks=None,
+    dtype: torch.dtype = torch.float64,
+) -> Decode:  # fmt: skip
+    """Plain attention with its statistics, in a dtype."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.to(dtype) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    seen, bias = table(visibility, q.shape[2], k.shape[2])
+    raw = scale * q @ k.mT
+    raw = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    raw = raw if bias is None else raw + bias.to(dtype)
+    raw = raw.masked_fill(~seen, -math.inf)
+    logits = (raw * beta.to(dtype)[..., None]).masked_fill(~seen, -math.inf)
+    sink = logits.new_full((*logits.shape[:3], 1), -math.inf)
+    if sinks is not None:
+        sink.copy_(sinks[:, None, None])
+    extended = torch.cat([logits, sink], -1)
+    lse = extended.logsumexp(-1)
+    weights = torch.exp(extended - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    entropy = torch.special.entr(weights).sum(-1)
+    gaps = (raw.amax(-1, keepdim=True) - raw)[..., None]
+    counts = (seen.expand(raw.shape)[..., None] & (gaps <= THRESHOLDS.to(dtype))).sum(-2)
+    return Decode(weights[..., :-1] @ v, lse, logits.amax(-1), entropy, counts)
+
+
+def assert_right(found: Decode, q, k, v, beta, visibility, *, scale, softcap=None, sinks=None) -> None:
+    """The output within twice torch's own error, statistics within that of the same formulas in fp32; counts equal.
+
+    Of a few rows that error may be small by luck: statistics are given two roundings of the largest logit at least.
+    """
+    arguments = (q, k, v, beta, visibility, scale, softcap, sinks)
+    true, own = written_out(*arguments), written_out(*arguments, dtype=torch.float32)
+    seen = table(visibility, q.shape[2], k.shape[2])[0]
+    own_out = torch_error(q, k, v, beta * scale * math.sqrt(q.shape[-1]), seen, gqa=True)["out"]
+    assert found.out.dtype == q.dtype
+    assert_within_budget({"out": found.out}, {"out": true.out}, {"out": own_out}, 2.0)
+    empty = true.lse == -math.inf
+    assert torch.equal(found.lse == -math.inf, empty)
+    assert torch.equal(found.max_logit == -math.inf, true.max_logit == -math.inf)
+    least = (
+        2 * torch.finfo(torch.float32).eps * true.max_logit.where(true.max_logit > -math.inf, 0.0).abs().max().item()
+    )
+    for name in STATISTICS:
+        got, expected, plain = (getattr(x, name) for x in (found, true, own))
+        finite = expected != -math.inf
+        error = max((plain - expected).where(finite, 0.0).square().mean().sqrt().item(), least)
+        assert got.dtype == torch.float32
+        assert_within_budget({name: got.where(finite, 0.0)}, {name: expected.where(finite, 0.0)}, {name: error}, 2.0)
+    assert found.gap_counts.dtype == torch.int64
+    assert torch.equal(found.gap_counts, true.gap_counts)
+
+
+def check(q, k, v, beta, visibility, *, splits, tile=TILE, scale=0.25, **options) -> Decode:
+    found = decode(
+        q, k, v, beta, visibility, scale=scale, entropy=True, thresholds=THRESHOLDS, splits=splits, tile=tile, **options
+    )
+    assert_right(found, q, k, v, beta, visibility, scale=scale, **options)
+    return found
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+@pytest.mark.parametrize("keys", [1, 2, 63, 64, 65, 129, 257])
+def test_every_length_and_number_of_splits(keys, splits):
+    check(*inputs(1, 2, 1, 1, keys, 40, 24), Visibility(), splits=splits)
+
+
+@pytest.mark.parametrize("keys", [1, 65, 257])
+def test_half_precision(keys):
+    check(*inputs(1, 3, 1, 1, keys, 64, 64, torch.float16), Visibility(), splits=3)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize(("dim", "value_dim"), [(40, 64), (64, 80), (80, 128), (128, 40)])
+def test_groups_and_head_dimensions(group, dim, value_dim):
+    queries = 3 if dim == 64 else 1
+    q, k, v, beta = inputs(1, 2 * group, 2, queries, 70, dim, value_dim)
+    check(q, k, v, beta, Visibility(slot=70 - queries, right=0), splits=2)
+
+
+def test_more_rows_than_a_tile_holds():
+    q, k, v, beta = inputs(1, 8, 1, 3, 40, 16, 16)  # 24 rows in tiles of 16
+    check(q, k, v, beta, Visibility(slot=37, right=0), splits=2)
+
+
+KEYS = 75
+FEATURES: dict[str, tuple[Visibility, dict]] = {
+    "causal": (Visibility(slot=KEYS - 2, right=0), {}),
+    "window": (Visibility(slot=KEYS - 2, left=4, right=0), {}),
+    "wide_window": (Visibility(slot=40, left=35, right=20), {}),
+    "lengths": (Visibility(start=int32([0, 0], [0, 0]), stop=int32([32, 33], [74, 75])), {}),
+    "intervals": (Visibility(start=int32([17, 3], [0, 0]), stop=int32([60, 65], [20, 2])), {}),
+    "padding": (Visibility(padding=torch.arange(KEYS).expand(2, -1) < torch.tensor([[40], [0]])), {}),
+    "mask": (Visibility(mask=normal(2, 1, 2, KEYS, seed=5) > 0.3), {}),
+    "mask_of_heads": (Visibility(slot=KEYS - 2, right=0, mask=normal(1, 4, 2, KEYS, seed=5) > 0), {}),
+    "bias": (Visibility(mask=normal(2, 4, 2, KEYS, seed=6).masked_fill(normal(2, 4, 2, KEYS) > 1, -math.inf)), {}),
+    "softcap": (Visibility(slot=KEYS - 2, right=0), {"softcap": 1.5}),
+    "sinks": (Visibility(slot=KEYS - 2, right=0), {"sinks": torch.tensor([0.5, -1.0, 6.0, 0.0])}),
+    "everything": (
+        Visibility(
+            start=int32([0, 1], [2, 2]), stop=int32([50, 51], [74, 75]), padding=torch.arange(KEYS)[None] % 5 == 0,
+            mask=normal(1, 4, 2, KEYS, seed=7),
+        ),
+        {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature):
+    visibility, options = FEATURES[feature]
+    q, k, v, beta = inputs(2, 4, 2, 2, KEYS, 24, 24)
+    beta[:, 1] *= -1
+    check(q, k, v, beta, visibility, splits=3, tile=Tile(16, 32, 4, 1), **options)
+
+
+@pytest.mark.parametrize("feature", ["intervals", "everything"])
+def test_features_in_half_precision(feature):
+    visibility, options = FEATURES[feature]
+    q, k, v, beta = inputs(2, 4, 2, 2, KEYS, 24, 24, torch.float16)
+    check(q, k, v, beta, visibility, splits=2, **options)
+
+
+@pytest.mark.parametrize("feature", ["causal", "intervals", "everything"])
+def test_bfloat16_and_fused_products(feature):
+    visibility, options = FEATURES[feature]
+    q, k, v, beta = inputs(2, 4, 2, 2, KEYS, 24, 24, torch.bfloat16)
+    with fused():
+        check(q, k, v, beta, visibility, splits=2, tile=Tile(16, 32, 4, 1), **options)
+
+
+@pytest.mark.parametrize("feature", ["wide_window", "bias", "everything"])
+def test_it_is_the_flash_forward(feature):
+    visibility, options = FEATURES[feature]
+    q, k, v, beta = inputs(2, 4, 2, 2, KEYS, 24, 40)
+    found = decode(q, k, v, beta, visibility, scale=0.3, entropy=True, splits=4, tile=SMALL, **options)
+    expected = flash_forward(q, k, v, beta, visibility, scale=0.3, entropy=True, tile=Tile(16, 64, 4, 1), **options)
+    for name in ("out", *STATISTICS):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6, msg=name)
+
+
+def test_what_is_not_asked_for_is_not_there():
+    q, k, v, beta = inputs(1, 1, 1, 1, 20, 16, 16)
+    found = decode(q, k, v, beta, Visibility(), scale=0.25, tile=TILE)
+    full = decode(q, k, v, beta, Visibility(), scale=0.25, entropy=True, thresholds=THRESHOLDS, tile=TILE)
+    assert found.entropy is None
+    assert found.gap_counts is None
+    assert all(torch.equal(getattr(found, name), getattr(full, name)) for name in ("out", "lse", "max_logit"))
+
+
+def test_extreme_temperatures_keep_hidden_keys_out():
+    q, k, v, _ = inputs(1, 4, 1, 1, 50, 16, 16)
+    beta = torch.tensor([0.0, 1e4, -1e4, 1e-30]).view(1, 4, 1)
+    visibility = Visibility(start=int32([9]), stop=int32([41]))
+    found = decode(q, k, v, beta, visibility, scale=0.25, entropy=True, splits=3, tile=SMALL)
+    true = written_out(q, k, v, beta, visibility, 0.25)
+    torch.testing.assert_close(found.out.double(), true.out, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.entropy.double(), true.entropy, rtol=1e-3, atol=1e-5)
+
+
+def test_rows_that_see_nothing():
+    q, k, v, beta = inputs(2, 2, 1, 2, 40, 16, 16)
+    visibility = Visibility(start=int32([0, 0], [7, 3]), stop=int32([0, 0], [7, 33]))
+    found = check(q, k, v, beta, visibility, splits=3, tile=SMALL)
+    for rows in (found.out[0], found.out[1, :, 0], found.entropy[0], found.gap_counts[0]):
+        assert not rows.any()
+    sinks = torch.tensor([1.5, -3.0])
+    found = decode(q, k, v, beta, visibility, scale=0.25, sinks=sinks, entropy=True, splits=2, tile=TILE)
+    assert not found.out[0].any()
+    assert not found.entropy[0].any()
+    torch.testing.assert_close(found.lse[0], sinks[:, None].expand(2, 2))
+    nowhere = torch.tensor([-math.inf]).expand(2)
+    found = decode(q, k, v, beta, visibility, scale=0.25, sinks=nowhere, entropy=True, splits=2, tile=TILE)
+    plain = decode(q, k, v, beta, visibility, scale=0.25, entropy=True, splits=2, tile=TILE)
+    assert all(torch.equal(a, b) for a, b in zip(found[:4], plain[:4], strict=True))
+
+
+def test_no_keys_and_no_sequences():
+    q, k, v, beta = inputs(1, 2, 1, 1, 0, 16, 16)
+    found = decode(q, k, v, beta, Visibility(), scale=1.0, entropy=True, thresholds=THRESHOLDS, tile=TILE)
+    assert not found.out.any()
+    assert (found.lse == -math.inf).all()
+    assert not found.gap_counts.any()
+    found = decode(q[:0], k[:0], v[:0], beta[:0], Visibility(), scale=1.0, thresholds=THRESHOLDS)
+    assert found.out.shape == (0, 2, 1, 16)
+    assert found.gap_counts.shape == (0, 2, 1, 4)
+
+
+@pytest.mark.parametrize("rule", ["bounds", "padding", "mask"])
+def test_what_is_hidden_does_not_leak(rule):
+    q, k, v, beta = inputs(1, 2, 1, 2, 50, 16, 16)
+    seen = torch.zeros(1, 50, dtype=torch.bool)
+    seen[:, 5:37] = True
+    visibility = {
+        "bounds": Visibility(start=int32([5, 5]), stop=int32([37, 37])),
+        "padding": Visibility(padding=~seen),
+        "mask": Visibility(mask=seen[:, None, None].expand(1, 1, 2, 50)),
+    }[rule]
+    clean = check(q, k, v, beta, visibility, splits=2, tile=SMALL)
+    k[:, :, ~seen[0]] = math.nan
+    v[:, :, ~seen[0]] = math.nan
+    v[:, :, 38:] = math.inf
+    with np.errstate(invalid="ignore"):  # ∞ − ∞
+        spoilt = decode(
+            q, k, v, beta, visibility, scale=0.25, entropy=True, thresholds=THRESHOLDS, splits=2, tile=SMALL
+        )
+    assert all(torch.equal(a, b) for a, b in zip(clean, spoilt, strict=True))
+
+
+def test_what_is_broken_spoils_the_rows_that_see_it_and_no_other():
+    q, k, v, beta = inputs(1, 2, 1, 2, 50, 16, 16)
+    v[0, 0, 40] = math.nan
+    visibility = Visibility(start=int32([0, 0]), stop=int32([50, 40]))
+    found = decode(q, k, v, beta, visibility, scale=0.25, entropy=True, splits=2, tile=SMALL)
+    assert found.out[:, :, 0].isnan().all()
+    assert found.out[:, :, 1].isfinite().all()
+    assert found.lse[:, :, 0].isnan().all()
+    assert found.entropy[:, :, 1].isfinite().all()
+
+
+def test_caches_of_any_layout():
+    q, k, v, beta = inputs(2, 2, 2, 1, 40, 24, 24)
+    expected = decode(q, k, v, beta, Visibility(), scale=0.2, splits=2, tile=TILE)
+    layouts = {
+        "tokens first": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
+        "last axis strided": [x.mT.contiguous().mT for x in (q, k, v)],
+        "part of more": [torch.cat([x, torch.full_like(x, math.nan)], -1)[..., :24] for x in (q, k, v)],
+    }
+    for name, qkv in layouts.items():
+        found = decode(*qkv, beta, Visibility(), scale=0.2, splits=2, tile=TILE)
+        assert torch.equal(found.out, expected.out), name
+    shared = [x[:1].expand(2, -1, -1, -1) for x in (k, v)]
+    found = decode(q, *shared, beta[:, :1, :1], Visibility(), scale=0.2, splits=2, tile=TILE)
+    true = written_out(q, *shared, beta[:, :1].expand(2, 2, 1), Visibility(), 0.2)
+    torch.testing.assert_close(found.out.double(), true.out, rtol=1e-5, atol=1e-5)
+
+
+def test_offsets_beyond_31_bits():
+    # Never touched, so never there: the memory of a cache with 2³¹ elements.
+    pool = torch.from_numpy(np.empty(2**31 + 2**12, dtype=np.float16)).view(-1, 16, 1, 16)
+    last = pool.shape[0] - 1
+    q, k, _, beta = inputs(1, 1, 1, 1, 32, 16, 16, torch.float16)
+    pool[0], pool[last] = k[0, 0, :16, None], k[0, 0, 16:, None]
+    found = paged_decode(q, pool, pool, int32([0, last]), int32(32), beta, scale=0.25, splits=1, tile=TILE)
+    expected = decode(q, k, k, beta, Visibility(), scale=0.25, splits=1, tile=TILE)
+    assert torch.equal(found.out, expected.out)
+
+
+def paged(k: Tensor, v: Tensor, lengths: list[int], page: int, garbage: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values of sequences laid out in shuffled pages, NaN elsewhere, and garbage in the rest of the table."""
+    batch, kv_heads, keys, _ = k.shape
+    needed = -(-keys // page) + 1
+    order = torch.randperm(batch * needed, generator=torch.Generator().manual_seed(4)).view(batch, needed)
+    caches = [torch.full((batch * needed + 1, page, kv_heads, x.shape[-1]), math.nan, dtype=x.dtype) for x in (k, v)]
+    pages = torch.full((batch, needed), garbage, dtype=torch.int32)
+    for b, length in enumerate(lengths):
+        for slot in range(length):
+            pages[b, slot // page] = order[b, slot // page]
+            for cache, x in zip(caches, (k, v), strict=True):
+                cache[order[b, slot // page], slot % page] = x[b, :, slot]
+    return *caches, pages, torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [None, 19])
+@pytest.mark.parametrize(("page", "tile"), [(16, Tile(16, 64, 4, 1)), (32, Tile(16, 32, 4, 1)), (64, SMALL)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_pages(page, tile, window, queries):
+    lengths = [100, 64, 33, 2, 0] if window is None and queries == 1 else [65, 2]
+    q, k, v, beta = inputs(len(lengths), 2, 1, queries, 100, 24, 40)
+    caches = paged(k, v, lengths, page, -(10**9) if page == 16 else 10**9)
+    found = paged_decode(
+        q, *caches, beta, window=window, scale=0.25, entropy=True, thresholds=THRESHOLDS, splits=3, tile=tile
+    )
+    own = torch.tensor(lengths)[:, None] - queries + torch.arange(queries)
+    start = torch.zeros_like(own) if window is None else (own - window + 1).clamp(min=0)
+    bounds = Visibility(start=start.int(), stop=(own + 1).clamp(min=0).int())
+    assert_right(found, q, k, v, beta, bounds, scale=0.25)
+
+
+def test_pages_that_a_window_has_left_are_not_looked_at():
+    q, k, v, beta = inputs(1, 1, 1, 1, 90, 16, 16)
+    *caches, pages, lengths = paged(k, v, [90], 16, -1)
+    expected = paged_decode(q, *caches, pages, lengths, beta, window=20, scale=0.25, splits=2, tile=TILE)
+    pages[:, :4] = 10**9  # slots 0 to 63; the window begins at 70
+    found = paged_decode(q, *caches, pages, lengths, beta, window=20, scale=0.25, splits=2, tile=TILE)
+    assert torch.equal(found.out, expected.out)
+
+
+def test_pages_with_everything():
+    q, k, v, beta = inputs(2, 4, 2, 2, 50, 16, 16)
+    beta[:, 2] *= -1
+    options = {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+    caches = paged(k, v, [50, 31], 16, -1)
+    caches = (*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches[:2]), *caches[2:])
+    found = paged_decode(
+        q, *caches, beta, window=24, scale=0.25, entropy=True, thresholds=THRESHOLDS, splits=2, tile=SMALL, **options
+    )
+    bounds = Visibility(start=int32([25, 26], [6, 7]), stop=int32([49, 50], [30, 31]))
+    assert_right(found, q, k, v, beta, bounds, scale=0.25, **options)
+
+
+def test_the_number_of_splits_fills_the_device_and_no_more():
+    assert decode_splits(programs=1, tiles=1, multiprocessors=100) == 1
+    assert decode_splits(programs=500, tiles=1000, multiprocessors=100) == 1
+    assert decode_splits(programs=8, tiles=1000, multiprocessors=100) == 25
+    assert decode_splits(programs=8, tiles=20, multiprocessors=100) == 10
+    assert decode_splits(programs=0, tiles=0, multiprocessors=100) == 1
+
+
+def test_splits_and_tile_are_chosen_where_not_told():
+    q, k, v, beta = inputs(1, 2, 1, 1, 300, 16, 16, torch.float16)
+    found = decode(q, k, v, beta, Visibility(), scale=0.25, entropy=True, thresholds=THRESHOLDS)
+    assert_right(found, q, k, v, beta, Visibility(), scale=0.25)
+
+
+def part(logits: Tensor, values: Tensor, keys: Tensor) -> Decode:
+    """Attention over some of the keys."""
+    logits = logits.masked_fill(~keys, -math.inf)
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return Decode(weights @ values, lse, logits.amax(-1), torch.special.entr(weights).sum(-1))
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    owners=st.lists(st.integers(0, 2), min_size=1, max_size=9),
+    sharpness=st.sampled_from([0.0, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_merging_is_associative_and_blind_to_order(owners, sharpness, seed):
+    owner = torch.tensor(owners)
+    logits = sharpness * normal(2, len(owners), seed=seed).double()
+    values = normal(len(owners), 3, seed=seed + 1).double()
+    a, b, c = (part(logits, values, owner == i) for i in range(3))  # some may be empty
+    whole = part(logits, values, owner >= 0)
+    assert all(torch.equal(x, y) for x, y in zip(merge(a, b)[:4], merge(b, a)[:4], strict=True))
+    for found in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(merge(c, a), b)):
+        for x, y in zip(found[:4], whole[:4], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+def test_merging_decodes_of_parts_gives_the_decode_of_all():
+    q, k, v, beta = inputs(2, 2, 1, 1, 60, 16, 16)
+    sinks = torch.tensor([0.5, 3.0])
+    edges = [0, 0, 13, 45, 60]
+
+    def of(low: int, high: int, sinks: Tensor | None) -> Decode:
+        keys, values = k[:, :, low:high], v[:, :, low:high]
+        return decode(q, keys, values, beta, Visibility(), scale=0.25, sinks=sinks, entropy=True, splits=2, tile=TILE)
+
+    parts = [of(low, high, sinks if low == 13 else None) for low, high in pairwise(edges)]
+    for found, expected in zip(reduce(merge, parts)[:4], of(0, 60, sinks)[:4], strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    with pytest.raises(ValueError, match="one side only"):
+        merge(parts[0], parts[1]._replace(entropy=None))
+
+
+def paged_inputs() -> tuple[Tensor, ...]:
+    q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
+    return q, *paged(k, v, [40], 16, -1), beta
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_operators_pass_opcheck(asked):
+    torch.use_deterministic_algorithms(False)
+    q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
+    thresholds = THRESHOLDS if asked else None
+    bounds = int32([0]), int32([33])
+    torch.library.opcheck(
+        decode_op, (q, k, v, beta, *bounds, None, None, None, thresholds, 0, None, None, 0.25, None, asked, 1)
+    )
+    torch.library.opcheck(paged_decode_op, (*paged_inputs(), None, thresholds, None, 0.25, None, asked, 1))
+
+
+def test_operators_compile_into_one_graph():
+    torch.use_deterministic_algorithms(False)
+    q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *pages: Tensor) -> tuple[Decode, Decode]:
+        visibility = Visibility(slot=39, left=30, right=0)
+        one = decode_attention(q, k, v, beta, visibility, scale=0.25, thresholds=THRESHOLDS, splits=1)
+        return one, paged_decode_attention(q, *pages, beta, scale=0.25, entropy=True, splits=1)
+
+    arguments = (q, k, v, beta, *paged_inputs()[1:5])
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")(*arguments)
+    for found, expected in zip(compiled, both(*arguments), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+
+
+def test_operators_refuse_gradients():
+    q, k, v, beta = inputs(1, 1, 1, 1, 20, 16, 16)
+    beta.requires_grad_()
+    with pytest.raises(RuntimeError, match="decoding has no gradient"):
+        decode_attention(q, k, v, beta, Visibility(), scale=0.25)
+    with torch.no_grad():
+        assert decode_attention(q, k, v, beta, Visibility(), scale=0.25).out.isfinite().all()
+
+
+def test_what_cannot_be_used_is_named():
+    q, k, v, beta = inputs(1, 3, 2, 1, 32, 16, 16)
+    with pytest.raises(ValueError, match="3 query heads"):
+        decode(q, k, v, beta, Visibility(), scale=1.0)
+    with pytest.raises(ValueError, match="splits=0"):
+        decode(q[:, :2], k, v, beta[:, :2], Visibility(), scale=1.0, splits=0)
+    cache, pages, lengths = normal(2, 24, 1, 16), int32([0, 1]), int32(30)
+    with pytest.raises(ValueError, match="pages of 24 slots"):
+        paged_decode(q, cache, cache, pages, lengths, beta, scale=1.0)
+    cache = normal(2, 16, 1, 16)
+    with pytest.raises(ValueError, match="window=0"):
+        paged_decode(q, cache, cache, pages, lengths, beta, window=0, scale=1.0)
+    with pytest.raises(TypeError, match=r"block_table of torch\.int64"):
+        paged_decode(q, cache, cache, pages.long(), lengths, beta, scale=1.0)
