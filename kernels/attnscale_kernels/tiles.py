@@ -23,8 +23,11 @@ def forward_tile(dim: int, value_dim: int, size: int, resources: Resources) -> T
         return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
     if resources.warp_size == 64:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
-    keys = 64 if widest <= 128 else 32
-    return Tile(128 if widest <= 128 else 64, keys, 4 if widest <= 64 else 8, 3 if widest <= 128 else 2)
+    if widest <= 64:
+        return Tile(128, 64, 8, 3)
+    if widest <= 128:
+        return Tile(128, 64 if resources.shared_memory > 200_000 else 32, 8, 3)
+    return Tile(64, 32, 8, 2)
 
 
 def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
@@ -68,7 +71,7 @@ def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
 def gap_tile(dim: int, size: int, resources: Resources) -> Tile:
     """For the two passes of gap counting, which hold no accumulator; a byte counts the keys of a tile: 128 at most."""
     if size == 4:
-        return Tile(64, 64, 4, 1) if dim <= 128 else Tile(32, 32, 4, 1)
+        return Tile(64, 32, 4, 1) if dim <= 64 else Tile(32, 32, 4, 1) if dim <= 128 else Tile(16, 16, 4, 1)
     if resources.warp_size == 64:
         return Tile(128, 64, 4, 1) if dim <= 128 else Tile(64, 32, 4, 1)
     return Tile(128, 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
