@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attnscale.bench.ratio import Spread
 
-# Larger than the last-level cache of any card. Overwriting it takes long enough for the host to queue what is timed
-# behind it, so that the events see the device's time and not the host's.
-FLUSH_BYTES = 512 * 2**20
+# Larger than the last-level cache of any card. Overwriting it a few times takes long enough (half a millisecond at
+# 8 TB/s) for the host to queue what is timed behind it, so that the events see the device's time and not the host's.
+FLUSH_BYTES, FLUSHES = 512 * 2**20, 8
 
 
 class Clock(Protocol):
@@ -35,8 +35,8 @@ class DeviceClock:
 
     def seconds(self, function: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.room.zero_()
-        self.room.zero_()
+        for _ in range(FLUSHES):
+            self.room.zero_()
         start.record()
         function()
         end.record()

@@ -56,7 +56,13 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("attention", "tflops", "Attention", "TFLOP/s"),
     Chart("statistics", "time_over_none", "What statistics of every row cost", "time over that without", "eager"),
-    Chart("adaptive", "time_over_attnscale", "What an adaptive temperature costs", "time over a law of the length"),
+    Chart(
+        "adaptive",
+        "time_over_attnscale",
+        "What an adaptive temperature costs",
+        "time over a law of the length",
+        "gap_adaptive_blockwise",
+    ),
     Chart("decode", "gb_per_s", "One query against a cache", "GB/s"),
 )
 

@@ -53,18 +53,13 @@ def flex(problem: Problem) -> Attention:
     attention = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
     grouped = problem.heads != problem.kv_heads
 
+    def sharpen(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * beta[i]
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-            out = attention(
-                query,
-                key,
-                value,
-                score_mod=lambda score, b, h, i, j: score * beta[i],
-                block_mask=mask,
-                enable_gqa=grouped,
-            )
-        return Answer(out)
+            return Answer(attention(query, key, value, score_mod=sharpen, block_mask=mask, enable_gqa=grouped))
 
     return attend
 
