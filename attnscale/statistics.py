@@ -22,8 +22,8 @@ class StatsRequest:
     """Which statistics to compute; what is not asked for costs nothing.
 
     `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ, "exact" by sorting each row or as a
-    "bracket" of at most ten per cent, from rank `min_rank` on. `rows` samples that many rows, spread over the positions
-    and chosen by `seed`; None is all of them.
+    "bracket" of at most ten per cent (a quarter, from the fused kernels), from rank `min_rank` on. `rows` samples that
+    many rows, spread over the positions and chosen by `seed`; None is all of them.
     """
 
     w_max: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,16 +11,19 @@ from torch import Tensor
 from attnscale.backends.blockwise import softmax_stats
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.gap_pass import add_gaps
+from attnscale.gaps import Accumulation
 from attnscale.lengths import count_visible
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale_kernels import interpreting, why_unavailable
 
 if TYPE_CHECKING:
     from attnscale_kernels.flash_forward import Forward
+    from attnscale_kernels.merge import Decode
     from attnscale_kernels.visibility import Visibility
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256
+FEW_ROWS = 16  # of a sequence: up to here keys are split over programs, as one program for each head would be few
 
 
 class TritonBackend:
@@ -56,28 +60,28 @@ class TritonBackend:
         found = _attend(call, entropy=request.entropy)
         disorder = found.lse if found.entropy is None else found.entropy
         stats = softmax_stats(call, request, found.lse, found.max_logit, disorder)
-        return AttentionOutput(found.out, add_gaps(call, request, stats))
+        return AttentionOutput(found.out, _add_gaps(call, request, stats))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         if request.softmax:
             return self.measure(call, request).stats
-        return add_gaps(call, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
+        return _add_gaps(call, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
 
 
-def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
+def _attend(call: AttentionCall, *, entropy: bool) -> Forward | Decode:
+    from attnscale_kernels.ops_decode import decode_attention
     from attnscale_kernels.ops_flash import flash_attention
 
     beta = call.beta
     if isinstance(beta, float):
         beta = torch.full((1, 1, 1), beta, device=call.query.device, dtype=torch.float32)
+    arguments = call.query, call.key, call.value, beta, visibility_of(call)
+    if call.query.shape[2] <= FEW_ROWS and call.dropout_p == 0.0 and not _needs_gradient(call):
+        return decode_attention(*arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy)
     # On the device, so that a captured graph draws anew each time it is replayed.
     seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p > 0.0 else None
     return flash_attention(
-        call.query,
-        call.key,
-        call.value,
-        beta,
-        visibility_of(call),
+        *arguments,
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
@@ -85,6 +89,27 @@ def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
         seed=seed,
         entropy=entropy,
     )
+
+
+def _needs_gradient(call: AttentionCall) -> bool:
+    inputs = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def _add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
+    """The statistics with gap counts and Λ, from kernels where they can: ranks from the second on, and a bracket."""
+    from attnscale_kernels.ops_gap import accumulation_bracket, gap_counts
+
+    call = call.detached()
+    arguments = call.query, call.key, visibility_of(call)
+    if request.gap_thresholds is not None:
+        counts = gap_counts(*arguments, request.gap_thresholds, scale=call.scale, softcap=call.softcap)
+        stats = stats._replace(gap_counts=counts.to(torch.int64))
+    if request.accumulation == "bracket" and request.min_rank == 2:
+        found = accumulation_bracket(*arguments, scale=call.scale, softcap=call.softcap)
+        ends = Accumulation(found.lower, found.upper)
+        return stats._replace(accumulation=ends, criticality=criticality(call.row_beta(), ends))
+    return add_gaps(call, replace(request, gap_thresholds=None), stats)
 
 
 def visibility_of(call: AttentionCall) -> Visibility:

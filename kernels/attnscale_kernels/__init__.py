@@ -10,12 +10,20 @@ from .visibility import Visibility
 
 # The rest is imported when first asked for, and triton with it.
 _HOME = {
+    "accumulation_bracket": "ops_gap",
+    "accumulation_lower_bound": "accumulation",
+    "adaptive_attention": "ops_gap",
+    "decode_attention": "ops_decode",
     "flash_attention": "ops_flash",
     "flash_backward": "flash_backward",
     "flash_forward": "flash_forward",
+    "gap_counts": "ops_gap",
+    "merge": "merge",
+    "paged_decode_attention": "ops_decode",
+    "softmax": "ops_softmax",
 }
 
-__all__ = ["Visibility", "flash_attention", "flash_backward", "flash_forward", "interpreting", "why_unavailable"]
+__all__ = ["Visibility", "interpreting", "why_unavailable", *_HOME]
 
 
 def __getattr__(name: str) -> object:
