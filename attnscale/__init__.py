@@ -13,7 +13,7 @@ from attnscale.attention import (
     scaled_dot_product_attention,
 )
 from attnscale.convert import convert
-from attnscale.diagnostics import Monitor
+from attnscale.diagnostics import Monitor, observe
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, BackendError
 from attnscale.gaps import accumulation_scale
@@ -44,6 +44,7 @@ __all__ = [
     "convert",
     "doctor",
     "explain_dispatch",
+    "observe",
     "row_statistics",
     "scaled_dot_product_attention",
     "visible_keys",

@@ -1,0 +1,144 @@
+"""Records as a table in the terminal."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import IO, Any
+
+from attnscale.diagnostics.quantities import MAIN, Quantity
+from attnscale.diagnostics.records import Alert, Record, layers_of
+from attnscale.errors import reject_type
+from attnscale.optional import need
+
+# The column that shows why an alert was raised.
+COLUMN_OF = {
+    "diffuse": "relative_entropy",
+    "collapsed": "w_max",
+    "noise": "w_max",
+    "exploding": "max_logit",
+    "vanishing": "gain",
+}
+WIDTH = 120  # of what is written to a file, where rich would assume 80
+WIDE = 110  # from here on there is room for the range of heads
+SHOWN = 8  # lines of alerts below the table
+
+
+class ConsoleSink:
+    """A row per layer: means over heads, and for shares the range of heads behind them; what raised an alert is red.
+
+    In a terminal one table stays in place and changes with each report. Elsewhere (a file, a pipe, a notebook) each
+    report adds a small table, without colours or movement.
+    """
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        if file is not None and not callable(getattr(file, "write", None)):
+            reject_type("file", file, "a text file, or None for stdout")
+        what = "ConsoleSink"
+        self._table = need("rich.table", what, "cli")
+        self._text = need("rich.text", what, "cli")
+        self._box = need("rich.box", what, "cli")
+        self._group = need("rich.console", what, "cli").Group
+        live = need("rich.live", what, "cli").Live
+        console = need("rich.console", what, "cli").Console
+        self._console = console(file=file)
+        self._live: Any = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._console.is_jupyter:
+            # Refreshed by us alone: no thread of its own in somebody's training.
+            self._live = live(console=self._console, auto_refresh=False)
+        else:
+            self._console = console(file=file, width=max(WIDTH, self._console.width), color_system=None)
+        self._stop: Any = None
+        self._records: Sequence[Record] = ()
+        self._closed = False
+
+    def log(self, records: Sequence[Record], step: int) -> None:
+        if self._closed:
+            raise ValueError("the sink is closed")
+        self._records = records
+        if self._live is None:
+            self._console.print(self._report(records, (), step))
+            return
+        if self._stop is None:
+            self._live.start()
+            # Gives the cursor back, also at the end of a run that never closes the sink.
+            self._stop = weakref.finalize(self, self._live.stop)
+        self._live.update(self._report(records, (), step), refresh=True)
+
+    def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        if self._live is None:
+            self._console.print(self._lines(alerts))
+        else:
+            report = self._report(self._records, alerts, step)
+            self._live.update(self._group(report, self._lines(alerts)), refresh=True)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._stop is not None:
+            self._stop()
+
+    def _report(self, records: Sequence[Record], alerts: Sequence[Alert], step: int) -> Any:
+        quantities = [q for q in MAIN if any(q.of(record) is not None for record in records)]
+        alarmed: dict[str, set[str]] = defaultdict(set)
+        for alert in alerts:
+            alarmed[alert.layer].add(alert.kind)
+        box = self._box.SIMPLE_HEAD if self._live is None else self._box.ROUNDED
+        table = self._table.Table(title=f"attention, step {step}", title_justify="left", box=box, pad_edge=False)
+        table.add_column("layer", overflow="fold")
+        for quantity in quantities:
+            table.add_column(quantity.title, justify="right", no_wrap=True)
+        for layer in layers_of(records):
+            here = [record for record in records if record.layer == layer]
+            kinds = alarmed[layer]
+            red = {COLUMN_OF.get(kind, "") for kind in kinds}
+            cells = [self._cell(here, quantity, quantity.name in red) for quantity in quantities]
+            table.add_row(self._text.Text(layer, style="bold red" if kinds else "bold"), *cells)
+        return table
+
+    def _cell(self, records: Sequence[Record], quantity: Quantity, red: bool) -> Any:
+        values = [x for record in records if (x := quantity.of(record)) is not None]
+        if not values:
+            return ""
+        mean = sum(values) / len(values)
+        broken = not math.isfinite(mean)
+        cell = self._text.Text(_short(mean), style="bold red" if red or broken else _style(quantity, mean))
+        if _is_share(quantity) and len(values) > 1 and not broken and self._console.width >= WIDE:
+            cell.append(f"  {min(values):.2f}–{max(values):.2f}", style="not bold red" if red else "dim white")
+        return cell
+
+    def _lines(self, alerts: Sequence[Alert]) -> Any:
+        """A line per layer and kind."""
+        together: dict[tuple[str, str], list[Alert]] = defaultdict(list)
+        for alert in alerts:
+            together[alert.layer, alert.kind].append(alert)
+        lines = []
+        for (layer, kind), these in together.items():
+            more = f" (and {len(these) - 1} more heads)" if len(these) > 1 else ""
+            lines.append(f"! step {these[0].step}: {kind}: {layer}, head {these[0].head}{more}: {these[0].message}")
+        rest = [f"! and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        return self._text.Text("\n".join(lines[:SHOWN] + rest), style="red")
+
+
+def _short(x: float) -> str:
+    """Three digits, for a narrow column.
+
+    >>> [_short(x) for x in (0.1234, 12.34, 1234.5, 0.00001234, 0.0)]
+    ['0.123', '12.3', '1.2e+03', '1.2e-05', '0']
+    """
+    size = abs(x)
+    if x == 0 or not math.isfinite(x):
+        return f"{x:.0f}"
+    return f"{x:.3g}" if 1e-3 <= size < 1000 else f"{x:.1e}"
+
+
+def _is_share(quantity: Quantity) -> bool:
+    return quantity.low is not None and quantity.high is not None
+
+
+def _style(quantity: Quantity, mean: float) -> str:
+    """Yellow where a share is near one of its ends, which is where trouble begins."""
+    if _is_share(quantity):
+        return "yellow" if mean > 0.9 or mean < 0.05 else "green"
+    return "cyan"

@@ -1,0 +1,141 @@
+"""Records for TensorBoard: curves, histograms over heads, and heat maps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from attnscale.diagnostics.flatten import SPREAD
+from attnscale.diagnostics.heatmap import draw
+from attnscale.diagnostics.quantities import MAIN, Grid, Quantity, grid_of
+from attnscale.diagnostics.records import Alert, Record, layers_of
+from attnscale.errors import reject, reject_type
+from attnscale.optional import need
+
+BINS = 20
+SHOWN = 50  # alerts written out in one text
+_NUMBERS = itertools.count()  # tells files apart that one process opens within a second
+
+
+class TensorBoardSink:
+    """Writes what TensorBoard reads into a folder, one group of tags for each main quantity.
+
+    `attn.<quantity>/<layer>/<mark>` is the mean over heads, `attn.<quantity>.heads/<layer>/h<head>` each head (unless
+    `heads` is False), `attn.<quantity>/heads` a histogram over all heads, `attn.<quantity>/map` the heat map of layer ×
+    head at every `images`-th report (None: never), and `attn.alerts/<kind>` the alerts as text.
+
+    The file is made at the first report, and each report is on disk when `log` returns: unlike with tensorboard's own
+    writer, which keeps two minutes in a queue, a killed run loses nothing that was logged.
+    """
+
+    def __init__(self, folder: str | Path, *, heads: bool = True, images: int | None = 10) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            reject_type("folder", folder, "a path")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            reject("folder", str(folder), "a folder, not a file")
+        if images is not None and (isinstance(images, bool) or not isinstance(images, int) or images < 1):
+            reject("images", images, "an int >= 1 or None")
+        what = "TensorBoardSink"
+        self._numpy = need("numpy", what, "log")
+        self._records = need("tensorboard.summary.writer.record_writer", what, "log")
+        self._events = need("tensorboard.compat.proto.event_pb2", what, "log")
+        self._summaries = need("tensorboard.compat.proto.summary_pb2", what, "log")
+        self._summary = need("torch.utils.tensorboard.summary", what, "log")
+        self.folder = Path(folder)
+        self.heads = heads
+        self.images = images
+        self._reports = 0
+        self._file: _WholeWrites | None = None
+        self._closed = False
+
+    def log(self, records: Sequence[Record], step: int) -> None:
+        with_images = self.images is not None and self._reports % self.images == 0
+        self._reports += 1
+        values: list[Any] = []
+        for quantity in MAIN:
+            grid = grid_of(records, quantity)
+            if grid is not None:
+                values += self._scalars(records, quantity)
+                values += self._histogram(grid)
+                values += self._image(grid) if with_images else []
+        self._write(values, step)
+
+    def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        values: list[Any] = []
+        for kind in dict.fromkeys(alert.kind for alert in alerts):
+            these = [alert for alert in alerts if alert.kind == kind]
+            lines = [f"- **{alert.layer}**, head {alert.head}: {alert.message}" for alert in these[:SHOWN]]
+            if len(these) > SHOWN:
+                lines.append(f"- and {len(these) - SHOWN} more")
+            values += self._summary.text(f"attn.alerts/{kind}", "\n".join(lines)).value
+        self._write(values, step)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._file is not None:
+            self._file.close()
+
+    def _scalars(self, records: Sequence[Record], quantity: Quantity) -> Iterator[Any]:
+        tag = f"attn.{quantity.name}"
+        for layer in layers_of(records):
+            here = [record for record in records if record.layer == layer]
+            for mark in SPREAD if quantity.phase else ("mean",):
+                found = [x for record in here if (x := quantity.of(record, mark)) is not None]
+                if found:
+                    yield from self._summary.scalar(f"{tag}/{layer}/{mark}", sum(found) / len(found)).value
+            for record in here if self.heads else ():
+                if (x := quantity.of(record)) is not None:
+                    yield from self._summary.scalar(f"{tag}.heads/{layer}/h{record.head}", x).value
+
+    def _histogram(self, grid: Grid) -> Sequence[Any]:
+        finite = [x for row in grid.values for x in row if math.isfinite(x)]
+        if not finite:
+            return ()
+        low, high = min(finite), max(finite)
+        # numpy refuses to cut a range that is hardly wider than a rounding.
+        pad = max(abs(low), abs(high), 1e-30) * 1e-6 if high - low <= 1e-6 * max(abs(low), abs(high)) else 0.0
+        edges = self._numpy.linspace(low - pad, high + pad, BINS + 1)
+        found: Sequence[Any] = self._summary.histogram(
+            f"attn.{grid.quantity.name}/heads", self._numpy.asarray(finite), bins=edges
+        ).value
+        return found
+
+    def _image(self, grid: Grid) -> Sequence[Any]:
+        found: Sequence[Any] = self._summary.image(
+            f"attn.{grid.quantity.name}/map", draw(grid, "TensorBoardSink"), dataformats="HWC"
+        ).value
+        return found
+
+    def _write(self, values: list[Any], step: int) -> None:
+        if self._closed:
+            raise ValueError("the sink is closed")
+        if self._file is None:
+            self._file = self._open()
+        summary = self._summaries.Summary(value=values)
+        event = self._events.Event(wall_time=time.time(), step=step, summary=summary)
+        self._records.RecordWriter(self._file).write(event.SerializeToString())
+
+    def _open(self) -> _WholeWrites:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parts = (f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(_NUMBERS), "attnscale")
+        file = _WholeWrites(self.folder / ".".join(map(str, ("events.out.tfevents", *parts))), "ab")
+        first = self._events.Event(wall_time=time.time(), file_version="brain.Event:2")
+        self._records.RecordWriter(file).write(first.SerializeToString())
+        return file
+
+
+class _WholeWrites(FileIO):
+    """A file without a buffer, so that nothing is left to write when a write has failed."""
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content)
+        while view:
+            view = view[super().write(view) :]
+        return len(content)

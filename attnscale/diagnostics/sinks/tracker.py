@@ -1,0 +1,91 @@
+"""Records for experiment trackers of the W&B kind: Weights & Biases itself, and Trackio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attnscale.diagnostics.flatten import PREFIX, compact, flatten
+from attnscale.diagnostics.records import Alert, Record
+from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.optional import need
+
+MODULES = ("wandb", "trackio")
+STEP = f"{PREFIX}/step"
+SHOWN = 20  # heads named in one alert
+
+
+class TrackerSink:
+    """Logs to a run of W&B or Trackio: one that is given, or that of the module named.
+
+    `TrackerSink("wandb", project="p")` starts a run with these arguments at the first report and ends it with the sink;
+    `TrackerSink("wandb")` uses the run that is active then. W&B gets `attn/step` as the axis of all `attn/…`, and our
+    numbers join the row that is open: the count of steps that belongs to your own logging is left alone.
+
+    `heads` adds the mean of each head, `full` every number there is: many for a tracker.
+    """
+
+    def __init__(self, run: Any, *, heads: bool = True, full: bool = False, **start: Any) -> None:
+        if isinstance(run, str):
+            if run not in MODULES:
+                reject("run", run, f"a run, or one of {', '.join(MODULES)}")
+            self._module = need(run, "TrackerSink", run)
+            self._run = None
+        else:
+            if not callable(getattr(run, "log", None)) or isinstance(run, type):
+                reject_type("run", run, f"a run with log(...), or one of {', '.join(MODULES)}")
+            if start:
+                raise ArgumentError(f"{', '.join(start)} is not accepted: expected none with a run that exists")
+            self._module = None
+            self._run = run
+        self.heads = heads
+        self.full = full
+        self._start = start
+        self._defined = False
+        self._open_row: object = None  # W&B's count of steps when we last added to a row
+
+    def log(self, records: Sequence[Record], step: int) -> None:
+        values = flatten(records) if self.full else compact(records, heads=self.heads)
+        run = self._started()
+        if not callable(getattr(run, "define_metric", None)):
+            run.log(values, step=step)
+            return
+        if not self._defined:
+            run.define_metric(STEP)
+            run.define_metric(f"{PREFIX}/*", step_metric=STEP)
+            self._defined = True
+        row = getattr(run, "step", None)
+        if row is not None and row == self._open_row:
+            run.log({}, commit=True)  # nobody has closed the row with our last report: this one would replace it
+        run.log({STEP: step, **values}, commit=False)
+        self._open_row = getattr(run, "step", None)
+
+    def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        run = self._started()
+        if not callable(getattr(run, "alert", None)):
+            return
+        level = {"level": "WARN"} if callable(getattr(run, "define_metric", None)) else {}
+        for kind in dict.fromkeys(alert.kind for alert in alerts):
+            these = [alert for alert in alerts if alert.kind == kind]
+            lines = [f"step {step}, {alert.layer}, head {alert.head}: {alert.message}" for alert in these[:SHOWN]]
+            if len(these) > SHOWN:
+                lines.append(f"and {len(these) - SHOWN} more")
+            run.alert(title=f"attention: {kind}", text="\n".join(lines), **level)
+
+    def close(self) -> None:
+        """End the run if it was started here."""
+        if self._start and self._run is not None:
+            self._run.finish()
+        self._run = None
+
+    def _started(self) -> Any:
+        """The run; found or started late, because only one process of several ever logs."""
+        if self._run is None:
+            if self._module is None:
+                raise ValueError("the sink is closed")
+            if self._start:
+                self._run = self._module.init(**self._start)
+            else:
+                active = getattr(self._module, "run", None)  # in trackio a module of that name
+                self._run = active if callable(getattr(active, "log", None)) else self._module
+        return self._run
