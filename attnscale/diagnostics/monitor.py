@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import warnings
@@ -99,7 +100,7 @@ class Monitor:
             del module.tap
         self._tapped = []
         self._listening = False
-        for sink in self._sinks:
+        for sink in list(self._sinks):
             self._try(sink, sink.close)
         self._sinks = []
 
@@ -154,6 +155,8 @@ class Monitor:
         """Let a sink act; one that fails is dropped."""
         if not self._guard(f"sink {type(sink).__name__}", act, *arguments) and sink in self._sinks:
             self._sinks.remove(sink)
+            with contextlib.suppress(Exception):  # it has been warned of; what it holds open is given back
+                sink.close()
 
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
         try:

@@ -38,11 +38,11 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers; what is not finite becomes a string, which JSON can hold."""
-        found = asdict(self)
-        for phase in ("forward", "backward"):
-            summaries: Mapping[str, Summary] = getattr(self, phase)
-            found[phase] = {name: _plain(summary._asdict()) for name, summary in summaries.items()}
-        return {**found, "scalars": _plain(self.scalars)}
+        phases = {
+            phase: {name: _plain(summary._asdict()) for name, summary in summaries.items()}
+            for phase, summaries in (("forward", self.forward), ("backward", self.backward))
+        }
+        return {"step": self.step, "layer": self.layer, "head": self.head, **phases, "scalars": _plain(self.scalars)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Record:

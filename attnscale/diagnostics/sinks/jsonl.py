@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from attnscale.diagnostics.records import Alert, Record
+from attnscale.errors import reject, reject_type
 
 
 class JsonlSink:
@@ -18,6 +20,10 @@ class JsonlSink:
     """
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            reject_type("path", path, "a path")
+        if Path(path).is_dir():
+            reject("path", str(path), "a file, not a folder")
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_incomplete(self.path)
