@@ -14,7 +14,8 @@ import attnscale
 import attnscale_kernels
 
 ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attnscale_kernels)]
-OPTIONAL = ("triton", "transformers", "yaml", "rich", "matplotlib", "accelerate", "tensorboard")
+LOGGING = ("tensorboard", "wandb", "trackio", "mlflow", "pandas")
+OPTIONAL = ("triton", "transformers", "yaml", "rich", "matplotlib", "accelerate", *LOGGING)
 BLOCK = """
 import sys
 

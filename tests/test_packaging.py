@@ -89,7 +89,8 @@ def test_the_core_needs_torch_and_einops_only(metadata: Message) -> None:
 
 
 def test_the_extras_are_the_documented_ones(metadata: Message) -> None:
-    assert set(metadata.get_all("Provides-Extra", [])) == {"hf", "log", "report", "cli", "bench", "dev", "triton"}
+    extras = {"hf", "log", "wandb", "trackio", "mlflow", "report", "cli", "bench", "triton", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert {"rich", "pyyaml", "triton", "transformers"} <= {name.lower() for name in requirements(metadata, core=False)}
 
 
