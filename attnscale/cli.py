@@ -1,4 +1,4 @@
-"""The command line: `attnscale doctor | policies | demo | bench`."""
+"""The command line: `attnscale doctor | policies | demo | bench | watch | report`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     without = bench.add_mutually_exclusive_group()
     without.add_argument("--dry-run", action="store_true", help="gpu: without one, tiny sizes in triton's interpreter")
     without.add_argument("--static", action="store_true", help="gpu: without one, what compilation tells")
+    watch = commands.add_parser("watch", help="a run of the monitor in the terminal, while it goes on")
+    watch.add_argument("path", type=Path, help="JSONL file that a JsonlSink writes")
+    watch.add_argument("--once", action="store_true", help="print the present state and end")
+    report = commands.add_parser("report", help="a run of the monitor as one HTML page")
+    report.add_argument("path", type=Path, help="JSONL file that a JsonlSink has written")
+    report.add_argument("--output", type=Path, default=Path("report.html"), help="page (default: %(default)s)")
     options = parser.parse_args(arguments)
     console = Console()
     try:
@@ -49,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _policies(console)
         elif options.command == "demo":
             _demo(console)
+        elif options.command == "watch":
+            _watch(console, options.path, options.once)
+        elif options.command == "report":
+            _report(console, options.path, options.output)
         elif options.on == "gpu":
             return _bench_gpu(console, options)
         else:
@@ -116,6 +126,20 @@ def _demo(console: Console) -> None:
         "With constant β the largest weight fades as the context grows; a law that grows too fast leaves one key.",
         highlight=False,
     )
+
+
+def _watch(console: Console, path: Path, once: bool) -> None:
+    from attnscale.diagnostics.watch import show
+
+    show(path, console, once=once)
+
+
+def _report(console: Console, path: Path, output: Path) -> None:
+    from attnscale.report import write_report
+
+    with console.status("reading records"):
+        written = write_report(path, output)
+    console.print(f"wrote {written}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _bench_gpu(console: Console, options: argparse.Namespace) -> int:

@@ -51,8 +51,13 @@ def read_jsonl(path: str | Path) -> Iterator[Record | Alert]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            content = json.loads(line)
-            yield Alert.from_dict(content["alert"]) if content["kind"] == "alert" else Record.from_dict(content)
+            yield parse_line(line)
+
+
+def parse_line(line: bytes) -> Record | Alert:
+    """What one line says; a ValueError, KeyError or TypeError where it says nothing of the kind."""
+    content = json.loads(line)
+    return Alert.from_dict(content["alert"]) if content["kind"] == "alert" else Record.from_dict(content)
 
 
 def _cut_incomplete(path: Path) -> None:

@@ -1,0 +1,88 @@
+// From numbers to places, colours and words.
+
+// Dark to light in even steps for every eye (the map known as viridis), at nine points.
+const COLOURS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"]
+  .map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const GRADIENT = `linear-gradient(to right, ${COLOURS.map((rgb) => `rgb(${rgb})`).join(", ")})`;
+
+function colour(share) {
+  const place = Math.min(1, Math.max(0, share)) * (COLOURS.length - 1), left = Math.min(Math.floor(place), COLOURS.length - 2);
+  return `rgb(${COLOURS[left].map((x, i) => Math.round(x + (place - left) * (COLOURS[left + 1][i] - x)))})`;
+}
+
+// Quantities that lie between 0 and 1 are always shown on all of it, so that pictures can be compared.
+const UNIT = new Set(["w_max", "relative_entropy"]);
+
+// What an axis or a colour bar spans: {low, high, log}. By powers of ten where values differ more than a hundredfold.
+function domainOf(name, arrays) {
+  if (UNIT.has(name)) return { low: 0, high: 1, log: false };
+  let low = Infinity, high = -Infinity, positive = Infinity;
+  for (const values of arrays) {
+    for (const x of values) {
+      if (!Number.isFinite(x)) continue;
+      if (x < low) low = x;
+      if (x > high) high = x;
+      if (x > 0 && x < positive) positive = x;
+    }
+  }
+  if (low > high) return { low: 0, high: 1, log: false, empty: true };
+  if (low >= 0 && high / positive > 100) return { low: positive, high, log: true };
+  if (low === 0 && high === 0) return { low: 0, high: 1, log: false };
+  if (low === high) return { low: low - (Math.abs(low) || 1) * 0.5, high: high + (Math.abs(high) || 1) * 0.5, log: false };
+  return { low, high, log: false };
+}
+
+// Where in its domain a value lies, 0 to 1; NaN for what is no number.
+function shareOf(x, { low, high, log }) {
+  if (Number.isNaN(x)) return NaN;
+  if (log) return Math.min(1, Math.max(0, Math.log(Math.max(x, low) / low) / Math.log(high / low)));
+  return Math.min(1, Math.max(0, (x - low) / (high - low)));
+}
+
+function ticksOf({ low, high, log }, wanted) {
+  if (log) {
+    const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
+    const every = Math.max(1, Math.ceil((last - first + 1) / wanted)), found = [];
+    for (let power = first; power <= last; power += every) found.push(Number(`1e${power}`));
+    return found;
+  }
+  const rough = (high - low) / wanted, size = 10 ** Math.floor(Math.log10(rough));
+  const step = size * [1, 2, 5, 10].find((factor) => factor * size >= rough * 0.999), found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
+  return found;
+}
+
+function format(x) {
+  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2).replace("e+", "e").replace("-", "−");
+  return String(Number(x.toPrecision(4))).replace("-", "−");
+}
+
+function median(values) {
+  const sorted = values.filter((x) => !Number.isNaN(x)).sort((a, b) => a - b), half = sorted.length >> 1;
+  if (!sorted.length) return NaN;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+function mean(values) {
+  const known = values.filter((x) => !Number.isNaN(x));
+  return known.length ? known.reduce((sum, x) => sum + x, 0) / known.length : NaN;
+}
+
+// The tooltip, one for the whole page.
+const tip = {
+  box: document.getElementById("tip"),
+  show(text, event) {
+    this.box.textContent = text;
+    this.box.hidden = false;
+    const { width, height } = this.box.getBoundingClientRect();
+    this.box.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
+    const below = event.clientY + 16;
+    this.box.style.top = `${below + height > innerHeight ? Math.max(4, event.clientY - height - 10) : below}px`;
+  },
+  hide() { this.box.hidden = true; },
+};
+
+function variable(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }

@@ -1,0 +1,173 @@
+"""Records of a run as planes of numbers: for each quantity one number per step and head."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.diagnostics.records import Alert, Record
+from attnscale.diagnostics.sinks.jsonl import read_jsonl
+from attnscale.errors import ArgumentError, reject
+
+STATISTICS = ("mean", "p10", "p50", "p90", "min", "max")
+
+
+class Key(NamedTuple):
+    """Which number of a head: phase is forward, backward or scalar, whose only statistic is its value."""
+
+    phase: str
+    name: str
+    statistic: str
+
+
+class AlertGroup(NamedTuple):
+    """The alerts of one kind in one head: how many, when, and the first and the latest of them."""
+
+    times: int
+    first: Alert
+    latest: Alert
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a file of records says. A column is a head of a layer; columns are in the order of the model.
+
+    `planes` are [steps, columns] in fp32, NaN where nothing was recorded. `alerting` [steps, columns] has the bit of
+    each kind of alert, numbered as in `kinds`; a kind beyond the seventh shares the last bit.
+    """
+
+    path: str
+    steps: list[int]
+    columns: list[tuple[str, int]]
+    planes: dict[Key, Tensor]
+    groups: list[AlertGroup]
+    kinds: list[str]
+    alerting: Tensor
+
+    @property
+    def layers(self) -> list[str]:
+        """In the order of the model."""
+        return list(dict.fromkeys(layer for layer, _ in self.columns))
+
+    def thinned(self) -> Run:
+        """Every second step, and the last; an alert between two is shown at the earlier."""
+        index = sorted({*range(0, len(self.steps), 2), len(self.steps) - 1})
+        between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
+        alerting = torch.stack([_any_bit(self.alerting[part]) for part in between])
+        planes = {key: plane[index] for key, plane in self.planes.items()}
+        return replace(self, steps=[self.steps[i] for i in index], planes=planes, alerting=alerting)
+
+
+def read_run(path: str | Path) -> Run:
+    """Read what a `JsonlSink` has written; where a run was resumed, what it did again counts."""
+    path = Path(path)
+    if path.is_dir():
+        reject("path", str(path), "a JSONL file of records, not a directory")
+    if not path.exists():
+        reject("path", str(path), "an existing JSONL file of records")
+    cells, alerts, line = _Cells(), _Alerts(), 0
+    try:
+        for line, found in enumerate(read_jsonl(path), start=1):  # noqa: B007
+            if isinstance(found, Alert):
+                alerts.add(found)
+            else:
+                cells.add(found)
+    except OSError as error:
+        raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"line {line + 1} of {path} is not a record of attnscale's JsonlSink: {error}") from error
+    if not cells.places:
+        reject("path", str(path), "a file with at least one record")
+    return _assemble(str(path), cells, alerts)
+
+
+class _Cells:
+    """Numbers in the order they come: an array per plane, and for each cell its place in them."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, str, int], int] = {}
+        self.planes: dict[Key, array[float]] = {}
+        self.length = 0
+
+    def add(self, record: Record) -> None:
+        self.places[record.step, record.layer, record.head] = self.length
+        self.length += 1
+        for phase, summaries in (("forward", record.forward), ("backward", record.backward)):
+            for name, summary in summaries.items():
+                for statistic, value in zip(STATISTICS, summary, strict=False):
+                    self._put(Key(phase, name, statistic), value)
+        for name, value in record.scalars.items():
+            self._put(Key("scalar", name, "value"), value)
+
+    def _put(self, key: Key, value: float) -> None:
+        plane = self.planes.get(key)
+        if plane is None:
+            plane = self.planes[key] = array("f")
+        missing = self.length - 1 - len(plane)
+        if missing:
+            plane.extend([float("nan")] * missing)
+        plane.append(value)
+
+
+class _Alerts:
+    """Alerts, kept as groups and as the places where they happened."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[str, str, int], AlertGroup] = {}
+        self.kinds: list[str] = []
+        self.bits: dict[tuple[int, str, int], int] = {}
+
+    def add(self, alert: Alert) -> None:
+        key = (alert.kind, alert.layer, alert.head)
+        before = self.groups.get(key)
+        self.groups[key] = (
+            AlertGroup(1, alert, alert) if before is None else AlertGroup(before.times + 1, before.first, alert)
+        )
+        if alert.kind not in self.kinds:
+            self.kinds.append(alert.kind)
+        place = (alert.step, alert.layer, alert.head)
+        self.bits[place] = self.bits.get(place, 0) | 1 << min(self.kinds.index(alert.kind), 7)
+
+
+def _assemble(path: str, cells: _Cells, alerts: _Alerts) -> Run:
+    steps = sorted({step for step, _, _ in cells.places})
+    heads: dict[str, set[int]] = {}
+    for _, layer, head in cells.places:
+        heads.setdefault(layer, set()).add(head)
+    columns = [(layer, head) for layer, found in heads.items() for head in sorted(found)]
+    row, column = {step: i for i, step in enumerate(steps)}, {one: i for i, one in enumerate(columns)}
+
+    def flat(places: Iterable[tuple[int, str, int]]) -> Tensor:
+        return torch.tensor([row[step] * len(columns) + column[layer, head] for step, layer, head in places])
+
+    where, source = flat(cells.places), torch.tensor(list(cells.places.values()))
+    planes = {key: _scatter(plane, where, source, len(steps), len(columns)) for key, plane in cells.planes.items()}
+    known = {place: bits for place, bits in alerts.bits.items() if place in cells.places}
+    alerting = torch.zeros(len(steps) * len(columns), dtype=torch.uint8)
+    if known:
+        alerting[flat(known)] = torch.tensor(list(known.values()), dtype=torch.uint8)
+    groups = sorted(alerts.groups.values(), key=lambda group: (group.first.step, group.first.layer, group.first.head))
+    return Run(path, steps, columns, planes, groups, alerts.kinds, alerting.view(len(steps), len(columns)))
+
+
+def _scatter(plane: array[float], where: Tensor, source: Tensor, steps: int, columns: int) -> Tensor:
+    """Numbers in the order they came to [steps, columns]."""
+    values = torch.frombuffer(plane, dtype=torch.float32)
+    found = torch.full((steps * columns,), torch.nan)
+    there = source < len(values)
+    found[where[there]] = values[source[there]]
+    return found.view(steps, columns)
+
+
+def _any_bit(rows: Tensor) -> Tensor:
+    """The bits set in any row of [rows, columns]."""
+    found = rows[0].clone()
+    for row in rows[1:]:
+        found |= row
+    return found

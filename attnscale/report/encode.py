@@ -1,0 +1,132 @@
+"""Planes as text: exact where there is room, else as levels between the least and the largest, and compressed."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.report.data import STATISTICS, Key, Run
+
+# Bytes of a page for its numbers, as base64; with the rest it stays below 20 MB.
+BUDGET = 16_000_000
+# Levels 0, 1 and 2 say NaN, −∞ and +∞.
+SPECIAL = 3
+
+
+class Detail(NamedTuple):
+    """What of each quantity is kept, and in how many bytes: 4 exact, 2 and 1 as levels."""
+
+    statistics: tuple[str, ...]
+    centre: int
+    others: int
+
+
+# From the best to the smallest; where none fits, every second step goes. Bands in one byte are as exact as a drawing.
+DETAILS = (
+    Detail(STATISTICS, 4, 4),
+    Detail(STATISTICS, 2, 2),
+    Detail(("mean", "p10", "p90"), 2, 2),
+    Detail(("mean", "p10", "p90"), 2, 1),
+)
+
+
+class Encoded(NamedTuple):
+    """A plane: base64 of deflated bytes, and what it takes to read them.
+
+    The bytes are those of the first byte of every number, then of the second, and so on. Levels are differences from
+    the step before. `base` is a plane that this one was compared with, bit by bit, before anything else.
+    """
+
+    key: Key
+    width: int
+    low: float
+    high: float
+    powers: bool
+    base: int | None
+    text: str
+
+
+def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
+    """The run in the best detail that fits the budget: it may have fewer steps than before."""
+    while True:
+        for detail in DETAILS:
+            # Numbers of a run are mostly noise, which compresses to some three quarters: do not try what cannot fit.
+            if _size(run, detail) > 2 * budget and detail is not DETAILS[-1]:
+                continue
+            encoded = _encode(run, detail)
+            if sum(len(plane.text) for plane in encoded) <= budget:
+                return run, detail, encoded
+        if len(run.steps) < 3:
+            return run, detail, encoded
+        run = run.thinned()
+
+
+def _size(run: Run, detail: Detail) -> int:
+    numbers = len(run.steps) * len(run.columns)
+    return sum(numbers * _width(key, detail) for key in run.planes if _kept(key, detail) and key.phase != "backward")
+
+
+def _kept(key: Key, detail: Detail) -> bool:
+    return key.statistic == "value" or key.statistic in detail.statistics
+
+
+def _width(key: Key, detail: Detail) -> int:
+    return detail.centre if key.statistic in ("mean", "value") else detail.others
+
+
+def _encode(run: Run, detail: Detail) -> list[Encoded]:
+    found: list[Encoded] = []
+    places: dict[Key, int] = {}
+    bits: dict[Key, Tensor] = {}
+    for key, plane in run.planes.items():
+        if not _kept(key, detail):
+            continue
+        # What backward sees again is mostly what forward saw: compared with it, only zeros remain.
+        twin = key._replace(phase="forward")
+        base = places.get(twin) if key.phase == "backward" else None
+        other = run.planes.get(key._replace(phase="backward")) if key.phase == "forward" else None
+        scale = _scale(plane, other) if base is None else found[base][2:5]
+        own = bits[key] = _bits(plane, _width(key, detail), *scale)
+        if base is not None:
+            own = own ^ bits[twin]
+        places[key] = len(found)
+        found.append(Encoded(key, _width(key, detail), *scale, base, pack(own, _width(key, detail))))
+    return found
+
+
+def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
+    """Least and largest finite value of both, and whether levels are better spaced by ratio than by difference."""
+    both = plane if other is None else torch.cat([plane, other])
+    finite = both[torch.isfinite(both)]
+    if finite.numel() == 0:
+        return 0.0, 0.0, False
+    low, high = finite.min().item(), finite.max().item()
+    return low, high, low > 0 and high / low > 1000
+
+
+def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> Tensor:
+    """A plane as integers of so many bytes: its own bits, or its level."""
+    if width == 4:
+        return plane.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    top = 256**width - 1 - SPECIAL
+    wide = plane.double()
+    share = wide.div(low).log() / math.log(high / low) if powers else (wide - low) / ((high - low) or 1.0)
+    levels: Tensor = (share.clamp(0, 1) * top).round().nan_to_num().long() + SPECIAL
+    for code, special in enumerate((plane.isnan(), plane == -math.inf, plane == math.inf)):
+        levels[special] = code
+    return levels
+
+
+def pack(bits: Tensor, width: int) -> str:
+    """Integers [steps, columns] of so many bytes as text."""
+    if width < 4:
+        bits = torch.cat([bits[:1], bits.diff(dim=0)]) & (256**width - 1)
+    parts = [((bits >> (8 * byte)) & 0xFF).to(torch.uint8).flatten() for byte in range(width)]
+    raw = bytearray(width * bits.numel())
+    torch.frombuffer(raw, dtype=torch.uint8).copy_(torch.cat(parts))  # not through numpy, which may not be there
+    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")

@@ -1,0 +1,112 @@
+"""The page: template, style, programs and numbers in one file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from attnscale import __version__
+from attnscale.diagnostics.names import short_names
+from attnscale.errors import ArgumentError, reject
+from attnscale.files import write_whole
+from attnscale.report.data import AlertGroup, Run, read_run
+from attnscale.report.encode import BUDGET, Encoded, encode, pack
+from attnscale.report.quantities import label, order
+
+PROGRAMS = ("planes.js", "scales.js", "heatmap.js", "chart.js", "app.js")
+MOST_GROUPS = 5000
+
+
+def write_report(path: str | Path, output: str | Path = "report.html") -> Path:
+    """Read a run and write its page, whole or not at all; mistakes are found before anything is written."""
+    path, output = Path(path), Path(output)
+    if output.is_dir():
+        reject("output", str(output), "an HTML file, not a directory")
+    if output.exists() and path.exists() and output.samefile(path):
+        reject("output", str(output), "another file than the one with the records")
+    text = build_page(read_run(path))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(output, text)
+    except OSError as error:
+        raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
+    return output
+
+
+def build_page(run: Run, budget: int = BUDGET) -> str:
+    """The whole page as text."""
+    shown, detail, planes = encode(run, budget)
+    content = {
+        "path": run.path,
+        "version": __version__,
+        "steps": shown.steps,
+        "reported": len(run.steps),
+        "layers": _layers(shown),
+        "exact": detail.centre == 4,
+        "statistics": detail.statistics,
+        "planes": [_describe(plane) for plane in planes],
+        "quantities": _quantities(shown),
+        "kinds": shown.kinds,
+        "alerts": [_alert(group) for group in shown.groups[:MOST_GROUPS]],
+        "alertCount": sum(group.times for group in shown.groups),
+        "groupCount": len(shown.groups),
+    }
+    texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
+    parts = {
+        "title": _escape(Path(run.path).name),
+        "style": _asset("page.css"),
+        "content": json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        "numbers": "\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
+        "programs": "\n".join(_asset(name) for name in PROGRAMS),
+    }
+    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return files("attnscale.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _layers(run: Run) -> list[dict[str, Any]]:
+    heads: dict[str, list[int]] = {}
+    for layer, head in run.columns:
+        heads.setdefault(layer, []).append(head)
+    names = short_names(list(heads))
+    return [{"name": name, "short": short, "heads": heads[name]} for name, short in zip(heads, names, strict=True)]
+
+
+def _quantities(run: Run) -> list[dict[str, str]]:
+    found = dict.fromkeys((key.phase, key.name) for key in run.planes)
+    phases = ("forward", "backward", "scalar")
+    ranked = sorted(found, key=lambda one: (phases.index(one[0]), order(one[1])))
+    return [{"phase": phase, "name": name, "label": label(name)} for phase, name in ranked]
+
+
+def _describe(plane: Encoded) -> dict[str, Any]:
+    return {
+        **plane.key._asdict(),
+        **{name: getattr(plane, name) for name in ("width", "low", "high", "powers", "base")},
+    }
+
+
+def _alert(group: AlertGroup) -> dict[str, Any]:
+    latest = group.latest
+    value = latest.value if math.isfinite(latest.value) else str(latest.value)
+    return {
+        "kind": latest.kind,
+        "layer": latest.layer,
+        "head": latest.head,
+        "count": group.times,
+        "first": group.first.step,
+        "last": latest.step,
+        "value": value,
+        "limit": latest.limit if math.isfinite(latest.limit) else str(latest.limit),
+        "message": latest.message,
+    }
