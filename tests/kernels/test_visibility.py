@@ -1,0 +1,260 @@
+"""Which tiles kernels visit, and in which of them they do not look: against every pair of row and key, one by one."""
+
+from itertools import product
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from corrected_interpreter import corrected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnscale_kernels.device import first_phase, key_range, phases, query_range, row_bounds
+from attnscale_kernels.visibility import (
+    BIAS,
+    BOOL_MASK,
+    BOUNDS,
+    EVERYTHING,
+    LEFT,
+    NO_MASK,
+    RIGHT,
+    WINDOW,
+    Visibility,
+    bounds_of,
+    key_ranges,
+    query_ranges,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter():
+    with corrected():
+        yield
+
+
+@triton.jit
+def _walk_kernel(
+    found_ptr,
+    table_ptr,
+    queries,
+    keys,
+    slot,
+    left,
+    right,
+    RANGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNTOLD: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):
+    """(first tile, first clear, end of clear, end) of each tile of queries, or of keys."""
+    tile = tl.program_id(0)
+    if RANGE == 4:
+        table_ptr += tile * 4
+    if BY_KEY:
+        last = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
+        first, clear_first, clear_end, end = query_range(
+            tile * BLOCK_N, last, queries, table_ptr, slot, left, right, RANGE
+        )
+        low, clear_low, clear_high = phases(first, clear_first, clear_end, end, BLOCK_M, UNTOLD)
+    else:
+        last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries)
+        first, clear_first, clear_end, end = key_range(tile * BLOCK_M, last, keys, table_ptr, slot, left, right, RANGE)
+        low, clear_low, clear_high = phases(first, clear_first, clear_end, end, BLOCK_N, UNTOLD)
+    tl.store(found_ptr + tile * 4, low)
+    tl.store(found_ptr + tile * 4 + 1, clear_low)
+    tl.store(found_ptr + tile * 4 + 2, clear_high)
+    tl.store(found_ptr + tile * 4 + 3, end)
+
+
+@triton.jit
+def _bounds_kernel(
+    found_ptr, start_ptr, stop_ptr, queries, keys, slot, left, right, RANGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.arange(0, BLOCK)
+    start, stop = row_bounds(rows, queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE)
+    tl.store(found_ptr + rows * 2, start)
+    tl.store(found_ptr + rows * 2 + 1, stop)
+
+
+def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
+    """[Tq, Tk], bool: from the words of `Visibility`."""
+    table = torch.zeros(queries, keys, dtype=torch.bool)
+    for row, key in product(range(queries), range(keys)):
+        if rule.start is not None:
+            table[row, key] = int(rule.start[0, row]) <= key < int(rule.stop[0, row])
+            continue
+        own = rule.slot + row
+        before = rule.left is None or key >= own - rule.left
+        table[row, key] = before and (rule.right is None or key <= own + rule.right)
+    return table
+
+
+def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool, untold: bool) -> list[dict[int, int]]:
+    """For each tile of queries (or of keys), the beginnings of the tiles visited, each with its phase."""
+    tiles = triton.cdiv(keys, n) if by_key else triton.cdiv(queries, m)
+    table = query_ranges(rule, keys, n) if by_key else key_ranges(rule, queries, m)
+    found = torch.full((tiles, 4), -7, dtype=torch.int32)
+    _walk_kernel[(tiles,)](
+        found, table, queries, keys, rule.slot, rule.left or 0, rule.right or 0,
+        RANGE=rule.range, BLOCK_M=m, BLOCK_N=n, UNTOLD=untold, BY_KEY=by_key,
+    )  # fmt: skip
+    step = m if by_key else n
+    visited = []
+    # The loops of the kernels: the one over query tiles leaves out phases that cannot come.
+    beginning = (2 if untold else 0) if by_key else first_phase.fn(rule.range, untold)
+    for low, clear_low, clear_high, end in found.tolist():
+        loops = {0: (low, min(clear_low, end)), 1: (clear_low, clear_high), 2: (clear_high, end)}
+        here: dict[int, int] = {}
+        for phase in range(beginning, 3):
+            for at in range(*loops[phase], step):
+                assert at not in here, "a tile is visited twice"
+                assert at % step == 0
+                here[at] = phase
+        visited.append(here)
+    return visited
+
+
+def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by_key: bool, tight: bool) -> None:
+    """All that is seen is visited, what is taken as seen whole is, and nothing is visited in vain if `tight`."""
+    table = seen_by(rule, queries, keys)
+    if by_key:
+        table, m, n = table.T, n, m
+    for untold in (False, True):
+        tiles = walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key, untold)
+        for index, visited in enumerate(tiles):
+            rows = table[index * m : (index + 1) * m]
+            for at in range(0, rows.shape[1], n):
+                part = rows[:, at : at + n]
+                whole = bool(part.all()) and part.shape[1] == n
+                assert at in visited or not part.any(), f"tile {index} does not visit {at}"
+                assert visited.get(at) != 1 or whole, f"tile {index} does not look at {at}, of which not all is seen"
+                assert not untold or visited.get(at) != 1
+                if tight and rows.any():
+                    between = rows.any(0).nonzero()
+                    inside = between.min() < at + n and at <= between.max()
+                    assert at not in visited or inside, f"tile {index} visits {at} for nothing"
+                    assert untold or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
+
+
+lengths = st.integers(1, 30)
+blocks = st.sampled_from([2, 4, 8, 16])
+
+
+@st.composite
+def moving(draw, queries: int, keys: int) -> Visibility:
+    """A window that moves with the rows, anywhere: also where no key is."""
+    side = st.none() | st.integers(0, 35)
+    return Visibility(slot=draw(st.integers(-35, 35)), left=draw(side), right=draw(side))
+
+
+@st.composite
+def bounded(draw, queries: int, keys: int, rising: bool = False) -> Visibility:
+    """Intervals, in any order or rising as those of packed documents."""
+    ends = draw(st.lists(st.tuples(*[st.integers(0, keys)] * 2), min_size=queries, max_size=queries))
+    start, stop = torch.tensor(ends, dtype=torch.int32).sort(1).values.T
+    if rising:
+        start, stop = start.sort().values, stop.sort().values
+    return Visibility(start=start[None].contiguous(), stop=stop[None].contiguous())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), lengths, lengths, blocks, blocks, st.booleans())
+def test_a_window_is_walked_without_a_gap_and_without_waste(data, queries, keys, m, n, by_key):
+    rule = data.draw(moving(queries, keys))
+    assert_walk(rule, queries, keys, m, n, by_key=by_key, tight=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), lengths, lengths, blocks, blocks, st.booleans())
+def test_bounds_in_any_order_are_walked_without_a_gap(data, queries, keys, m, n, by_key):
+    rule = data.draw(bounded(queries, keys))
+    assert_walk(rule, queries, keys, m, n, by_key=by_key, tight=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), lengths, lengths, blocks)
+def test_tables_of_key_tiles_are_the_extremes_of_their_rows(data, queries, keys, m):
+    rule = data.draw(bounded(queries, keys))
+    table = key_ranges(rule, queries, m)
+    assert table.dtype == torch.int32
+    for index, row in enumerate(table[0].tolist()):
+        start, stop = (bound[0, index * m : (index + 1) * m] for bound in (rule.start, rule.stop))
+        clear = int(start.max())
+        assert row == [int(start.min()), clear, max(clear, int(stop.min())), int(stop.max())]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), lengths, lengths, blocks)
+def test_tables_of_query_tiles_are_tight_for_bounds_that_rise(data, queries, keys, n):
+    rule = data.draw(bounded(queries, keys, rising=True))
+    table = query_ranges(rule, keys, n)
+    assert table.dtype == torch.int32
+    start, stop = rule.start[0], rule.stop[0]
+    for index, (first, clear_first, clear_end, end) in enumerate(table[0].tolist()):
+        low, high = index * n, min(index * n + n, keys)
+        some = [row for row in range(queries) if stop[row] > low and start[row] < high]
+        whole = [row for row in range(queries) if start[row] <= low and stop[row] >= high]
+        assert first <= clear_first <= clear_end <= end
+        assert range(first, end) == range(some[0], some[-1] + 1) if some else first == end
+        assert list(range(clear_first, clear_end)) == whole
+
+
+def test_tables_are_made_for_each_sequence():
+    start = torch.tensor([[0, 3, 1, 5], [2, 2, 0, 0]], dtype=torch.int32)
+    stop = torch.tensor([[4, 7, 6, 8], [8, 3, 8, 8]], dtype=torch.int32)
+    rule = Visibility(start=start, stop=stop)
+    for b in (0, 1):
+        alone = Visibility(start=start[b : b + 1], stop=stop[b : b + 1])
+        assert torch.equal(key_ranges(rule, 4, 2)[b : b + 1], key_ranges(alone, 4, 2))
+        assert torch.equal(query_ranges(rule, 8, 4)[b : b + 1], query_ranges(alone, 8, 4))
+
+
+def test_windows_need_no_table():
+    rule = Visibility(slot=3, left=4, right=0)
+    assert key_ranges(rule, 10, 4) is None
+    assert query_ranges(rule, 10, 4) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), lengths, lengths)
+def test_bounds_of_rows_are_what_they_see(data, queries, keys):
+    """On the device and on the host; rows that do not exist see nothing."""
+    rule = data.draw(st.one_of(moving(queries, keys), bounded(queries, keys)))
+    table = seen_by(rule, queries, keys)
+    found = torch.full((64, 2), -7, dtype=torch.int32)
+    _bounds_kernel[(1,)](
+        found, rule.start, rule.stop, queries, keys, rule.slot, rule.left or 0, rule.right or 0,
+        RANGE=rule.range, BLOCK=64,
+    )  # fmt: skip
+    places = torch.arange(keys)
+    device = (places >= found[:, :1]) & (places < found[:, 1:])
+    assert torch.equal(device[:queries], table)
+    assert not device[queries:].any()
+    start, stop = bounds_of(rule, queries, keys, torch.device("cpu"))
+    assert (start >= 0).all()
+    assert (stop <= keys).all()
+    assert (stop >= start).all()
+    assert torch.equal((places >= start[0][:, None]) & (places < stop[0][:, None]), table)
+
+
+def test_the_kind_of_rule_is_told_by_what_is_given():
+    bound, mask = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 1, 3, 3)
+    assert Visibility().range == EVERYTHING
+    assert Visibility(right=0).range == RIGHT
+    assert Visibility(left=0).range == LEFT
+    assert Visibility(left=0, right=0).range == WINDOW
+    assert Visibility(start=bound, stop=bound, left=1).range == BOUNDS
+    assert Visibility().mask_kind == NO_MASK
+    assert Visibility(mask=mask > 0).mask_kind == BOOL_MASK
+    assert Visibility(mask=mask).mask_kind == BIAS
+
+
+def test_one_mask_for_all_has_no_stride():
+    mask = torch.zeros(1, 1, 4, 6, dtype=torch.bool)
+    padding = torch.zeros(1, 6, dtype=torch.bool)
+    arguments = Visibility(mask=mask, padding=padding).arguments(None)
+    assert [arguments[f"stride_mask_{axis}"] for axis in ("b", "h", "row", "key")] == [0, 0, 6, 1]
+    assert arguments["stride_padding_b"] == 0
+    assert Visibility(mask=mask[:, :, :1]).arguments(None)["stride_mask_row"] == 0
