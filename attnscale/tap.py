@@ -35,6 +35,7 @@ class Listener(Protocol):
     """Whoever a tap reports to; all of it on the thread and under the grad mode of the call."""
 
     listening: bool
+    failed: bool  # set where it raised an exception; it is not told anything more
 
     def forward(self, heard: Heard) -> None:
         """A call, in forward."""
@@ -77,7 +78,7 @@ class Tap:
     def find(cls, ticket: Tensor) -> Listener | None:
         """Who listens under a ticket at the moment."""
         tap = cls._all.get(int(ticket))
-        return tap.listener if tap is not None and tap.listener.listening else None
+        return tap.listener if tap is not None and tap.listener.listening and not tap.listener.failed else None
 
 
 def listen(tap: Tap, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
@@ -208,7 +209,7 @@ def _tell(listener: Listener, what: Callable[..., None], *arguments: Any) -> Non
     try:
         what(*arguments)
     except Exception as error:
-        listener.listening = False
+        listener.failed = True
         warnings.warn(f"attnscale: a listener failed and hears no more: {error!r}", RuntimeWarning, stacklevel=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ BACKWARD = (*AGAIN, "score_gradient", "beta_gradient")
 SUMS = ("angle_in", "angle_out", "query_gradient", "key_gradient", "value_gradient", "output_gradient")
 LARGEST = ("mismatch", "broken_row")
 
+UNANSWERED = 64
+
 
 class LayerListener:
     """Collects the rows of a layer's calls, over micro-batches and however many calls there are.
@@ -35,6 +38,7 @@ class LayerListener:
         self.rows = rows
         self.capture = capture
         self.listening = False
+        self.failed = False
         self.seed = 0
         self.heads = 0  # as last seen
         self.reset()
@@ -44,7 +48,8 @@ class LayerListener:
         self._forward: Spread | None = None
         self._backward: Spread | None = None
         self._scalars: Tensor | None = None  # [SUMS + LARGEST, H]
-        self._unanswered: list[Tensor] = []  # statistics of calls whose backward is still to come, [AGAIN, B, H, R]
+        # Statistics of calls whose backward is still to come, [AGAIN, B, H, R]; without one, only the last are kept.
+        self._unanswered: deque[Tensor] = deque(maxlen=UNANSWERED)
         self.captured: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -89,9 +89,14 @@ class Monitor:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             reject("step", step, "an int >= 0")
         records: list[Record] = []
+        alerts: list[Alert] = []
         if self._listening:
-            records = self._report(step)
+            self._guard("a report", self._report, step, records, alerts)
+            for layer in self.layers.values():
+                layer.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
+        for alert in alerts if self.on_alert is not None else ():
+            self.on_alert(alert)  # type: ignore[misc]  # what it raises is the user's own, and may stop the run
         return records
 
     def close(self) -> None:
@@ -117,22 +122,16 @@ class Monitor:
         for layer in self.layers.values():
             layer.listening, layer.seed = listening, step
 
-    def _report(self, step: int) -> list[Record]:
-        records = self._records(step)
-        alerts = [] if self.limits is None else find_alerts(records, self.limits)
-        if is_writer():
-            if records:
-                self._to_sinks(records, alerts, step)
+    def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
+        """Fill in the records and alerts of a step, and hand them on."""
+        records += self._records(step)
+        alerts += [] if self.limits is None else find_alerts(records, self.limits)
+        for alert in alerts if self.dump is not None else ():
+            self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
+        if is_writer() and records:
+            self._to_sinks(records, alerts, step)
             for alert in alerts:
                 log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
-        for alert in alerts:
-            if self.dump is not None:
-                self._guard("dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
-            if self.on_alert is not None:
-                self.on_alert(alert)
-        for layer in self.layers.values():
-            layer.reset()
-        return records
 
     def _records(self, step: int) -> list[Record]:
         """All layers in one tensor, all processes in one collective."""
@@ -142,7 +141,8 @@ class Monitor:
         everywhere = join_processes(torch.cat(parts) if parts else torch.zeros(0))
         records = []
         for (path, _), flats in zip(self.layers.items(), torch.split(everywhere, heads, dim=1), strict=True):
-            records += _records_of(step, path, flats, sample)
+            if flats.shape[1]:  # else the layer was not called
+                records += _records_of(step, path, flats, sample)
         return records
 
     def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
@@ -162,7 +162,7 @@ class Monitor:
         try:
             act(*arguments)
         except Exception as error:
-            warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", RuntimeWarning, stacklevel=4)
             return False
         return True
 

@@ -1,0 +1,204 @@
+"""A monitor never harms a run: no number changes, nothing stays behind, and whatever fails, fails alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import tracemalloc
+
+import pytest
+import tiny_gpt
+import torch
+
+from attnscale import ArgumentError, ArgumentTypeError, Monitor
+from attnscale.diagnostics import MemorySink, Thresholds
+from attnscale.diagnostics.layer import LayerListener
+
+
+def curve(model, steps=6, monitor=None, **settings):
+    """Losses of a short training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model.loss(tiny_gpt.batch(step, **settings))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.step(step)
+    return losses
+
+
+@pytest.mark.parametrize("policy", ["constant", "log", {"name": "ssmax", "num_heads": 2}])
+def test_the_loss_curve_is_the_same_to_the_bit(policy):
+    plain = curve(tiny_gpt.build(policy=policy))
+    watched = tiny_gpt.build(policy=policy)
+    with Monitor(watched, every=2, rows=5, sinks=[MemorySink()]) as monitor:
+        assert curve(watched, monitor=monitor) == plain
+
+
+def test_random_numbers_are_not_drawn_from_the_run():
+    model = tiny_gpt.build()
+    torch.manual_seed(0)
+    with Monitor(model, every=1) as monitor:
+        model.loss(tiny_gpt.batch()).backward()
+        monitor.step(0)
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def test_closing_leaves_the_model_as_it_was():
+    model = tiny_gpt.build()
+    before = {name: vars(module).copy() for name, module in model.named_modules()}
+    monitor = Monitor(model, every=1)
+    assert all(block.attention.tap is not None for block in model.blocks)
+    monitor.close()
+    monitor.close()
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+    assert all(block.attention.tap is None for block in model.blocks)
+
+
+def test_what_is_saved_and_copied_knows_nothing_of_the_monitor():
+    model = tiny_gpt.build()
+    keys = set(model.state_dict())
+    with Monitor(model, every=1):
+        assert set(model.state_dict()) == keys
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(block.attention.tap is None for block in other.blocks)
+            other.loss(tiny_gpt.batch()).backward()
+
+
+def test_the_output_may_be_changed_in_place():
+    model = tiny_gpt.build()
+    attention = model.blocks[0].attention
+    q = torch.randn(1, 2, 8, 8, requires_grad=True)
+    with Monitor(model, every=1) as monitor:
+        out = attention(q, q, q, is_causal=True)
+        out.mul_(2.0)
+        out.sum().backward()
+        (record, *_) = monitor.step(0)
+        assert record.backward
+
+
+class Failing:
+    """A sink whose methods fail when told to."""
+
+    def __init__(self, when):
+        self.when, self.calls = when, []
+
+    def log(self, records, step):
+        self.calls.append(step)
+        if "log" in self.when:
+            raise OSError("no space left")
+
+    def close(self):
+        if "close" in self.when:
+            raise ValueError("already closed")
+
+
+def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
+    model, good, bad = tiny_gpt.build(), MemorySink(), Failing({"log"})
+    with Monitor(model, every=1, sinks=[bad, good]) as monitor:
+        model.loss(tiny_gpt.batch()).backward()
+        with pytest.warns(RuntimeWarning, match="sink Failing failed and is dropped: OSError"):
+            monitor.step(0)
+        model.loss(tiny_gpt.batch()).backward()
+        monitor.step(1)
+    assert bad.calls == [0]
+    assert {record.step for record in good.records} == {0, 1}
+    with pytest.warns(RuntimeWarning, match="already closed"):
+        Monitor(model, sinks=[Failing({"close"})]).close()
+
+
+def test_a_listener_that_fails_hears_no_more_and_the_run_goes_on(monkeypatch):
+    def fail(self, heard):
+        raise RuntimeError("out of memory")
+
+    plain = curve(tiny_gpt.build(), steps=1)
+    model = tiny_gpt.build()
+    monkeypatch.setattr(LayerListener, "forward", fail)
+    with Monitor(model, every=1) as monitor, pytest.warns(RuntimeWarning, match="a listener failed and hears no more"):
+        assert curve(model, steps=1, monitor=monitor) == plain
+
+
+def test_memory_does_not_grow_with_steps_or_micro_batches():
+    model, sink = tiny_gpt.build(layers=1), MemorySink(steps=2)
+    tokens = tiny_gpt.batch(size=1, length=8)
+    with Monitor(model, every=2, rows=4, sinks=[sink], alerts=None) as monitor:
+
+        def run(steps):
+            for step in range(steps):
+                model.loss(tokens).backward()
+                model.loss(tokens).backward()
+                monitor.step(step)
+
+        run(20)
+        gc.collect()
+        tracemalloc.start()
+        run(100)
+        gc.collect()
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert grown < 400_000
+        # Steps at which it does not listen cost next to nothing, however many there are.
+        layer = monitor.layers["blocks.0.attention"]
+        monitor._listen(False, 1)
+        for step in range(1, 100_000, 2):
+            monitor.step(step - 1 if step % 2 == 0 else step + 1)
+            monitor._listen(False, step)
+        assert layer._forward is None
+
+
+def test_calls_without_a_backward_do_not_pile_up():
+    model = tiny_gpt.build(layers=1)
+    layer = None
+    with Monitor(model, every=1, rows=4) as monitor, torch.no_grad():
+        layer = monitor.layers["blocks.0.attention"]
+        for _ in range(300):
+            model(tiny_gpt.batch(size=1, length=8))
+        assert layer._forward.sample.shape[-1] <= 4 * 512
+        assert len(layer._unanswered) <= 64
+        monitor.step(0)
+    assert not layer._unanswered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "every=0 is not accepted: expected an int >= 1"),
+        ({"rows": 0}, "rows=0 is not accepted"),
+        ({"alerts": "configs/monitor/none.yaml"}, "none.yaml"),
+    ],
+)
+def test_bad_arguments_are_refused_and_nothing_is_attached(arguments, message):
+    model = tiny_gpt.build()
+    with pytest.raises(ArgumentError, match=message):
+        Monitor(model, **arguments)
+    assert all(block.attention.tap is None for block in model.blocks)
+
+
+def test_what_is_no_sink_no_model_or_watched_already_is_refused():
+    model = tiny_gpt.build()
+    with pytest.raises(ArgumentTypeError, match="sinks="):
+        Monitor(model, sinks=[object()])
+    with pytest.raises(ArgumentTypeError, match="model="):
+        Monitor("model")
+    with pytest.raises(ArgumentError, match="at least one attention"):
+        Monitor(torch.nn.Linear(2, 2))
+    with Monitor(model):
+        with pytest.raises(ArgumentError, match="no other monitor"):
+            Monitor(model)
+        with pytest.raises(ArgumentError, match="step=-1"):
+            Monitor(tiny_gpt.build()).step(-1)
+
+
+def test_thresholds_refuse_what_they_do_not_know(tmp_path):
+    path = tmp_path / "limits.yaml"
+    path.write_text("collapse: 0.9\n")
+    with pytest.raises(ArgumentError, match="key 'collapse'"):
+        Thresholds.read(path)
+    with pytest.raises(ArgumentError, match="diffuse=-1"):
+        Thresholds(diffuse=-1)
