@@ -148,7 +148,7 @@ def _bench_gpu(console: Console, options: argparse.Namespace) -> int:
     return run(
         console,
         config=options.config,
-        output=options.output or Path("gpu.csv"),
+        output=options.output,
         plots=options.plots,
         dry_run=options.dry_run,
         static=options.static,

@@ -712,3 +712,15 @@ def test_every_provider_has_a_colour_and_a_name_of_its_own() -> None:
 
 def test_nothing_is_drawn_of_what_was_not_measured(tmp_path: Path) -> None:
     assert draw([], tmp_path / "plots") == []
+
+
+@pytest.mark.parametrize("option", ["config", "output", "plots"])
+def test_what_is_printed_only_takes_no_paths(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gpu", "--static", f"--{option}", "there"]) == 2
+    assert f"{option}='there'" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_not_static() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "gpu", "--static", "--dry-run"])
+    assert stopped.value.code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run(console: Console, *, config: Path | None, output: Path, plots: Path | None, dry_run: bool, static: bool) -> int:
+def run(
+    console: Console,
+    *,
+    config: Path | None,
+    output: Path | None,
+    plots: Path | None,
+    dry_run: bool,
+    static: bool,
+) -> int:
     """The exit code: 1 where a provider was refused because its numbers are wrong."""
+    options = {"config": config, "output": output, "plots": plots}
+    given = {name: str(path) for name, path in options.items() if path is not None}
+    if static:
+        for name, path in given.items():
+            reject(name, path, "nothing beside --static, which measures and writes nothing")
+        _print_static(console)
+        return 0
+    output = output or Path("gpu.csv")
     if output.is_dir():
         reject("output", str(output), "a CSV file, not a directory")
     if plots is not None:
@@ -28,14 +45,14 @@ def run(console: Console, *, config: Path | None, output: Path, plots: Path | No
             reject("plots", str(plots), "a folder")
         check_matplotlib()
     if dry_run and not interpreting():  # which is decided before triton is first imported: so in another process
-        options = {"--config": config, "--output": output, "--plots": plots}
-        given = [part for name, path in options.items() if path is not None for part in (name, str(path))]
-        return run_in_interpreter(["bench", "gpu", "--dry-run", *given])
+        return run_in_interpreter(["bench", "gpu", "--dry-run", *(f"--{name}={path}" for name, path in given.items())])
     profile, machine = the_interpreter(config) if dry_run else this_gpu(config)
     rows, notes = _measure(console, profile, machine)
     write_rows(output, rows)
     pictures = draw(rows, plots) if plots is not None else []
-    _print_table(console, machine, rows, dry_run=dry_run)
+    title = "dry run in triton's interpreter: numbers are checked, times mean nothing" if dry_run else machine.name
+    _print_table(console, title, header(dry_run=dry_run), lines(rows, dry_run=dry_run))
+    console.print(ABOUT, highlight=False)
     _print_notes(console, machine, notes)
     console.print("wrote " + ", ".join(map(str, (output, *pictures))), markup=False, highlight=False)
     return 1 if any(note.refused for note in notes) else 0
@@ -50,22 +67,30 @@ def _measure(console: Console, profile: Profile, machine: Machine) -> tuple[list
     return rows, [note for outcome in outcomes for note in outcome.notes]
 
 
-def _print_table(console: Console, machine: Machine, rows: list[Row], *, dry_run: bool) -> None:
+def _print_table(console: Console, title: str, columns: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> None:
+    """A section for each change in the first four columns, which say it once."""
     from rich.markup import escape
     from rich.table import Table
 
-    title = "dry run in triton's interpreter: numbers are checked, times mean nothing" if dry_run else machine.name
     table = Table(title=escape(title), title_justify="left")
-    for index, name in enumerate(header(dry_run=dry_run)):
-        table.add_column(name, justify="right" if index > 4 or name == "n" else "left")
+    held = list(cells)
+    for index, name in enumerate(columns):
+        numbers = all(line[index][:1].isdigit() or not line[index] for line in held)
+        table.add_column(name, justify="right" if numbers else "left")
     section: tuple[str, ...] = ()
-    for line in lines(rows, dry_run=dry_run):
-        if section and line[:4] != section:
+    for line in held:
+        same = line[:4] == section
+        if section and not same:
             table.add_section()
-        # What a section has in common is said once.
-        table.add_row(*("",) * 4 * (line[:4] == section), *map(escape, line[4 * (line[:4] == section) :]))
+        table.add_row(*(("",) * 4 if same else map(escape, line[:4])), *map(escape, line[4:]))
         section = line[:4]
     console.print(table)
+
+
+def _print_static(console: Console) -> None:
+    from attnscale.bench.gpu.compiled import ABOUT, HEADER, static_lines
+
+    _print_table(console, "compiled ahead of time, not run", HEADER, static_lines())
     console.print(ABOUT, highlight=False)
 
 

@@ -33,6 +33,7 @@ def sdpa(backend: SDPBackend, problem: Problem) -> Attention:
 
 
 def why_not_on_cpu(problem: Problem, backward: bool) -> str | None:
+    """For kernels that torch has on GPUs only."""
     return "torch has no such kernel for the CPU" if problem.device.type == "cpu" else None
 
 
@@ -65,6 +66,7 @@ def flex(problem: Problem) -> Attention:
 
 
 def why_not_flex(problem: Problem, backward: bool) -> str | None:
+    """FlexAttention refuses inputs that require gradients there."""
     return "FlexAttention has no backward on the CPU" if backward and problem.device.type == "cpu" else None
 
 
@@ -81,6 +83,7 @@ def flash_attn(problem: Problem) -> Attention:
 
 
 def why_not_flash_attn(problem: Problem, backward: bool) -> str | None:
+    """It is an extra of the user's, and for GPUs."""
     if importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed"
     return "flash-attn needs a GPU" if problem.device.type != "cuda" else None
@@ -110,6 +113,7 @@ def eager(statistics: bool, problem: Problem) -> Attention:
 
 
 def why_not_eager(problem: Problem, backward: bool) -> str | None:
+    """A matrix that does not fit is not worth trying."""
     matrix = 4 * problem.batch * problem.heads * problem.queries * problem.keys
     if problem.device.type != "cuda":
         return None
