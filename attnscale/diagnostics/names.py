@@ -11,7 +11,7 @@ def short_names(layers: Sequence[str]) -> list[str]:
     >>> short_names(["model.layers.0.attn", "model.layers.1.attn"])
     ['layers.0', 'layers.1']
     >>> short_names(["encoder.0.attn", "decoder.0.attn"]), short_names(["attn"])
-    (['encoder.0', 'decoder.0'], ['attn'])
+    (['encoder', 'decoder'], ['attn'])
     """
     if len(set(layers)) < 2:
         return list(layers)

@@ -79,10 +79,11 @@ class Watch:
         history = self.history
         heads = sorted(set(history.heads.values()))
         each = f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}–{heads[-1]}"
-        text = f" · step {history.steps[-1]} · {history.reports} reports · {len(history.layers)} layers × {each} heads"
-        found = Text.assemble((str(self.path), "bold"), text, no_wrap=True, overflow="ellipsis")
+        found = Text(f"step {history.steps[-1]}", style="bold", no_wrap=True, overflow="ellipsis")
+        found.append(f" · {history.reports} reports · {len(history.layers)} layers × {each} heads", style="not bold")
         if self.tail.skipped:
-            found.append(f" · {self.tail.skipped} unreadable lines", style="yellow")
+            found.append(f" · {self.tail.skipped} unreadable lines", style="not bold yellow")
+        found.append(f" · {self.path}", style="not bold dim")  # last: where room is short it may go
         return found
 
     def _choose(self, room: int | None) -> list[str]:
@@ -168,7 +169,7 @@ def _plan(layers: list[str], width: int, alerts: bool) -> _Plan:
         if spark >= NARROW:
             return _Plan(name, alerts, quantities, min(spark, 48))
         quantities = quantities[:-1]
-    return _Plan(name, alerts, tuple(COLUMNS)[:1], 0)
+    return _Plan(name, False, tuple(COLUMNS)[:1], 0)
 
 
 def sparkline(

@@ -55,9 +55,9 @@ class Run:
         """In the order of the model."""
         return list(dict.fromkeys(layer for layer, _ in self.columns))
 
-    def thinned(self) -> Run:
-        """Every second step, and the last; an alert between two is shown at the earlier."""
-        index = sorted({*range(0, len(self.steps), 2), len(self.steps) - 1})
+    def thinned(self, number: int) -> Run:
+        """So many steps, evenly, with the first and the last; an alert between two is shown at the earlier."""
+        index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
         between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
         alerting = torch.stack([_any_bit(self.alerting[part]) for part in between])
         planes = {key: plane[index] for key, plane in self.planes.items()}
