@@ -175,10 +175,10 @@ def keep(seed, head, rows, slots, dropout_p):
 def sum_in_parts(x, PARTS: tl.constexpr):
     """Row sums [rows, PARTS], each over every PARTS-th column: with 8, no two threads have to exchange anything.
 
-    That is because a matrix product leaves columns 8 apart with one thread on sm_80, sm_90 and gfx942, and on sm_100 all
-    columns. Instructions of the loop, bf16 and 64 dimensions, 1 → 8 parts: with entropy 414 → 402 on sm_80, 349 → 337 on
-    sm_90, 351 → 355 on sm_100, 465 → 436 on gfx942; for the sum of weights alone 372 → 366, 303 → 295, 331 → 345 and
-    418 → 411. So what has statistics takes 8, and what has none takes 1, where sm_100 would lose most.
+    A matrix product leaves columns that are 8 apart with one thread on sm_80, sm_90 and gfx942, and all of them on
+    sm_100. Instructions of the loop, bf16 and 64 dimensions, from 1 to 8 parts: with entropy 414 → 402 on sm_80, 349 →
+    337 on sm_90, 351 → 355 on sm_100, 465 → 436 on gfx942; for the sum of weights alone 303 → 295 on sm_90, 331 → 345
+    on sm_100, 418 → 411 on gfx942. So what has statistics takes 8, and what has none takes 1, or sm_100 would lose 4 %.
     """
     if PARTS == 1:
         return tl.sum(x, axis=1)[:, None]

@@ -359,22 +359,23 @@ def flash_backward_key_kernel(
     UNTOLD: tl.constexpr = PADDING or MASK != 0
     # The last keys of a tile may not exist: their weights are dropped when they are not stored.
     edge_low, clear_low, clear_high = phases(first, clear_first, clear_end, end, BLOCK_M, UNTOLD)
-    for member in range(group):
-        head = kv_head * group + member
-        head_index = batch * heads + head
-        q_head = q_ptr + batch * stride_qb + head * stride_qh
-        do_head = do_ptr + batch * stride_dob + head * stride_doh
-        rows_head = rows_ptr + head_index * queries * 4
-        mask_head = mask_ptr
-        if MASK:
-            mask_head = mask_ptr + batch * stride_mask_b + head * stride_mask_h
-        for phase in tl.static_range(2 if UNTOLD else 0, 3):
-            if phase == 1:
-                low, high = clear_low, clear_high
-            elif phase == 2:
-                low, high = clear_high, end
-            else:
-                low, high = edge_low, tl.minimum(clear_low, end)
+    # The heads within a phase and not phases within a head: what a phase keeps in registers is then only its own.
+    for phase in tl.static_range(2 if UNTOLD else 0, 3):
+        if phase == 1:
+            low, high = clear_low, clear_high
+        elif phase == 2:
+            low, high = clear_high, end
+        else:
+            low, high = edge_low, tl.minimum(clear_low, end)
+        for member in range(group):
+            head = kv_head * group + member
+            head_index = batch * heads + head
+            q_head = q_ptr + batch * stride_qb + head * stride_qh
+            do_head = do_ptr + batch * stride_dob + head * stride_doh
+            rows_head = rows_ptr + head_index * queries * 4
+            mask_head = mask_ptr
+            if MASK:
+                mask_head = mask_ptr + batch * stride_mask_b + head * stride_mask_h
             for top in tl.range(low, high, BLOCK_M):
                 rows = top + tl.arange(0, BLOCK_M)  # [BM]
                 exists = rows < queries
@@ -400,24 +401,28 @@ def flash_backward_key_kernel(
                         rows, slots, start, stop, queries, keys, padding_ptr, mask_head, stride_mask_row,
                         stride_mask_key, RANGE, PADDING, MASK,
                     )  # fmt: skip
-                y = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+                    seen = tl.trans(seen)
+                    if MASK == BIAS:
+                        bias = tl.trans(bias)
+                # Keys by rows, so that weights are where the next products want them: transposing them costs more.
+                y = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
                 y, slope = _score(y, scale, softcap, bias, SOFTCAP, MASK)
-                p = tl.exp2(y * c[:, None] - lse[:, None])
+                p = tl.exp2(y * c[None, :] - lse[None, :])
                 if phase != 1:
                     p = tl.where(seen, p, 0.0)
-                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
                 kept = p
                 if DROPOUT:
-                    kept_here = keep(seed, head_index.to(tl.int32), rows, slots, dropout_p)
+                    kept_here = tl.trans(keep(seed, head_index.to(tl.int32), rows, slots, dropout_p))
                     kept = tl.where(kept_here, p / (1 - dropout_p), 0.0)
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
-                dvalue = tl.dot(tl.trans(kept.to(do.dtype)), do, dvalue, input_precision=PRECISION)
-                dscore = p * (dp * beta[:, None] - (beta * delta)[:, None])
+                dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)
+                dscore = p * (dp * beta[None, :] - (beta * delta)[None, :])
                 if SOFTCAP:
                     dscore *= slope
                 if phase != 1:
                     dscore = tl.where(seen, dscore, 0.0)  # 0·NaN, where a value is no number
-                dk = tl.dot(tl.trans(dscore.to(q.dtype)), q, dk, input_precision=PRECISION)
+                dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk *= scale
     dk_at = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + slot64[:, None] * stride_dkn + d[None, :]

@@ -297,7 +297,9 @@ def forward_launch(
     kv_heads, keys, value_dim = value.shape[1:]
     query, key, value = (unit_stride(x) for x in (query, key, value))
     beta = beta.to(torch.float32).expand(batch, heads, queries)
-    tile = tile or forward_tile(block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device))
+    shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
+    busy = softcap is not None or dropout_p > 0.0 or visibility.mask_kind == BIAS.value
+    tile = tile or forward_tile(*shape, busy=busy)
     table = key_ranges(visibility, queries, tile.m)
     rows = query.new_empty((batch, heads, queries), dtype=torch.float32)
     result = Forward(

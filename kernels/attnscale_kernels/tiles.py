@@ -16,37 +16,51 @@ class Tile(NamedTuple):
     stages: int
 
 
-def forward_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
-    """For the forward, with head dimensions as padded and bytes of an element."""
+def forward_tile(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False) -> Tile:
+    """For the forward, with head dimensions as padded and bytes of an element.
+
+    `busy`: much is computed for each score (softcap, dropout, a bias), which takes registers. The tiles are the largest
+    that spill nothing, by the table of attnscale/bench/static. Products of fp32 are unrolled in full where no matrix
+    unit makes them, so that tiles have to be small.
+    """
     widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
     if size == 4:
-        return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
-    if resources.warp_size == 64:
+        if amd:
+            return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
         return Tile(128, 64, 8, 3)
     if widest <= 128:
-        return Tile(128, 64 if resources.shared_memory > 200_000 else 32, 8, 3)
-    return Tile(64, 32, 8, 2)
+        return Tile(128, 64 if resources.shared_memory > 200_000 and not busy else 32, 8, 3)
+    return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
 
 
 def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
     """For the gradient of queries: like the forward, with one product more."""
     widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
     if size == 4:
-        return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        if amd:
+            return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd:
+        return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
-        return Tile(128, 64, 8, 2) if resources.warp_size == 32 else Tile(64, 64, 4, 1)
+        return Tile(128, 64, 8, 2)
     return Tile(128, 32, 8, 2) if widest <= 128 else Tile(64, 32, 8, 1)
 
 
 def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
     """For the gradients of keys and values, which hold two accumulators; m is the rows of a step."""
     widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
     if size == 4:
-        return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
-    if widest <= 64:
-        return Tile(64, 128, 8, 2) if resources.warp_size == 32 else Tile(32, 64, 4, 1)
+        return Tile(32, 16, 4 if amd else 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd:
+        return Tile(32, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     return Tile(32, 128, 8, 2) if widest <= 128 else Tile(32, 64, 8, 1)
 
 

@@ -45,7 +45,11 @@ def versions() -> dict[str, str]:
     """Of what decides about the result: triton (with its LLVM) and the two assemblers that it brings."""
     import triton
 
-    return {"triton": str(triton.__version__), "ptxas": _version("ptxas"), "ptxas_blackwell": _version("ptxas_blackwell")}
+    return {
+        "triton": str(triton.__version__),
+        "ptxas": _version("ptxas"),
+        "ptxas_blackwell": _version("ptxas_blackwell"),
+    }
 
 
 def gcn_usage(text: str) -> tuple[int, int]:
@@ -57,7 +61,7 @@ def gcn_usage(text: str) -> tuple[int, int]:
 
 
 def cubin_usage(text: str) -> tuple[int, int]:
-    """Registers and bytes spilled, from what `cuobjdump -res-usage` says. Kernels of triton use the stack for nothing else."""
+    """Registers and bytes spilled, as `cuobjdump -res-usage` says: kernels of triton use the stack for nothing else."""
     return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
 
 

@@ -20,6 +20,7 @@ class Counts(NamedTuple):
     alu: int = 0  # integers, comparisons, selections, maxima, conversions, moves
     shared: int = 0  # to and from shared memory
     memory: int = 0  # to and from global memory, asynchronous copies included
+    local: int = 0  # to and from where registers are spilled
     shuffle: int = 0  # between lanes
     other: int = 0  # control, barriers, what a uniform or scalar unit does
     total: int = 0
@@ -32,12 +33,14 @@ _SASS_KINDS = {
     "fp32": ("FFMA", "FMUL", "FADD", "FFMA32I", "HFMA2", "HMUL2", "HADD2"),
     "fp32_pairs": ("FFMA2", "FMUL2", "FADD2"),
     "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
-    "memory": ("LDG", "STG", "LDGSTS", "LDL", "STL", "UTMALDG", "UTMASTG", "RED", "ATOMG", "LD", "ST"),
+    "memory": ("LDG", "STG", "LDGSTS", "UTMALDG", "UTMASTG", "RED", "ATOMG", "LD", "ST"),
+    "local": ("LDL", "STL"),
     "shuffle": ("SHFL",),
     "alu": (
-        "IADD3", "IADD", "IMAD", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3", "IMNMX", "LEA", "LOP3", "SHF", "SEL", "ISETP", "PLOP3",
-        "PRMT", "MOV", "FMNMX", "FMNMX3", "FSETP", "FSEL", "F2FP", "F2F", "I2F", "I2FP", "F2I", "IABS", "SGXT", "CS2R",
-        "FSET", "P2R", "R2P", "BREV", "POPC", "FLO", "FCHK", "IDP", "HSETP2", "HMNMX2", "VOTE", "S2R",
+        "IADD3", "IADD", "IMAD", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3", "IMNMX", "LEA", "LOP3", "SHF", "SEL",
+        "ISETP", "PLOP3", "PRMT", "MOV", "FMNMX", "FMNMX3", "FSETP", "FSEL", "F2FP", "F2F", "I2F", "I2FP",
+        "F2I", "IABS", "SGXT", "CS2R", "FSET", "P2R", "R2P", "BREV", "POPC", "FLO", "FCHK", "IDP",
+        "HSETP2", "HMNMX2", "VOTE", "S2R",
     ),
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _SASS_KINDS.items() for name in names}
@@ -104,7 +107,9 @@ def _classify_gcn(opcode: str) -> str:
         return "fp32"
     if opcode.startswith("ds_"):
         return "shared"
-    if opcode.startswith(("buffer_", "global_", "flat_", "scratch_")):
+    if opcode.startswith("scratch_"):
+        return "local"
+    if opcode.startswith(("buffer_", "global_", "flat_")):
         return "memory"
     return "alu" if opcode.startswith("v_") else "other"
 

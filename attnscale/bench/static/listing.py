@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<predicate>@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Za-z0-9_.]*)(?P<rest>[^;]*);")
+_SASS = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<predicate>@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Za-z0-9_.]*)(?P<rest>[^;]*);"
+)
 _SASS_LABEL = re.compile(r"^\s*(\.L_x_\w+):")
 _SASS_TARGET = re.compile(r"\(?(\.L_x_\w+)\)?")
 _GCN = re.compile(r"^\s+(?P<opcode>[a-z][a-z0-9]*_[a-z0-9_]+)(?P<rest>[^;]*)")
@@ -90,7 +92,7 @@ def loops(blocks: list[Block]) -> list[Loop]:
 
 
 def innermost(found: Iterable[Loop]) -> list[Loop]:
-    """The loops that hold no other; a wait for a barrier, which is a loop of a few instructions, is not held against them."""
+    """The loops that hold no other, but for waits for a barrier, which are loops of a few instructions."""
     kept = [loop for loop in found if len(loop.instructions) > 16]
     return [loop for loop in kept if not any(other.blocks < loop.blocks for other in kept)]
 

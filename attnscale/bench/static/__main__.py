@@ -1,0 +1,30 @@
+"""Compile the kernels and say where they got worse than the table, or write it: `python -m attnscale.bench.static`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from attnscale.bench.static.building import build_table, jobs
+from attnscale.bench.static.table import FILE, differences, read_table, write_table
+
+
+def main() -> int:
+    """The exit code is 1 where a kernel got worse than the table says."""
+    parser = argparse.ArgumentParser(prog="python -m attnscale.bench.static", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
+    parser.add_argument("--everywhere", action="store_true", help="each variant for each target, not for one in turn")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    options = parser.parse_args()
+    found = build_table(jobs(all_targets=options.everywhere), options.workers)
+    if options.write:
+        write_table(found)
+        return 0
+    known = {row.key: row for row in read_table().rows}
+    worse = [f"{row.key}: {what}" for row in found.rows for what in differences(known.get(row.key, row), row)]
+    sys.stdout.write("\n".join([*worse, f"{len(found.rows)} kernels, {len(worse)} differences", ""]))
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
