@@ -230,7 +230,8 @@ def softmax_forward_kernel(
     tl.store(lse_ptr + row_at, tl.where(something, top + ln_total, -float("inf")), mask=exists)
     tl.store(top_ptr + row_at, tl.where(something, top, -float("inf")), mask=exists)
     tl.store(w_max_ptr + row_at, share, mask=exists)
-    tl.store(entropy_ptr + row_at, tl.where((entropy < 0) | ~something, 0.0, entropy), mask=exists)
+    # Neither part is negative, but for a log2 that is approximate near 1.
+    tl.store(entropy_ptr + row_at, tl.where(entropy < 0, 0.0, entropy), mask=exists)
     if THRESHOLDS:
         column = tl.arange(0, BLOCK_T)[None, :]
         counts_at = counts_ptr + row_at[:, None] * THRESHOLDS + column

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,12 @@ from oracle import assert_within_budget
 from torch import Tensor
 
 from attnscale_kernels import ops_softmax
-from attnscale_kernels import softmax as kernels
 from attnscale_kernels.launch import GFX_942, SM_80
 from attnscale_kernels.ops_softmax import softmax
 from attnscale_kernels.softmax import RowSoftmax, SoftmaxGradient, softmax_tile
 from attnscale_kernels.tiles import Tile
+
+kernels = importlib.import_module("attnscale_kernels.softmax")  # the module, not the function of that name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 63, 64, 65, 129, 257)
@@ -210,6 +212,10 @@ def test_a_block_holds_rows_up_to_its_limit() -> None:
             assert 1 <= chosen.warps * resources.warp_size <= 1024
             assert chosen.m * chosen.n <= 8192
             assert chosen.m <= max(1, 2 * queries)
+    for keys in (64, 8192, 8193):
+        scores = torch.empty(2, keys)
+        launch, _ = kernels.softmax_forward_launch(scores, torch.tensor(1.0), mask=None, bias=None, thresholds=None)
+        assert launch.constants["LONG"] == (keys > 8192)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 5), (2, 0, 5), (0, 4)], ids=str)
@@ -378,6 +384,17 @@ def test_statistics_have_no_gradient_and_weights_the_dtype_of_scores() -> None:
     assert found.weights.dtype == torch.float16
     assert found.weights.requires_grad
     assert not any(x.requires_grad for x in found[1:] if x is not None)
+    weights, *statistics = ops_softmax.softmax_op(scores, torch.tensor(1.0), None, None, None)
+    assert [x.requires_grad for x in (weights, *statistics)] == [True] + 5 * [False]
+
+
+def test_the_gradient_of_a_wide_bias_does_not_vanish_in_half_precision() -> None:
+    """Each term is below the smallest fp16, their sum is not."""
+    scores, bias = normal(64, 20, dtype=torch.float16), torch.zeros(20, requires_grad=True)
+    upstream = (normal(20, seed=1) * 5e-7).half().expand(64, 20)
+    (found,) = torch.autograd.grad(softmax(scores, bias=bias).weights, bias, upstream)
+    true = by_torch(scores, torch.tensor(1.0), None, bias.expand(64, 20), upstream, torch.float64)["dbias"].sum(0)
+    torch.testing.assert_close(found.double(), true, rtol=0, atol=1e-2 * float(true.abs().max()))
 
 
 def test_only_the_gradient_of_beta_keeps_the_scores() -> None:
@@ -426,9 +443,13 @@ def test_in_place_can_be_trained_through(dtype: torch.dtype, tile: Tile | None) 
     leaf, bias = normal(2, 3, 70, dtype=dtype).requires_grad_(), normal(3, 70, seed=1).requires_grad_()
     beta = torch.tensor([1.5, -2.0, 0.8], requires_grad=True)
     mask, upstream = random_mask(70), normal(2, 3, 70, dtype=dtype, seed=2)
-    found = softmax(leaf * 1, beta, mask=mask, bias=bias, inplace=True)
+    scores = leaf * 1
+    found = softmax(scores, beta, mask=mask, bias=bias, inplace=True)
+    assert found.weights is scores
+    # The history of the tensor itself has changed, as after any operation in place.
+    assert torch.equal(*(torch.autograd.grad(x, leaf, upstream, retain_graph=True)[0] for x in (scores, found.weights)))
     assert not found.lse.requires_grad
-    ds, dbeta, dbias = torch.autograd.grad(found.weights, (leaf, beta, bias), upstream)
+    ds, dbeta, dbias = torch.autograd.grad(scores, (leaf, beta, bias), upstream)
     got = {"weights": found.weights.detach(), "dscores": ds, "dbeta": dbeta, "dbias": dbias}
     assert_as_good_as_torch(got, leaf, beta, mask.expand(2, 3, 70), bias, upstream)
 
