@@ -67,9 +67,9 @@ def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources)
 def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
     """For few rows against many keys: as many rows as there are, and keys in flight, since it waits for memory."""
     widest = max(dim, value_dim)
-    m = min(max(16, 1 << (rows - 1).bit_length()), 64 if size < 4 and widest <= 128 else 16)
+    m = min(max(16, 1 << (rows - 1).bit_length()), 32 if size < 4 and widest <= 128 else 16)
     if size == 4:
-        return Tile(m, 64 if widest <= 64 else 32 if widest <= 128 else 16, 4, 2 if resources.warp_size == 32 else 1)
+        return Tile(m, 32 if widest <= 128 else 16, 4, 2 if resources.warp_size == 32 else 1)
     if resources.warp_size == 64:
         return Tile(m, 64 if widest <= 128 else 32, 4, 1)
     if m > 16:

@@ -140,6 +140,12 @@ def test_every_length_and_number_of_splits(keys, splits):
     check(*inputs(1, 2, 1, 1, keys, 40, 24), Visibility(), splits=splits)
 
 
+def test_more_splits_than_are_merged_at_once():
+    q, k, v, beta = inputs(1, 2, 1, 1, 330, 16, 16)
+    k *= torch.linspace(0.5, 2.0, 330)[:, None]  # so that the maximum is among the last
+    check(q, k, v, beta, Visibility(), splits=21, tile=SMALL)
+
+
 @pytest.mark.parametrize("keys", [1, 65, 257])
 def test_half_precision(keys):
     check(*inputs(1, 3, 1, 1, keys, 64, 64, torch.float16), Visibility(), splits=3)
@@ -447,20 +453,22 @@ def test_operators_pass_opcheck(asked):
     torch.library.opcheck(paged_decode_op, (*paged_inputs(), None, thresholds, None, 0.25, None, asked, 1))
 
 
-def test_operators_compile_into_one_graph():
+def test_operators_compile_into_one_graph_and_pass_everything_on():
     torch.use_deterministic_algorithms(False)
     q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
+    sinks, bias, padding = torch.tensor([0.5, 1.0]), normal(1, 1, 1, 40, seed=8), torch.arange(40)[None] % 7 == 0
+    pages = paged_inputs()[1:5]
+    visibility = Visibility(slot=38, left=30, right=1, padding=padding, mask=bias)
+    options = {"scale": 0.25, "softcap": 2.0, "sinks": sinks, "entropy": True, "thresholds": THRESHOLDS, "splits": 1}
 
-    def both(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *pages: Tensor) -> tuple[Decode, Decode]:
-        visibility = Visibility(slot=39, left=30, right=0)
-        one = decode_attention(q, k, v, beta, visibility, scale=0.25, thresholds=THRESHOLDS, splits=1)
-        return one, paged_decode_attention(q, *pages, beta, scale=0.25, entropy=True, splits=1)
+    def both(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Decode, Decode]:
+        one = decode_attention(q, k, v, beta, visibility, **options)
+        return one, paged_decode_attention(q, *pages, beta, window=20, **options)
 
-    arguments = (q, k, v, beta, *paged_inputs()[1:5])
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")(*arguments)
-    for found, expected in zip(compiled, both(*arguments), strict=True):
-        for x, y in zip(found, expected, strict=True):
-            assert (x is None and y is None) or torch.equal(x, y)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")(q, k, v, beta)
+    expected = decode(q, k, v, beta, visibility, **options), paged_decode(q, *pages, beta, window=20, **options)
+    for found, plain in zip(compiled, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
 
 
 def test_operators_refuse_gradients():
