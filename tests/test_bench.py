@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from torch.nn import functional as F
 import attnscale
 from attnscale.bench import ratio
 from attnscale.bench.cost import AttentionCost, ImportCost, Plan, cases, summarise
+from attnscale.bench.gpt import build_gpt
 from attnscale.bench.memory import peak_bytes
+from attnscale.bench.monitor_cost import MatrixCost, MonitorCost
 from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row, write_rows
 from attnscale.bench.variants import VARIANTS, compiled_per_tile, fused_chain
+from attnscale.diagnostics import Monitor, Record
 from attnscale.errors import ArgumentError
 
 KIB = 1024
@@ -215,6 +219,8 @@ def test_written_rows_can_be_read_by_whoever_may_read_new_files(tmp_path: Path) 
         (row("extra_query_copies", y=1.01), "≤ 1"),
         (row("extra_query_copies", y=1.2), "≤ 1 missed"),
         (row(provider="stats_all_rows", y=2.0), "≤ 2.1"),
+        (dataclasses.replace(row(provider="every_1", y=1.2), kernel="monitor"), "≤ 1.1 missed"),
+        (row("times_cheaper", y=9.0), "≥ 10 missed"),
         (row(provider="gap_adaptive", y=3.6), "≤ 3.5 missed"),
         (row("times_slower", "eager_matrix", y=7.0), "≥ 6"),
         (row("times_slower", "eager_matrix", y=5.0), "≥ 6 missed"),
@@ -285,6 +291,44 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
     assert (time.y, time.low, time.high) == (1.5, 1.25, 1.75)
     # One copy of the query; β is remembered from the warm-up.
     assert (memory.metric, memory.y) == ("extra_query_copies", 1.0)
+
+
+@pytest.mark.parametrize("name", ["every_1", "every_10", "not_this_step"])
+def test_watching_is_measured_against_the_same_training_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+
+    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> ratio.Spread:
+        candidate()
+        baseline()
+        return ratio.Spread(1.5, 1.25, 1.75)
+
+    class Counting(Monitor):
+        def step(self, step: int) -> list[Record]:
+            reports.append(bool(records := super().step(step)))
+            return records
+
+    monkeypatch.setattr("attnscale.bench.monitor_cost.interleaved_ratio", fake_ratio)
+    monkeypatch.setattr("attnscale.bench.monitor_cost.Monitor", Counting)
+    monkeypatch.setattr("attnscale.bench.monitor_cost.build_gpt", lambda: build_gpt(layers=1, width=16))
+    (found,) = MonitorCost(name, 16, rounds=3).measure()
+    assert (found.kernel, found.provider, found.metric, found.y) == ("monitor", name, "time_ratio", 1.5)
+    # The step before those that are measured is always listened to.
+    expected = {"every_1": [True] * 2, "every_10": [True] + [False] * 9 + [True], "not_this_step": [True, False]}
+    assert reports == expected[name]
+
+
+def test_matrices_and_the_monitor_are_compared_by_what_they_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios = iter((3.0, 1.1))
+
+    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> ratio.Spread:
+        candidate()
+        return ratio.Spread(*[next(ratios)] * 3)
+
+    monkeypatch.setattr("attnscale.bench.monitor_cost.interleaved_ratio", fake_ratio)
+    monkeypatch.setattr("attnscale.bench.monitor_cost.build_gpt", lambda: build_gpt(layers=1, width=16))
+    (found,) = MatrixCost(16, rounds=3).measure()
+    assert found.metric == "times_cheaper"
+    assert found.y == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("name", ["flash_twice", "tile_softmax", "tile_exp"])
