@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from attnscale.bench.static.cards import CARDS
 from attnscale.bench.static.roofline import overhead, roofline
 from attnscale.bench.static.table import Row, static_table
+from attnscale.errors import BackendError
 
 HEADER = (
     "kernel", "variant", "dtype", "D", "target", "tile", "warps", "regs", "spills", "shared", "loop", "mma", "ex2",
@@ -21,7 +22,12 @@ ABOUT = (
 
 def static_lines() -> Iterator[tuple[str, ...]]:
     """Cells of the table for each kernel and target."""
-    rows = static_table()
+    try:
+        rows = static_table()
+    except FileNotFoundError as error:
+        raise BackendError(
+            f"{error.filename} is missing: `python -m attnscale.bench.static --write` makes it"
+        ) from error
     for row in rows:
         yield row.family, row.name, row.dtype, str(row.dim or ""), _target(row), *_resources(row), *_model(row, rows)
 
