@@ -219,9 +219,8 @@ def _grouped(alerts: Iterable[Alert]) -> list[list[Alert]]:
     groups: dict[tuple[int, str, str], list[Alert]] = {}
     for alert in reversed(list(alerts)):
         key = (alert.step, alert.layer, alert.kind)
-        if key not in groups and len(groups) == SHOWN_ALERTS:
-            break
-        groups.setdefault(key, []).insert(0, alert)
+        if key in groups or len(groups) < SHOWN_ALERTS:
+            groups.setdefault(key, []).insert(0, alert)
     return list(groups.values())
 
 

@@ -272,7 +272,7 @@ function drawBoth(pairs, mismatch) {
     drawOverSteps(both[index].plot, quantity, series);
   });
   both[3].heading.textContent = "largest difference of a row";
-  const values = mismatch ? overSteps(mismatch, column) : [];
+  const values = run.steps.map((_, step) => mismatch ? at(mismatch, step, column) : NaN);
   drawOverSteps(both[3].plot, "mismatch", [{ label: "mismatch", values, colour: variable("--second") }]);
   let worst = 0, where = -1;
   for (let i = 0; mismatch && i < mismatch.length; i++) if (mismatch[i] > worst) [worst, where] = [mismatch[i], i];
