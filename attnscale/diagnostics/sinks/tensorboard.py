@@ -117,18 +117,20 @@ class TensorBoardSink:
         if self._closed:
             raise ValueError("the sink is closed")
         if self._file is None:
-            self._file = self._open()
-        summary = self._summaries.Summary(value=values)
-        event = self._events.Event(wall_time=time.time(), step=step, summary=summary)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = _WholeWrites(self.folder / _file_name(), "ab")
+            self._add(file_version="brain.Event:2")
+        self._add(step=step, summary=self._summaries.Summary(value=values))
+
+    def _add(self, **content: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), **content)
         self._records.RecordWriter(self._file).write(event.SerializeToString())
 
-    def _open(self) -> _WholeWrites:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        parts = (f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(_NUMBERS), "attnscale")
-        file = _WholeWrites(self.folder / ".".join(map(str, ("events.out.tfevents", *parts))), "ab")
-        first = self._events.Event(wall_time=time.time(), file_version="brain.Event:2")
-        self._records.RecordWriter(file).write(first.SerializeToString())
-        return file
+
+def _file_name() -> str:
+    """As tensorboard wants it: when, where and by whom."""
+    parts = (f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(_NUMBERS), "attnscale")
+    return ".".join(map(str, ("events.out.tfevents", *parts)))
 
 
 class _WholeWrites(FileIO):

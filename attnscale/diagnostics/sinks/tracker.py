@@ -42,7 +42,7 @@ class TrackerSink:
         self.full = full
         self._start = start
         self._defined = False
-        self._open_row: object = None  # W&B's count of steps when we last added to a row
+        self._open_row: int | None = None  # the row of W&B that holds our last report
 
     def log(self, records: Sequence[Record], step: int) -> None:
         values = flatten(records) if self.full else compact(records, heads=self.heads)
@@ -54,11 +54,14 @@ class TrackerSink:
             run.define_metric(STEP)
             run.define_metric(f"{PREFIX}/*", step_metric=STEP)
             self._defined = True
-        row = getattr(run, "step", None)
-        if row is not None and row == self._open_row:
+        row = _row_of(run)
+        if row is None:
+            run.log({STEP: step, **values})
+            return
+        if row == self._open_row:
             run.log({}, commit=True)  # nobody has closed the row with our last report: this one would replace it
         run.log({STEP: step, **values}, commit=False)
-        self._open_row = getattr(run, "step", None)
+        self._open_row = _row_of(run)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
         run = self._started()
@@ -89,3 +92,11 @@ class TrackerSink:
                 active = getattr(self._module, "run", None)  # in trackio a module of that name
                 self._run = active if callable(getattr(active, "log", None)) else self._module
         return self._run
+
+
+def _row_of(run: Any) -> int | None:
+    """The row that is open; None where there is no such thing, as in a run that several processes share."""
+    try:
+        return int(run.step)
+    except Exception:
+        return None
