@@ -16,7 +16,7 @@ HEADER = (
 ABOUT = (
     "Nothing here was timed. loop: instructions of a warp in one pass of the inner loop; of peak: a model on published "
     "rates, from the matrix units waiting for the other pipes to all of them at once; + statistics: what is added to "
-    "the same kernel without them, in instructions of the loop, and in time at both ends of the model."
+    "the same kernel without them, in instructions of the loop (and in time, at both ends of the model)."
 )
 
 
@@ -51,5 +51,5 @@ def _model(row: Row, rows: list[Row]) -> tuple[str, str, str]:
     cost = ""
     if added is not None:
         times = sorted((added.fastest, added.slowest))
-        cost = f"{added.instructions:+.0%}, time {times[0]:+.0%} … {times[1]:+.0%}"
+        cost = f"{added.instructions:+.0%} ({times[0]:+.0%} … {times[1]:+.0%})"
     return model.bound, f"{least:.0%} … {most:.0%}", cost
