@@ -268,7 +268,6 @@ def gap_bracket_kernel(
 
     counts = tl.zeros([BLOCK_M, 8], tl.int32)
     odd_counts = tl.zeros([BLOCK_M, 8], tl.int32)
-    BEYOND: tl.constexpr = 28.0 if BITS == 4 else 24.0
     for phase in tl.static_range(first_phase(RANGE, UNTOLD), 3):
         if phase == 1:
             low, high = clear_low, clear_high
@@ -290,7 +289,7 @@ def gap_bracket_kernel(
             # The best itself goes to the first bin with the second. From 2 on, the lowest bits of the exponent and the
             # highest of the mantissa are the number of the bin.
             x = tl.maximum((top[:, None] - y) * factor[:, None] - EPSILON, 2.0)
-            x = tl.minimum(x, BEYOND)
+            x = tl.minimum(x, 28.0)  # in the last field, of sixteen or of eight
             shift = (x.to(tl.int32, bitcast=True) >> 19) & (64 - BITS)
             counts, odd_counts = count_fields(one << shift.to(tl.int64), counts, odd_counts, BITS)
 
@@ -560,7 +559,8 @@ def _prepare(
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     query, key = unit_stride(query.detach()), unit_stride(key.detach())
-    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device))
+    biased = visibility.mask_kind == MASK_BIAS
+    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), biased)
     if tile.n > LARGEST_TILE:
         raise ValueError(f"tile={tile!r} is not accepted: expected at most {LARGEST_TILE} keys, which a byte can count")
     arguments = {

@@ -82,10 +82,16 @@ def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
     return max(1, min(2 * multiprocessors // max(programs, 1), tiles // 2, 128))
 
 
-def gap_tile(dim: int, size: int, resources: Resources) -> Tile:
-    """For the two passes of gap counting, which hold no accumulator; a byte counts the keys of a tile: 128 at most."""
+def gap_tile(dim: int, size: int, resources: Resources, biased: bool) -> Tile:
+    """For the two passes of gap counting, which hold no accumulator; a byte counts the keys of a tile: 128 at most.
+
+    A bias is a tile more to hold, which wide heads leave no room for. In fp32, heads wider than 128 spill.
+    """
+    amd = resources.warp_size == 64
     if size == 4:
-        return Tile(64, 32, 4, 1) if dim <= 64 else Tile(32, 32, 4, 1) if dim <= 128 else Tile(16, 16, 4, 1)
-    if resources.warp_size == 64:
+        if amd:
+            return Tile(64, 32, 4, 1) if dim <= 64 else Tile(32, 32, 4, 1) if dim <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if dim <= 64 else Tile(16, 16, 8, 1)
+    if amd:
         return Tile(128, 64, 4, 1) if dim <= 128 else Tile(64, 32, 4, 1)
-    return Tile(128, 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
+    return Tile(128, 32 if biased and dim > 64 else 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
