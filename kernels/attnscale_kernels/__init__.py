@@ -8,19 +8,18 @@ from .availability import why_unavailable
 from .launch import interpreting
 from .visibility import Visibility
 
-# The rest is imported when first asked for, and triton with it.
+# The rest is imported when first asked for, and triton with it: where it is, and its name there. None is called like a
+# module of this package, which Python would put in its place.
 _HOME = {
-    "accumulation_bracket": "ops_gap",
-    "accumulation_lower_bound": "accumulation",
-    "adaptive_attention": "ops_gap",
-    "decode_attention": "ops_decode",
-    "flash_attention": "ops_flash",
-    "flash_backward": "flash_backward",
-    "flash_forward": "flash_forward",
-    "gap_counts": "ops_gap",
-    "merge": "merge",
-    "paged_decode_attention": "ops_decode",
-    "softmax": "ops_softmax",
+    "accumulation_bracket": ("ops_gap", "accumulation_bracket"),
+    "accumulation_lower_bound": ("accumulation", "accumulation_lower_bound"),
+    "adaptive_attention": ("ops_gap", "adaptive_attention"),
+    "decode_attention": ("ops_decode", "decode_attention"),
+    "flash_attention": ("ops_flash", "flash_attention"),
+    "gap_counts": ("ops_gap", "gap_counts"),
+    "merge_parts": ("merge", "merge"),
+    "paged_decode_attention": ("ops_decode", "paged_decode_attention"),
+    "row_softmax": ("ops_softmax", "softmax"),
 }
 
 __all__ = ["Visibility", "interpreting", "why_unavailable", *_HOME]
@@ -29,4 +28,5 @@ __all__ = ["Visibility", "interpreting", "why_unavailable", *_HOME]
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(f".{module}", __name__), attribute)
