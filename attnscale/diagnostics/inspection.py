@@ -49,7 +49,7 @@ class Inspection:
         if not grids:
             raise ArgumentError("records=() is not accepted: expected a model that was called inside the block")
         palette = colours.LinearSegmentedColormap.from_list("attn", [[x / 255 for x in c] for c in COLOURS])
-        palette.set_bad([x / 255 for x in NOTHING])
+        palette = palette.with_extremes(bad=[x / 255 for x in NOTHING])
         columns = min(len(grids), 4)
         lines = -(-len(grids) // columns)
         layers, heads = len(grids[0].layers), len(grids[0].values[0])
@@ -58,7 +58,7 @@ class Inspection:
         axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
         for index, axis in enumerate(axes.flat):
             if index >= len(grids):
-                axis.set_visible(False)
+                axis.remove()
                 continue
             grid = grids[index]
             low, high = grid.scale()
