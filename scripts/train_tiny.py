@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import attnscale
 from attnscale.diagnostics import JsonlSink
 
-VOCABULARY, LENGTH, BATCH = 64, 128, 8
+VOCABULARY, LENGTH, PERIOD, BATCH = 64, 128, 16, 8
 
 
 class Block(nn.Module):
@@ -53,9 +53,8 @@ class TinyGPT(nn.Module):
 
 
 def sequences() -> Tensor:
-    """Random tokens whose second half repeats the first: to predict it, attention must look back."""
-    half = torch.randint(VOCABULARY, (BATCH, LENGTH // 2 + 1))
-    return torch.cat([half, half], dim=1)[:, : LENGTH + 1]
+    """Random tokens that come again and again: to predict them, attention must look one period back."""
+    return torch.randint(VOCABULARY, (BATCH, PERIOD)).repeat(1, LENGTH // PERIOD + 1)[:, : LENGTH + 1]
 
 
 def main() -> None:

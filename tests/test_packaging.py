@@ -75,6 +75,12 @@ def test_the_wheel_holds_every_module_there_is(files: set[str]) -> None:
         assert modules == {name for name in files if name.startswith(f"{package}/") and name.endswith(".py")}
 
 
+def test_the_wheel_holds_what_the_page_of_a_report_is_made_of(files: set[str]) -> None:
+    parts = {path.name for path in (ROOT / "attnscale" / "report" / "assets").iterdir()}
+    assert parts == {Path(name).name for name in files if name.startswith("attnscale/report/assets/")}
+    assert {"page.html", "page.css", "app.js"} <= parts
+
+
 def test_both_packages_are_typed(files: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= files
 

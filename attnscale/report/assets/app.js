@@ -21,7 +21,7 @@ const state = {
   theme: "auto",
   table: "",
 };
-let alertsShown = PAGE;
+let alertsShown = PAGE, alertsDrawn = "";
 
 const maps = {
   heads: new HeatMap(by("heads"), "layer by head"),
@@ -339,6 +339,9 @@ function drawTable(values) {
 }
 
 function drawAlerts() {
+  const wanted = `${state.kind} ${alertsShown}`;
+  if (wanted === alertsDrawn) return; // moving through steps does not change them
+  alertsDrawn = wanted;
   const chosen = run.alerts.filter(({ kind }) => !state.kind || kind === state.kind), body = by("alerts").tBodies[0];
   const left = run.groupCount - run.alerts.length;
   by("hint-alerts").textContent = run.alertCount
