@@ -98,7 +98,6 @@ def _describe(plane: Encoded) -> dict[str, Any]:
 
 def _alert(group: AlertGroup) -> dict[str, Any]:
     latest = group.latest
-    value = latest.value if math.isfinite(latest.value) else str(latest.value)
     return {
         "kind": latest.kind,
         "layer": latest.layer,
@@ -106,7 +105,12 @@ def _alert(group: AlertGroup) -> dict[str, Any]:
         "count": group.times,
         "first": group.first.step,
         "last": latest.step,
-        "value": value,
-        "limit": latest.limit if math.isfinite(latest.limit) else str(latest.limit),
+        "value": _plain(latest.value),
+        "limit": _plain(latest.limit),
         "message": latest.message,
     }
+
+
+def _plain(value: float) -> float | str:
+    """A number as JSON can hold it; JavaScript reads the words."""
+    return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")

@@ -66,6 +66,7 @@ def records() -> Iterator[Record]:
 ALERTS = (
     Alert("collapsed", 20, EVIL, 2, 0.995, 0.99, "half of the rows give 0.995 to one key"),
     Alert("collapsed", 40, EVIL, 2, 0.996, 0.99, "half of the rows give 0.996 to one key"),
+    Alert("exploding", 40, "blocks.0.x.attn", 1, math.inf, 100.0, "a logit has reached inf"),
     Alert("broken", 40, "blocks.2.x.attn", 1, math.nan, 0.0, "the output holds NaN or infinity, first in row 3", 3),
 )
 
@@ -127,7 +128,7 @@ class Dom(HTMLParser):
                 self.text[name] = self.text.get(name, "") + data
 
     def all(self, tag: str, kind: str = "") -> list[dict[str, str]]:
-        return [found for name, found in self.elements if name == tag and kind in found.get("class", "").split() + [""]]
+        return [found for name, found in self.elements if name == tag and kind in ("", *found.get("class", "").split())]
 
     def by_id(self, name: str) -> dict[str, str]:
         return next(found for _, found in self.elements if found.get("id") == name)
@@ -212,7 +213,7 @@ def test_every_plot_is_drawn_and_says_what_it_shows(page: str, open_page: Open) 
         "title-alerts": "Alerts",
     }
     assert "3 layers, 7 heads, 5 reports from step 0 to 50" in dom.text["about"]
-    assert "3 alerts" in dom.text["about"]
+    assert "4 alerts" in dom.text["about"]
     assert "The largest difference of the run is 0.6125" in dom.text["hint-both"]
     assert f"{EVIL}, head 1, step 40" in dom.text["hint-both"]
     assert all(EVIL in dom.text[place] for place in ("layer", "alerts"))
@@ -220,6 +221,7 @@ def test_every_plot_is_drawn_and_says_what_it_shows(page: str, open_page: Open) 
     assert "limit" in dom.text["alerts"]
     assert "the output holds NaN or infinity, first in row 3" in dom.text["alerts"]
     assert "20 to 40" in dom.text["alerts"]
+    assert "∞" in dom.text["alerts"]
 
 
 ALL_NUMBERS = """
@@ -421,15 +423,20 @@ def test_a_record_less_what_others_have_leaves_gaps_and_shifts_nothing(run_file:
 def test_alerts_are_grouped_by_head_and_kind_and_marked_where_they_were(run_file: Path) -> None:
     run = read_run(run_file)
     assert [(group.times, group.first, group.latest.step) for group in run.groups[:1]] == [(2, ALERTS[0], 40)]
-    assert run.kinds == ["collapsed", "broken"]
+    assert run.kinds == ["collapsed", "exploding", "broken"]
     marked = {(run.steps[s], *run.columns[c]): int(run.alerting[s, c]) for s, c in run.alerting.nonzero().tolist()}
-    assert marked == {(20, EVIL, 2): 1, (40, EVIL, 2): 1, (40, "blocks.2.x.attn", 1): 2}
+    assert marked == {
+        (20, EVIL, 2): 1,
+        (40, EVIL, 2): 1,
+        (40, "blocks.0.x.attn", 1): 2,
+        (40, "blocks.2.x.attn", 1): 4,
+    }
 
 
 def test_thinning_keeps_the_ends_and_every_alert(run_file: Path) -> None:
     run = read_run(run_file).thinned(2)
     assert run.steps == [0, 50]
-    assert run.alerting.tolist() == [[0, 0, 0, 0, 1, 0, 2], [0] * 7]
+    assert run.alerting.tolist() == [[0, 2, 0, 0, 1, 0, 4], [0] * 7]
 
 
 def test_what_does_not_fit_loses_detail_first_and_steps_last(run_file: Path) -> None:
