@@ -619,7 +619,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment |= {"NO_COLOR": "1", "COLUMNS": "150", "PYTHONIOENCODING": "utf-8"}
     environment["PYTHONPATH"] = os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "attnscale", *arguments]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=cwd, timeout=300)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=cwd, timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class Problem:
 
     def shrunk(self, keys: int) -> Problem:
         """The same at another length, for checking numbers; where a sequence has one row, there are more of them."""
-        return replace(self, batch=2 if self.causal else 8, queries=keys if self.causal else self.queries, keys=keys)
+        return replace(self, batch=2 if self.causal else 4, queries=keys if self.causal else self.queries, keys=keys)
 
     def inputs(self, *, backward: bool) -> Inputs:
         """Random tensors, always the same."""
