@@ -69,7 +69,8 @@ def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resou
     widest = max(dim, value_dim)
     m = min(max(16, 1 << (rows - 1).bit_length()), 32 if size < 4 and widest <= 128 else 16)
     if size == 4:
-        return Tile(m, 32 if widest <= 128 else 16, 4, 2 if resources.warp_size == 32 else 1)
+        amd = resources.warp_size == 64
+        return Tile(m, 32, 4, 1 if amd else 2) if widest <= 64 else Tile(m, 16, 4 if amd or widest <= 128 else 8, 1)
     if resources.warp_size == 64:
         return Tile(m, 64 if widest <= 128 else 32, 4, 1)
     if m > 16:
