@@ -1,8 +1,9 @@
 """Train a tiny GPT under a monitor, to see in a minute or two what a temperature law does to its attention.
 
-python scripts/train_tiny.py                          # (ln n)² collapses: runs/tiny/log_squared.jsonl
-python scripts/train_tiny.py --policy log --gamma 0.2 # and a law that does not
-attnscale report runs/tiny/log_squared.jsonl
+python scripts/train_tiny.py                           # (ln n)²: all weight on one key, the loss stays near 3.9
+python scripts/train_tiny.py --policy log --gamma 0.2  # 0.2·ln n: one layer learns to look back, the loss goes to 0.5
+attnscale watch runs/tiny/log_squared.jsonl            # while it trains, in another terminal
+attnscale report runs/tiny/log_squared.jsonl           # the page in .github/assets/report.png
 """
 
 from __future__ import annotations

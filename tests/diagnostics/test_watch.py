@@ -282,7 +282,10 @@ def test_the_live_view_follows_until_interrupted(path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(time, "sleep", sleep)
     console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True, color_system=None)
-    show(path, console)
+    try:
+        show(path, console)
+    except KeyboardInterrupt:
+        pytest.fail("Ctrl-C came through")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.index("step 111") < text.index("step 222")
     assert "step 222" in text[text.rindex("\x1b[?1049l") :]  # the last state stays when the screen is given back

@@ -210,7 +210,7 @@ function drawLayerSteps(map, name, text, numbers, bits) {
 }
 
 function drawSteps({ values, bits }) {
-  by("hint-steps").textContent = `${sentence(nameOf(state.quantity))}, mean over the heads of a layer, through the whole run: where and when it begins.`;
+  by("hint-steps").textContent = `${sentence(nameOf(state.quantity))}, mean over heads: where and when it begins.`;
   drawLayerSteps(maps.steps, state.quantity.name, state.quantity.label, perLayer(values, mean), bits);
 }
 
