@@ -273,6 +273,7 @@ RULES: dict[str, Callable[..., Seen]] = {
     "bias_in_half": _biased("both", dtype=torch.float16),
     "bias_that_hides": _biased("both", -math.inf),
     "bias_that_hides_by_a_number": _biased("head", torch.finfo(torch.float32).min),
+    "bias_that_hides_by_ten_thousand": _biased("both", -1e4),
     "causal_with_mask": _combined(_moving(None, 0), _chosen("head")),
     "window_with_padding_and_bias": _combined(_moving(30, 2), _padded("left", None), _biased("head", -1e9)),
     "documents_with_padding": _combined(_bounded("causal"), _padded("left", None)),

@@ -111,6 +111,7 @@ def test_nothing_to_do_is_no_error(queries, keys, sees):
     Case(sees="causal", queries=129, keys=65, beta="negative"),
     Case(sees="window_behind_the_keys", queries=65, keys=65, dtype=FP16),
     Case(sees="bias_that_hides", queries=65, keys=2),
+    Case(sees="bias_that_hides_by_ten_thousand", queries=65, keys=2, heads=1),
 )
 def test_rows_that_see_nothing_have_no_gradient(case):
     x = inputs_of(case)
