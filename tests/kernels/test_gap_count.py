@@ -281,6 +281,18 @@ def test_products_that_are_fused_into_sums_keep_the_bracket():
         assert_right(x)
 
 
+@pytest.mark.parametrize("scale", [2.0**-6, 2.0**6])
+def test_rows_that_see_nothing_have_nothing_at_any_scale(scale):
+    q = torch.ones(1, 1, 5, 16)
+    visibility = Visibility(slot=-3, right=0)  # the first three rows come before the first key
+    found = gap_bracket(q, q, visibility, scale=scale, tile=TILE)
+    assert found.top[0, 0].tolist() == [-math.inf] * 3 + [16 * scale] * 2
+    assert found.second_gap[0, 0].tolist() == [math.inf] * 4 + [0.0]
+    assert found.upper[0, 0].tolist() == [0.0] * 4 + [math.inf]
+    counts = gap_count(q, q, visibility, (0.0, math.inf), scale=scale, tile=TILE)
+    assert counts[0, 0].tolist() == [[0, 0]] * 3 + [[1, 1], [2, 2]]
+
+
 # Ties, near ties, and numbers that are none.
 
 
