@@ -14,7 +14,7 @@ import attnscale
 import attnscale_kernels
 
 ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attnscale_kernels)]
-LOGGING = ("tensorboard", "wandb", "trackio", "mlflow", "pandas")
+LOGGING = ("tensorboard", "wandb", "trackio", "mlflow")  # not pandas: torch asks where it is, which Block forbids
 OPTIONAL = ("triton", "transformers", "yaml", "rich", "matplotlib", "accelerate", *LOGGING)
 BLOCK = """
 import sys

@@ -99,7 +99,7 @@ class TensorBoardSink:
         if not finite:
             return ()
         low, high = min(finite), max(finite)
-        # numpy refuses to cut a range that is hardly wider than a rounding.
+        # Bins must have a width, also where all heads are alike but for a rounding.
         pad = max(abs(low), abs(high), 1e-30) * 1e-6 if high - low <= 1e-6 * max(abs(low), abs(high)) else 0.0
         edges = self._numpy.linspace(low - pad, high + pad, BINS + 1)
         found: Sequence[Any] = self._summary.histogram(
