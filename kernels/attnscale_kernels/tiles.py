@@ -19,9 +19,9 @@ class Tile(NamedTuple):
 def forward_tile(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False) -> Tile:
     """For the forward, with head dimensions as padded and bytes of an element.
 
-    `busy`: much is computed for each score (softcap, dropout, a bias), which takes registers. The tiles are the largest
-    that spill nothing, by the table of attnscale/bench/static. Products of fp32 are unrolled in full where no matrix
-    unit makes them, so that tiles have to be small.
+    `busy`: registers are taken by what is computed for each score (softcap, dropout, a bias) or by masks of a padded
+    head dimension. The tiles are the largest that spill nothing, by the table of attnscale/bench/static. Products of
+    fp32 are unrolled in full where no matrix unit makes them, so that tiles have to be small.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -36,6 +36,14 @@ def forward_tile(dim: int, value_dim: int, size: int, resources: Resources, *, b
     if widest <= 128:
         return Tile(128, 64 if resources.shared_memory > 200_000 and not busy else 32, 8, 3)
     return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
+
+
+def parts_of_sums(value_dim: int, resources: Resources) -> int:
+    """Parts that the sums of a row are kept in where there are statistics; see sum_in_parts of device.py.
+
+    At 128 dimensions 8 parts would take 425 → 413 instructions on sm_90, but 436 → 482 and a spill on sm_100.
+    """
+    return 8 if value_dim <= 64 or resources.warp_size == 64 else 1
 
 
 def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
