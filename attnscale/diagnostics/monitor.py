@@ -36,8 +36,9 @@ class Monitor:
     one record per layer and head to the sinks. Call `step` once after each optimizer step. It never breaks a run: a
     sink that fails is dropped with a warning, and nothing it does changes a number of the training.
 
-    `alerts` are `Thresholds`, a YAML file of them, or None; each `Alert` goes to `on_alert` and to the sinks that take
-    them. `dump` is a folder for the query and key rows of a head that raised one.
+    `alerts` are `Thresholds`, a YAML file of them, or None. An `Alert` is raised when a head crosses a limit, and not
+    again until it has been back; it goes to `on_alert` and to the sinks that take them. `dump` is a folder for the
+    query and key rows of a head that raised one.
 
     >>> from attnscale import ScaledDotProductAttention
     >>> attention = ScaledDotProductAttention("log")
@@ -72,6 +73,7 @@ class Monitor:
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         self._sinks = list(sinks)
+        self._lasting: set[tuple[str, str, int]] = set()
         found = find_attention(model)
         self.layers = {path: LayerListener(path, rows, capture=dump is not None) for path in found}
         if any(module.tap is not None for module in found.values()):
@@ -125,13 +127,19 @@ class Monitor:
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Fill in the records and alerts of a step, and hand them on."""
         records += self._records(step)
-        alerts += [] if self.limits is None else find_alerts(records, self.limits)
+        alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():
             self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
         if is_writer() and records:
             self._to_sinks(records, alerts, step)
             for alert in alerts:
                 log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
+
+    def _new_alerts(self, records: list[Record]) -> list[Alert]:
+        """What has begun since the last report; an alert comes again once its cause has gone and is back."""
+        found = [] if self.limits is None else find_alerts(records, self.limits)
+        lasting, self._lasting = self._lasting, {(alert.kind, alert.layer, alert.head) for alert in found}
+        return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in lasting]
 
     def _records(self, step: int) -> list[Record]:
         """All layers in one tensor, all processes in one collective."""
