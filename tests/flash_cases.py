@@ -174,13 +174,16 @@ def _padded(side: str, right: int | None) -> Callable[..., Seen]:
 
 
 def _bounded(kind: str) -> Callable[..., Seen]:
-    """Intervals from tensors: packed documents, causal inside; documents seen whole; any intervals in any order."""
+    """Intervals from tensors: packed documents, causal inside; whole; any intervals; a share of the keys each."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         own, other = _places(queries, keys)
         if kind == "any":
             ends = torch.randint(0, keys + 1, (2, batch, queries), generator=generator).sort(0).values
             start, stop = ends[0], ends[1]
+        elif kind == "shares":
+            borders = torch.arange(batch + 1) * keys // batch
+            start, stop = (border[:, None].expand(-1, queries) for border in (borders[:-1], borders[1:]))
         else:
             borders = torch.tensor([0, 1, keys // 3, keys // 2 + 1, keys]).clamp(max=keys)
             document = torch.searchsorted(borders, own.flatten().clamp(min=0), right=True).clamp(max=4)
@@ -265,6 +268,7 @@ RULES: dict[str, Callable[..., Seen]] = {
     "documents": _bounded("causal"),
     "whole_documents": _bounded("whole"),
     "any_intervals": _bounded("any"),
+    "a_share_for_each_sequence": _bounded("shares"),
     "mask_per_batch": _chosen("batch"),
     "mask_per_head": _chosen("head"),
     "mask_per_batch_and_head": _chosen("both"),

@@ -153,6 +153,7 @@ def test_any_head_dimension_will_do(case):
     ),
     Case(batch=2, heads=4, kv_heads=2, dropout_p=0.3, sinks=True, sees="any_intervals"),
     Case(batch=2, heads=4, kv_heads=2, sees="bias_in_half", dtype=FP16),
+    Case(batch=2, sees="a_share_for_each_sequence", keys=129),
 )
 def test_a_head_of_keys_gathers_from_its_query_heads(case):
     assert_backward(inputs_of(case))
