@@ -112,4 +112,5 @@ def _decode(stage: str, index: int, dim: int, *extras: str) -> Variant:
             query, key, key, beta, last, scale=SCALE, softcap=None, sinks=None, entropy=entropy, thresholds=thresholds
         )[0][index]
 
-    return Variant(f"decode {stage}", ", ".join(extras) or "plain", "bf16", dim, 2 if stage == "split" else 0, build)
+    products = {"split": 2, "merge": 0, "count": 1}[stage]
+    return Variant(f"decode {stage}", ", ".join(extras) or "plain", "bf16", dim, products, build)
