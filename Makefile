@@ -7,10 +7,10 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint types bench figures format wheel clean
+.PHONY: help setup demo test lint types bench resources figures format wheel clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## create .venv with everything that development needs
 
@@ -41,6 +41,9 @@ types: $(INSTALLED)  ## mypy, strict
 
 bench: $(INSTALLED)  ## measure on this machine and write the table
 	$(PY) -m attnscale bench --output .github/assets/bench_cpu.csv
+
+resources: $(INSTALLED)  ## compile every kernel for every target and write the table
+	$(PY) -m attnscale.bench.static --write
 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_temperature.py
