@@ -130,14 +130,15 @@ def test_without_the_folder_the_built_in_sizes_serve(tmp_path: Path, monkeypatch
 
 
 def test_tokens_of_a_batch_are_the_same_at_every_length() -> None:
-    profile = Profile(lengths=(1024, 256), tokens=4096, decode_lengths=(512,), decode_tokens=2048, heads=8, kv_heads=4)
+    sizes = {"lengths": (1024, 256), "tokens": 4096, "decode_lengths": (512,), "decode_tokens": 2048}
+    profile = replace(Profile(), **sizes, heads=8, kv_heads=4, decode_kv_heads=2)
     attention = Group("attention", "forward", torch.bfloat16, 64).problems(profile, CPU)
     assert [(p.batch, p.queries, p.keys, p.heads, p.kv_heads) for p in attention] == [
         (16, 256, 256, 8, 4),
         (4, 1024, 1024, 8, 4),
     ]
     (decode,) = Group("decode", "forward", torch.bfloat16, 64).problems(profile, CPU)
-    assert (decode.batch, decode.queries, decode.keys, decode.kv_heads) == (4, 1, 512, 4)
+    assert (decode.batch, decode.queries, decode.keys, decode.kv_heads) == (4, 1, 512, 2)
 
 
 def test_a_profile_measures_every_suite_in_every_mode() -> None:
@@ -218,7 +219,10 @@ def test_the_script_is_the_command(
 
 
 @pytest.mark.parametrize("option", [["--dry-run"], ["--static"], ["--plots", "there"]])
-def test_options_of_the_gpu_are_refused_on_the_cpu(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_the_gpu_are_refused_on_the_cpu(
+    option: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnscale.bench.cost.cases", lambda plan: pytest.fail("nothing should be measured"))
     assert main(["bench", *option]) == 2
     assert f"{option[0].strip('-').replace('-', '_')}=" in capsys.readouterr().err
 

@@ -63,3 +63,9 @@ def test_a_table_that_is_not_there_can_be_made(
     message = capsys.readouterr().err
     assert f"BackendError: {tmp_path / 'resources.json'} is missing" in message
     assert "python -m attnscale.bench.static --write" in message
+
+
+def test_the_static_table_is_that_of_the_package() -> None:
+    found = {(line[0], line[4].split()[0]) for line in compiled.static_lines()}
+    assert {"forward", "backward dQ", "backward dK dV"} <= {family for family, _ in found}
+    assert {target for _, target in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}

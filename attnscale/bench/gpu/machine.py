@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,8 +51,6 @@ def this_gpu(config: Path | None) -> tuple[Profile, Machine]:
 def the_interpreter(config: Path | None) -> tuple[Profile, Machine]:
     """This CPU under triton's interpreter, with a profile made tiny."""
     profile = choose_profile(config, INTERPRETER).tiny()
-    # Tiles reach beyond the rows there are; numpy warns of what the kernels throw away.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     return profile, Machine(torch.device("cpu"), INTERPRETER, HostClock(), None, versions())
 
 
