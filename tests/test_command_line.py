@@ -26,6 +26,7 @@ ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attns
 TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds: [2]\nimports: 2\n"
 TINY += (
     "statistics_lengths: [16]\nstatistics_rounds: [2]\nvariant_lengths: []\neager_lengths: [16]\nmemory_lengths: [16]\n"
+    "monitor_lengths: []\n"
 )
 
 

@@ -34,10 +34,6 @@ def softmax(
     `inplace` writes the weights over the scores and returns them as the same tensor; it can be trained through, as
     backward needs weights and β only. The gradient of β then comes from the logarithm of the weights: as good where
     |β| is not small, and NaN where β = 0 and the row sees several keys.
-
-    >>> scores = torch.tensor([[0.0, 1.0, 3.0]], device="cuda")  # doctest: +SKIP
-    >>> softmax(scores, 2.0, thresholds=(0.0, 2.0)).gap_counts  # doctest: +SKIP
-    tensor([[1, 2]], device='cuda:0')
     """
     _check_scores(scores)
     rows = scores.shape[:-1]
