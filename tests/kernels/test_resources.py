@@ -78,19 +78,18 @@ def test_forward_never_spills(compiled: Table) -> None:
     assert {row.key: row.spills for row in rows if row.spills} == {}
 
 
-# Two accumulators of 128×128 leave ptxas no registers for what it keeps between the loops. With half the keys nothing
-# is spilled, and the model says twice the time; these bytes are touched once a program, and never in the loop.
-BETWEEN_LOOPS = {"sm_80": 128, "sm_90": 96}
+# Two accumulators of 128×128 leave no registers for what is kept between the loops of dK and dV. With half the keys
+# nothing is spilled, and the model says twice the time; these bytes are touched once a program, and never in a loop.
+BETWEEN_LOOPS = {"sm_80": 128, "sm_90": 96, "sm_100": 16, "gfx942": 128}
 
 
-def test_backward_does_not_spill_up_to_128_dimensions(compiled: Table) -> None:
+def test_backward_spills_nothing_in_its_loops_and_next_to_nothing_between_them(compiled: Table) -> None:
     rows = [row for row in rows_of(compiled) if row.family.startswith("backward") and row.dim <= 128]
-    excepted = [row for row in rows if row.family == "backward dK dV" and row.dim > 64 and row.target in BETWEEN_LOOPS]
+    allowed = {row.key: BETWEEN_LOOPS[row.target] if row.family == "backward dK dV" else 0 for row in rows}
 
     assert len({row.family for row in rows}) == 3
     assert {row.key: row.loop.local for row in rows if row.loop.local} == {}
-    assert {row.key: row.spills for row in rows if row.spills and row not in excepted} == {}
-    assert {row.key: row.spills for row in excepted if row.spills > BETWEEN_LOOPS[row.target]} == {}
+    assert {row.key: row.spills for row in rows if row.spills > allowed[row.key]} == {}
 
 
 @pytest.mark.parametrize("target", LIMITS)
