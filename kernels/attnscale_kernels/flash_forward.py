@@ -299,8 +299,12 @@ def forward_launch(
     beta = beta.to(torch.float32).expand(batch, heads, queries)
     resources = resources_of(query.device)
     padded = (block_of(dim), block_of(value_dim)) != (dim, value_dim)
-    busy = padded or softcap is not None or dropout_p > 0.0 or visibility.mask_kind == BIAS.value
-    tile = tile or forward_tile(block_of(dim), block_of(value_dim), query.element_size(), resources, busy=busy)
+    masked = visibility.padding is not None or visibility.mask is not None
+    left_edge = visibility.start is not None or visibility.left is not None
+    busy = padded or masked or softcap is not None or dropout_p > 0.0
+    tile = tile or forward_tile(
+        block_of(dim), block_of(value_dim), query.element_size(), resources, busy=busy, left_edge=left_edge
+    )
     table = key_ranges(visibility, queries, tile.m)
     rows = query.new_empty((batch, heads, queries), dtype=torch.float32)
     result = Forward(

@@ -16,11 +16,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-def forward_tile(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False) -> Tile:
+def forward_tile(
+    dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False, left_edge: bool = False
+) -> Tile:
     """For the forward, with head dimensions as padded and bytes of an element.
 
-    `busy`: registers are taken by what is computed for each score (softcap, dropout, a bias) or by masks of a padded
-    head dimension. The tiles are the largest that spill nothing, by the table of attnscale/bench/static. Products of
+    `busy`: registers are taken by what is computed for each score (softcap, dropout, a bias, any mask) or by a padded
+    head dimension; `left_edge`: by a third loop. Tiles are the largest that spill nothing, by the table of
+    attnscale/bench/static, among those with the fewest cycles for a score in its model. Products of
     fp32 are unrolled in full where no matrix unit makes them, so that tiles have to be small.
     """
     widest = max(dim, value_dim)
@@ -33,8 +36,10 @@ def forward_tile(dim: int, value_dim: int, size: int, resources: Resources, *, b
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
         return Tile(128, 64, 8, 3)
+    if widest <= 128 and resources.shared_memory > 200_000:
+        return Tile(128, 32, 8, 3) if busy else Tile(128, 64, 8, 2 if left_edge else 3)
     if widest <= 128:
-        return Tile(128, 64 if resources.shared_memory > 200_000 and not busy else 32, 8, 3)
+        return Tile(128, 16, 8, 2) if busy else Tile(128, 32, 8, 3)
     return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
 
 
@@ -53,7 +58,7 @@ def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resource
     if size == 4:
         if amd:
             return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
-        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(16, 16, 4, 1)
     if amd:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
