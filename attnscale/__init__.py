@@ -6,6 +6,9 @@
 torch.Size([1, 8, 1024, 64])
 """
 
+import importlib
+from types import ModuleType
+
 from attnscale.attention import (
     attention_weights,
     attention_with_stats,
@@ -49,3 +52,10 @@ __all__ = [
     "scaled_dot_product_attention",
     "visible_keys",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`attnscale.hf` is imported when it is first used: it needs transformers, which nothing else does."""
+    if name == "hf":
+        return importlib.import_module("attnscale.hf")
+    raise AttributeError(f"module 'attnscale' has no attribute {name!r}")

@@ -122,6 +122,8 @@ def _per_row(layout: Layout, visible: Tensor, queries: int) -> Tensor:
         visible = visible.reshape(1, 1, -1)
     elif visible.dim() == 2:
         visible = visible[:, None]
+    if visible.shape[-1] == queries and visible.dim() == 3:
+        return visible  # itself, so that what was made of it can be found again
     try:
         return visible.expand(visible.shape[0], visible.shape[1], queries)
     except RuntimeError:

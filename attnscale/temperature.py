@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnscale.backends.call import AttentionCall
 from attnscale.context import Context
@@ -19,6 +20,8 @@ from attnscale.prepass import adaptive_temperature
 
 _REMEMBERED = 8
 _memory: WeakKeyDictionary[FormulaPolicy, OrderedDict[Hashable, Tensor]] = WeakKeyDictionary()
+_of_one_row: OrderedDict[Hashable, float | None] = OrderedDict()
+_of_given: MutableMapping[Tensor, dict[Hashable, Tensor]] = WeakTensorKeyDictionary()
 
 
 def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
@@ -30,10 +33,11 @@ def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
         return _checked(adaptive_temperature(policy, call), query)
     if not policy.needs_query and not torch.compiler.is_compiling() and context.positions is None:
         n = same_for_every_row(context)
-        if n is not None:
-            beta = policy(n, positions=_host_position(context))
-            if beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu":
-                return float(beta)
+        shared = None if n is None else _temperature_of_one_row(policy, n, _host_position(context))
+        if shared is not None:
+            return shared
+        if isinstance(policy, FormulaPolicy) and context.visible is not None:
+            return _checked(_temperature_of_given(policy, context.visible), query)
     arguments = {"query": query} if policy.needs_query else {}
     return _checked(policy(count_visible(context), positions=find_positions(context), **arguments), query)
 
@@ -46,9 +50,8 @@ def plain_temperature(policy: FormulaPolicy, queries: int, keys: int, device: to
     memory = _memory.get(policy)
     if memory is None:
         memory = _memory[policy] = OrderedDict()
-    # A policy whose fields were changed is another key, and so is a tensor that autograd may not save.
-    fields = map(policy.__dict__.get, policy.__dataclass_fields__)
-    key = (queries, keys, device, torch.is_inference_mode_enabled(), *fields)
+    # A tensor that autograd may not save is another one.
+    key = (queries, keys, device, torch.is_inference_mode_enabled(), *_fields(policy))
     beta = memory.get(key)
     if beta is None:
         context = Context(queries, keys, device, causal=True)
@@ -58,10 +61,44 @@ def plain_temperature(policy: FormulaPolicy, queries: int, keys: int, device: to
     return beta
 
 
-def _host_position(context: Context) -> Tensor | None:
+def _temperature_of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
+    """β as a number, where the host can know it; remembered, since the layers of a decoding step ask for the same."""
+    formula = isinstance(policy, FormulaPolicy)
+    key = (policy.name, n, position, *_fields(policy)) if isinstance(policy, FormulaPolicy) else ()
+    if formula and key in _of_one_row:
+        return _of_one_row[key]
+    beta = policy(n, positions=None if position is None else torch.tensor(position, device="cpu"))
+    known = beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu"
+    shared = float(beta) if known else None
+    if formula:
+        _of_one_row[key] = shared
+        if len(_of_one_row) > _REMEMBERED:
+            _of_one_row.popitem(last=False)
+    return shared
+
+
+def _temperature_of_given(policy: FormulaPolicy, visible: Tensor) -> Tensor:
+    """β of an n that the caller counted, remembered as long as that tensor lives: layers share it."""
+    beta: Tensor
+    if visible.is_inference():  # and so without a version that would tell of changes
+        beta = policy(visible)
+        return beta
+    key: tuple[Hashable, ...] = (policy.name, visible._version, torch.is_inference_mode_enabled(), *_fields(policy))
+    known = _of_given.setdefault(visible, {})
+    if key not in known:
+        known[key] = policy(visible)
+    return known[key]
+
+
+def _fields(policy: FormulaPolicy) -> tuple[Hashable, ...]:
+    """A policy whose fields were changed is another one."""
+    return tuple(map(policy.__dict__.get, policy.__dataclass_fields__))
+
+
+def _host_position(context: Context) -> int | None:
     if not context.causal or not isinstance(context.slot, int) or context.left is None:
         return None
-    return torch.tensor(context.slot, device="cpu")
+    return context.slot
 
 
 def _checked(beta: Tensor, query: Tensor) -> Tensor:

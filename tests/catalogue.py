@@ -39,12 +39,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "sphere": {"head_dim": 64},
     "gap_adaptive": {},
     "entropy_adaptive": {},
+    "per_head": {"num_heads": 4, "heads": {"1-2": "log"}},
 }
 
 LEARNED = ("ssmax", "asentmax")
 ADAPTIVE = ("gap_adaptive", "entropy_adaptive")
-FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED + ADAPTIVE)
-BY_LENGTH = FIXED + LEARNED
+MIXED = ("per_head",)
+FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED + ADAPTIVE + MIXED)
+BY_LENGTH = FIXED + LEARNED + MIXED
 
 
 def build(name: str) -> Policy:

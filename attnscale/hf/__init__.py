@@ -1,4 +1,4 @@
-"""HuggingFace: attnscale in the Trainer. Needs transformers: pip install 'attnscale[hf]'."""
+"""HuggingFace: attnscale in transformers' models and its Trainer. Needs transformers: pip install 'attnscale[hf]'."""
 
 from attnscale.errors import MissingDependencyError
 
@@ -7,6 +7,15 @@ try:
 except ImportError as error:
     raise MissingDependencyError("attnscale.hf needs transformers: pip install 'attnscale[hf]'") from error
 
+from attnscale.diagnostics.discovery import add_finder
 from attnscale.hf.callback import AttnScaleCallback
+from attnscale.hf.checkpoint import load
+from attnscale.hf.interface import register
+from attnscale.hf.patch import Handle, apply
+from attnscale.hf.plan import Plan, read_plan
+from attnscale.hf.sites import find_sites
 
-__all__ = ["AttnScaleCallback"]
+register()
+add_finder(find_sites)
+
+__all__ = ["AttnScaleCallback", "Handle", "Plan", "apply", "load", "read_plan"]

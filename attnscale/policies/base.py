@@ -56,6 +56,7 @@ class LengthPolicy(nn.Module):
 
     name: ClassVar[str]
     needs_query: ClassVar[bool] = False
+    uses_position: ClassVar[bool] = False  # whether `formula` reads the position
 
     peak: float = dataclasses.field(init=False)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject_type
-from attnscale.policies import adaptive, laws, learned, published
+from attnscale.policies import adaptive, laws, learned, per_head, published
 from attnscale.policies.base import LengthPolicy, Policy
 
 POLICIES: dict[str, type[LengthPolicy]] = {
@@ -46,6 +46,7 @@ POLICIES: dict[str, type[LengthPolicy]] = {
         published.Sphere,
         adaptive.GapAdaptive,
         adaptive.EntropyAdaptive,
+        per_head.PerHead,
     )
 }
 

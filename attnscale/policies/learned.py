@@ -27,6 +27,7 @@ class SSMax(LengthPolicy):
     """
 
     name = "ssmax"
+    uses_position = True
     num_heads: int
     reference_length: int = 2048
     init: float | None = None
@@ -77,6 +78,7 @@ class ASEntmax(LengthPolicy):
     """
 
     name = "asentmax"
+    uses_position = True
     needs_query = True
     num_heads: int
     head_dim: int

@@ -91,6 +91,7 @@ class Qwen(FormulaPolicy):
     """Qwen (arXiv:2309.16609): max(1, ln(pos + 1) / ln L), L = 2048 or 8192."""
 
     name = "qwen"
+    uses_position = True
     reference_length: int = 2048
 
     def validate(self) -> None:
@@ -105,6 +106,7 @@ class Swan(FormulaPolicy):
     """SWAN-GPT (arXiv:2504.08719): ln(pos + a) / ln a; the constant is not published, so `a` must be given."""
 
     name = "swan"
+    uses_position = True
     a: int
 
     def validate(self) -> None:
@@ -127,6 +129,7 @@ class Llama4(FormulaPolicy):
     """Llama 4, layers without position embedding: 1 + 0.1·ln(1 + ⌊(pos + 1) / 8192⌋)."""
 
     name = "llama4"
+    uses_position = True
     floor_length: int = 8192
     coefficient: float = 0.1
 
@@ -142,6 +145,7 @@ class Mistral(FormulaPolicy):
     """Ministral 3, Mistral 4: 1 + 0.1·ln(1 + ⌊pos / L0⌋) — without the + 1; L0 = 16384 or 8192."""
 
     name = "mistral"
+    uses_position = True
     floor_length: int = 16384
     coefficient: float = 0.1
 
@@ -157,6 +161,7 @@ class Grok2(FormulaPolicy):
     """Grok-2: 1 up to pos = T, then log₂ pos / log₂ T; T = 1024."""
 
     name = "grok2"
+    uses_position = True
     threshold: int = 1024
 
     def validate(self) -> None:
@@ -171,6 +176,7 @@ class Inkling(FormulaPolicy):
     """Inkling: 1 + 0.1·ln max(1, (pos + 1) / n0), n0 = 128000."""
 
     name = "inkling"
+    uses_position = True
     floor_length: int = 128_000
     coefficient: float = 0.1
 

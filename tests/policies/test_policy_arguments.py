@@ -17,6 +17,8 @@ NONSENSE = {
     "float": [True, "0.5", [0.5], {}, 1j, torch.tensor(0.5), math.nan, math.inf, -math.inf],
     "int": [True, "4", [4], 4.0, 2048.5, torch.tensor(4), math.nan, math.inf, 0, -1, -2048],
     "bool": [0, 1, "yes", 1.0, []],
+    "Any": [True, [4], 1j],
+    "Mapping[str, Any]": [True, "0-1", [4], 1j],
 }
 
 

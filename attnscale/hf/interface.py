@@ -1,0 +1,51 @@
+"""Our entries in the registries of transformers: under our own name, or in place of "sdpa"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attnscale.hf.attention import attention_forward
+from attnscale.hf.sites import has_site
+
+NAME = "attnscale"
+SDPA = "sdpa"
+
+_stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
+_overriding = 0
+
+
+def register() -> None:
+    """Make `attn_implementation="attnscale"` known; the mask too, without which every mask would be None."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def override_sdpa() -> None:
+    """Let "sdpa" ask us where a module has a site of ours; everything else goes to transformers' own."""
+    global _overriding, _stock_sdpa
+    if _overriding == 0:
+        _stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
+        AttentionInterface.register(SDPA, sdpa_or_ours)
+    _overriding += 1
+
+
+def restore_sdpa() -> None:
+    """Undo one `override_sdpa`."""
+    global _overriding
+    _overriding -= 1
+    if _overriding == 0:
+        AttentionInterface.register(SDPA, _stock_sdpa)
+
+
+def sdpa_or_ours(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What stands in for "sdpa" while a model has been applied to with `override=True`."""
+    attend = attention_forward if has_site(module) else _stock_sdpa
+    answer: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, **arguments)
+    return answer

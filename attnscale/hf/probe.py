@@ -1,0 +1,75 @@
+"""A forward of a few tokens that proves which modules really ask for our attention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.errors import ArgumentError
+from attnscale.hf.sites import CHILD
+from attnscale.hf.survey import AttentionLayer, transformers_model
+
+Inputs = Mapping[str, Any]
+
+
+def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
+    """Run a model once and return those of the layers whose site was not called.
+
+    Nothing of the model is changed by it: evaluation mode, no gradients, no cache, random numbers as before.
+    """
+    called: set[int] = set()
+    hooks = [
+        layer.module._modules[CHILD].register_forward_hook(  # type: ignore[union-attr]
+            lambda *_, number=number: called.add(number)
+        )
+        for number, layer in enumerate(layers)
+    ]
+    given = dict(probe_inputs(model)) if inputs is None else dict(inputs)
+    try:
+        with _undisturbed(model):
+            model(**given)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {error!r}. Pass inputs that the "
+            "model takes as probe={...}, or probe=False to go without the proof"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [layer for number, layer in enumerate(layers) if number not in called]
+
+
+def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Four tokens, or what the model offers as dummy inputs where it reads something else than text."""
+    inner = transformers_model(model)
+    device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    inputs: dict[str, Any] = dict(inner.dummy_inputs)
+    if inner.main_input_name == "input_ids":
+        inputs = {"input_ids": tokens}
+    if inner.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = tokens
+    return {
+        name: value.to(device, inner.dtype if value.is_floating_point() else value.dtype)
+        for name, value in inputs.items()
+        if isinstance(value, Tensor)
+    }
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

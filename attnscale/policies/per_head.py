@@ -1,0 +1,81 @@
+"""One policy for some heads, another for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.errors import reject, reject_type
+from attnscale.policies.base import LengthPolicy, check_length
+from attnscale.ranges import read_range
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class PerHead(LengthPolicy):
+    """`default` for all heads but those in `heads`, which maps ranges such as "0-3" to policies of their own.
+
+    Policies are given as names or mappings; one that learns gets as many heads as it has here. Policies that read
+    queries or scores cannot be mixed by head.
+
+    >>> from attnscale import build_policy
+    >>> policy = build_policy("per_head", num_heads=3, heads={"1-2": {"name": "log", "reference_length": 64}})
+    >>> policy(torch.tensor([[64, 4096]]))
+    tensor([[1., 1.],
+            [1., 2.],
+            [1., 2.]])
+    """
+
+    name = "per_head"
+    uses_position = True
+    num_heads: int
+    default: Any = "constant"
+    heads: Mapping[str, Any] = field(default_factory=dict)
+
+    def validate(self) -> None:
+        check_length("num_heads", self.num_heads, least=1)
+        if not isinstance(self.heads, Mapping):
+            reject_type("heads", self.heads, "a mapping of ranges such as '0-3' to policies")
+        if not isinstance(self.default, (str, Mapping)):
+            reject_type("default", self.default, "the name of a policy, or a mapping with its name and parameters")
+        owner: dict[int, str] = {}
+        for given in self.heads:
+            for head in read_range("heads", given):
+                if head >= self.num_heads or head in owner:
+                    reject("heads", given, f"ranges of heads 0-{self.num_heads - 1} that do not overlap")
+                owner[head] = given
+        rest = [head for head in range(self.num_heads) if head not in owner]
+        groups = [(read_range("heads", given), spec) for given, spec in self.heads.items()]
+        groups += [(rest, self.default)] if rest else []
+        self.parts = nn.ModuleList(self._part(spec, len(heads)) for heads, spec in groups)
+        order = [head for heads, _ in groups for head in heads]
+        self._sizes = [len(heads) for heads, _ in groups]
+        self._place = [order.index(head) for head in range(self.num_heads)]
+
+    def _part(self, spec: Any, heads: int) -> LengthPolicy:
+        from attnscale.policies.build import build_policy_for  # which knows this class
+
+        part = build_policy_for(spec, num_heads=heads, head_dim=1)
+        if not isinstance(part, LengthPolicy) or part.needs_query or hasattr(part, "needs_scores"):
+            reject("heads", spec, "policies of length or position; those that read queries or scores act on all heads")
+        return part
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        rows = torch.broadcast_shapes(n.shape, position.shape)[-1:]  # type: ignore[no-untyped-call]
+        parts = []
+        for part, heads in zip(self._policies(), self._sizes, strict=True):
+            beta = part.formula(n, position)
+            beta = beta if beta.dim() > 1 else beta.reshape(1, -1)
+            parts.append(beta.expand(*beta.shape[:-2], heads, *(rows or (1,))))
+        lead = torch.broadcast_shapes(*(beta.shape[:-2] for beta in parts))  # type: ignore[no-untyped-call]
+        parts = [beta.expand(*lead, *beta.shape[-2:]) for beta in parts]
+        return torch.cat(parts, -2)[..., self._place, :]
+
+    def longest_beta(self) -> float:
+        return max(part.peak for part in self._policies())
+
+    def _policies(self) -> list[LengthPolicy]:
+        return [part for part in self.parts if isinstance(part, LengthPolicy)]

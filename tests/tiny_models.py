@@ -1,0 +1,81 @@
+"""Small transformers models with random weights in fp64, and tokens for them."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+TOKENS = torch.randint(1, 64, (2, 11), generator=torch.Generator().manual_seed(5))
+
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # large enough that attention is not flat
+    "pad_token_id": 0,
+}
+
+
+def build(kind, config):
+    """A model of a class with fixed random weights, in fp64 and evaluation mode."""
+    torch.manual_seed(0)
+    return kind(config).double().eval()
+
+
+def llama(**settings):
+    """Two layers, four heads in two groups."""
+    return build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**(_SMALL | settings)))
+
+
+def mistral(**settings):
+    """With a sliding window of five keys."""
+    settings = {"sliding_window": 5, "head_dim": 8} | settings
+    return build(transformers.MistralForCausalLM, transformers.MistralConfig(**(_SMALL | settings)))
+
+
+def t5():
+    """An encoder and a decoder with relative position bias."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=0
+    )
+    return build(transformers.T5ForConditionalGeneration, config)
+
+
+def bloom():
+    """Computes attention itself."""
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    return build(transformers.BloomForCausalLM, config)
+
+
+def deepseek_sparse():
+    """Attends to keys that an indexer picks."""
+    config = transformers.DeepseekV32Config(
+        **_SMALL,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+        moe_intermediate_size=16,
+        index_topk=4,
+        index_n_heads=2,
+        index_head_dim=16,
+    )
+    return build(transformers.DeepseekV32ForCausalLM, config)
+
+
+def logits(model, tokens=TOKENS, **inputs):
+    """What a model answers to the tokens."""
+    with torch.no_grad():
+        if model.config.is_encoder_decoder:
+            inputs.setdefault("decoder_input_ids", tokens)
+        return model(input_ids=tokens, **inputs).logits
