@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from attnscale.errors import ArgumentError
 from attnscale.hf.sites import CHILD
@@ -46,13 +48,14 @@ def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None 
 
 
 def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Four tokens, or what the model offers as dummy inputs where it reads something else than text."""
+    """Four tokens, or an image, waveform or spectrogram of zeros, or what the model offers as dummy inputs."""
     inner = transformers_model(model)
     device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
-    tokens = torch.ones(1, 4, dtype=torch.int64)
-    inputs: dict[str, Any] = dict(inner.dummy_inputs)
-    if inner.main_input_name == "input_ids":
-        inputs = {"input_ids": tokens}
+    name, tokens = inner.main_input_name, torch.ones(1, 4, dtype=torch.int64)
+    shape = _shape(inner.config, name)
+    inputs: dict[str, Any] = dict(inner.dummy_inputs) if shape is None else {name: torch.zeros(shape)}
+    if name == "input_ids":
+        inputs = {name: tokens}
     if inner.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = tokens
     return {
@@ -60,6 +63,18 @@ def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
         for name, value in inputs.items()
         if isinstance(value, Tensor)
     }
+
+
+def _shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
+    """The shape of one input that is not tokens, where the configuration says it."""
+    size, stride, bins = (getattr(config, key, None) for key in ("image_size", "conv_stride", "num_mel_bins"))
+    if name == "pixel_values" and size is not None:
+        return 1, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size)
+    if name == "input_values" and stride is not None:
+        return 1, 8 * math.prod(stride)
+    if name == "input_features" and bins is not None and hasattr(config, "max_source_positions"):
+        return 1, bins, 2 * config.max_source_positions
+    return None
 
 
 @contextlib.contextmanager
