@@ -1,0 +1,70 @@
+"""Every model type of the zoo: β = 1 is stock, β(n) acts, removing leaves no trace, and saving keeps it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_zoo import EAGER, ZOO, answer, apply_log, reading
+
+import attnscale
+
+STOCK_IS_SDPA = sorted(ZOO.keys() - EAGER)
+
+# Stock computes the share of its sinks in fp32.
+STOCK_ROUNDS = {"granite_swa"}
+
+# transformers scripts functions of GPT-BigCode when it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def test_the_zoo_has_forty_types_and_more():
+    assert len(ZOO) >= 44
+    assert {species.family for species in ZOO.values()} == {
+        "decoder",
+        "encoder",
+        "encoder-decoder",
+        "multimodal",
+        "tower",
+    }
+
+
+@pytest.mark.parametrize("name", STOCK_IS_SDPA)
+def test_constant_is_stock_to_the_bit(name):
+    model, options = ZOO[name].build(), ZOO[name].options
+    assert model.config._attn_implementation == "sdpa"
+    inputs = reading(model)
+    stock = answer(model, **inputs)
+    with attnscale.hf.apply(model, "constant", **options):
+        assert torch.equal(answer(model, **inputs), stock)
+
+
+@pytest.mark.parametrize("name", sorted(EAGER))
+@pytest.mark.usefixtures("softmax_in_fp64")
+def test_constant_is_stock_where_stock_is_eager(name):
+    model, options = ZOO[name].build(), ZOO[name].options
+    assert model.config._attn_implementation == "eager"
+    inputs = reading(model)
+    stock = answer(model, **inputs)
+    with attnscale.hf.apply(model, "constant", **options):
+        tolerance = 1e-5 if name in STOCK_ROUNDS else 1e-10
+        torch.testing.assert_close(answer(model, **inputs), stock, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_apply_acts_and_remove_leaves_no_trace(name):
+    model = ZOO[name].build()
+    inputs = reading(model)
+    before, config = answer(model, **inputs), copy.deepcopy(model.config.to_dict())
+    names, implementation = [path for path, _ in model.named_modules()], model.config._attn_implementation
+    state = copy.deepcopy(model.state_dict())
+    handle = apply_log(model)
+    assert (answer(model, **inputs) - before).abs().max() > 1e-3
+    handle.remove()
+    assert torch.equal(answer(model, **inputs), before)
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == implementation
+    assert [path for path, _ in model.named_modules()] == names
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[path]) for path, value in model.state_dict().items())
