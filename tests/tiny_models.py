@@ -37,6 +37,12 @@ def mistral(**settings):
     return build(transformers.MistralForCausalLM, transformers.MistralConfig(**(_SMALL | settings)))
 
 
+def ministral(**settings):
+    """With a sliding window of five keys in some of the layers."""
+    settings = {"sliding_window": 5, "head_dim": 8} | settings
+    return build(transformers.MinistralForCausalLM, transformers.MinistralConfig(**(_SMALL | settings)))
+
+
 def t5():
     """An encoder and a decoder with relative position bias."""
     config = transformers.T5Config(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import MODEL_MAPPING, AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,7 +24,29 @@ _overriding = 0
 def register() -> None:
     """Make `attn_implementation="attnscale"` known; the mask too, without which every mask would be None."""
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def make_mask(
+    *, config: Any, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **arguments: Any
+) -> Tensor | None:
+    """The mask as for "sdpa": bool, and None where a module's `is_causal` says it all, if it can be relied on."""
+    kind: Any = type(config)
+    reliable = knows_causality(kind)
+    mask: Tensor | None = sdpa_mask(
+        allow_is_causal_skip=allow_is_causal_skip and reliable,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and reliable,
+        **arguments,
+    )
+    return mask
+
+
+@functools.cache
+def knows_causality(kind: Hashable) -> bool:
+    """Whether the attention of a kind of model (by its config's type) says rightly if it is causal: sdpa needs it to, eager does not."""
+    models = MODEL_MAPPING.get(kind, ())
+    models = models if isinstance(models, (tuple, list)) else (models,)
+    return bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
 
 
 def override_sdpa() -> None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny_models import TOKENS, bloom, deepseek_sparse, llama, logits, mistral, t5
+from tiny_models import TOKENS, bloom, deepseek_sparse, llama, logits, ministral, t5
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError
@@ -84,7 +84,7 @@ def test_a_yaml_file_is_a_plan(tmp_path):
 
 
 def test_full_and_nope_layers():
-    model = mistral(layer_types=["sliding_attention", "full_attention"])
+    model = ministral(layer_types=["sliding_attention", "full_attention"])
     with attnscale.hf.apply(model, "log", layers="full") as handle:
         assert list(handle.policies) == ["model.layers.1.self_attn"]
     smollm3 = transformers.SmolLM3ForCausalLM(
