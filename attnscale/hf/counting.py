@@ -45,7 +45,9 @@ def visible_keys_of(mask: Tensor, module: nn.Module) -> Tensor:
     for entry in _memory.entries:
         if entry.mask() is mask and entry.version == version and entry.module() is not module:
             return entry.visible
-    entry = Counted(weakref.ref(mask), version, weakref.ref(module), count(mask))
+    # A tensor of inference mode has no version, without which β of these lengths could not be remembered.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        entry = Counted(weakref.ref(mask), version, weakref.ref(module), count(mask))
     kept = [old for old in _memory.entries if old.mask() is not None and old.mask() is not mask]
     _memory.entries = [entry, *kept[: _REMEMBERED - 1]]
     return entry.visible
@@ -56,6 +58,4 @@ def count(mask: Tensor) -> Tensor:
     for axis in (0, 1):
         if mask.shape[axis] > 1 and mask.stride(axis) == 0:
             mask = mask.narrow(axis, 0, 1)
-    # A tensor of inference mode has no version, without which β of these lengths could not be remembered.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        return shown(mask).sum(-1)
+    return shown(mask).sum(-1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AttentionInterface
+from transformers import MODEL_MAPPING, AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,6 +18,7 @@ SDPA = "sdpa"
 
 _stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
 _overriding = 0
+_known: dict[type, bool] = {}
 
 
 def register() -> None:
@@ -31,8 +31,7 @@ def make_mask(
     *, config: Any, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **arguments: Any
 ) -> Tensor | None:
     """The mask as for "sdpa": bool, and None where a module's `is_causal` says it all, if it can be relied on."""
-    kind: Any = type(config)
-    reliable = knows_causality(kind)
+    reliable = knows_causality(type(config))
     mask: Tensor | None = sdpa_mask(
         allow_is_causal_skip=allow_is_causal_skip and reliable,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and reliable,
@@ -41,12 +40,14 @@ def make_mask(
     return mask
 
 
-@functools.cache
-def knows_causality(kind: Hashable) -> bool:
-    """Whether the attention of a kind of model (by its config's type) says rightly if it is causal: sdpa needs it to, eager does not."""
-    models = MODEL_MAPPING.get(kind, ())
-    models = models if isinstance(models, (tuple, list)) else (models,)
-    return bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def knows_causality(kind: type[PreTrainedConfig]) -> bool:
+    """Whether the attention of models with this type of config says rightly if it is causal: sdpa needs it to."""
+    if kind not in _known:
+        models: Any = MODEL_MAPPING.get(kind, ())
+        models = models if isinstance(models, (tuple, list)) else (models,)
+        _known[kind] = bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+    return _known[kind]
 
 
 def override_sdpa() -> None:
