@@ -146,7 +146,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     },
     "mimo_v2_flash": _EXPERTS | _HEAD | _WINDOW | {"mlp_layer_types": ["dense", "dense"]},
     "minicpm3": _LATENT,
-    "minimax": _EXPERTS | _HEAD | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
+    "minimax": _EXPERTS | _HEAD | {"layer_types": ["full_attention", "linear_attention"], "block_size": 4},
     "ministral": _HEAD | _WINDOW,
     "ministral3": _HEAD,
     "mistral": _HEAD | {"sliding_window": 5},
@@ -193,6 +193,7 @@ _ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "marian": _BART,
     "mbart": _BART,
     "mt5": _T5,
+    "nllb-moe": _BART | {"num_experts": 4, "expert_capacity": 64},
     "pegasus": _BART,
     "plbart": _BART,
     "t5": _T5,
@@ -251,10 +252,14 @@ _TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Stock attention of these is eager: torch's has neither softcap nor sinks, or transformers does not offer it.
-EAGER = frozenset({"gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash", "t5gemma", "vaultgemma"})
+EAGER = frozenset({"gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash", "nllb-moe", "t5gemma", "vaultgemma"})
 
-# What `apply` has to be told: half of MiniMax's layers are linear attention.
-_OPTIONS: dict[str, dict[str, Any]] = {"minimax": {"layers": [1]}}
+# What `apply` has to be told: half of MiniMax's layers are linear attention, two types scale by position already.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama4_text": {"on_existing": "compose"},
+    "minimax": {"layers": [0]},
+    "ministral3": {"on_existing": "compose"},
+}
 
 
 @dataclass(frozen=True)
@@ -280,11 +285,16 @@ def _species() -> dict[str, Species]:
         ("multimodal", "AutoModelForImageTextToText", {}, _MULTIMODAL),
     )
     rows = [
-        Species(name, family, auto, common | own, _OPTIONS.get(name, {"on_existing": "compose"}))
+        Species(
+            name, family, auto, common | own, _OPTIONS.get(name, {"cross": True} if family == "encoder-decoder" else {})
+        )
         for family, auto, common, table in families
         for name, own in table.items()
     ]
-    rows += [Species(name, "tower", auto, settings) for name, (auto, settings) in _TOWERS.items()]
+    rows += [
+        Species(name, "tower", auto, settings, {"cross": True} if name == "whisper" else {})
+        for name, (auto, settings) in _TOWERS.items()
+    ]
     return {row.name: row for row in rows}
 
 
