@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import reject_type
+from attnscale.hf.source import UNKNOWN, passed, read_forward, rotates
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _CROSS = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_decoder", re.IGNORECASE)
-_SPARSE = re.compile(r"\b(?:block_|topk_)?indices=")
+_SENSES = re.compile(r"vision|visual|image|video|audio|speech", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+# Keywords by which a module says which keys its indexer chose, and the module that makes a second, shorter set of keys.
+_CHOSEN = ("indices", "block_indices", "topk_indices")
+_COMPRESSOR = "compressor"
+
+# Called attention, without a softmax over keys or without being the whole of it.
+_OTHER = re.compile(r"linear|lightning|delta|deformable|rwkv|pooling|mlp|output|layer$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,27 +51,36 @@ class AttentionLayer:
         """The configuration that names the implementation this module asks for."""
         return cast(PreTrainedConfig, self.module.config)
 
+    @property
+    def kind(self) -> str | None:
+        """What its configuration calls such a layer, "sliding_attention" for one; None where it has no name."""
+        return layer_kind(self.module, self.layer)
+
 
 def survey(model: nn.Module) -> list[AttentionLayer]:
     """Every attention of a model, in the order of its modules: those with `routed` can be given a policy.
 
-    A module counts as attention if its forward asks the interface, or if it is named so and holds projections.
+    A module counts as attention if its forward asks the interface, or if it is named so and holds a projection.
     """
-    unwrapped = transformers_model(model)
-    found: list[AttentionLayer] = []
-    counted: dict[str, int] = {}
+    is_text = _text_test(transformers_model(model))
+    found: dict[str, nn.Module] = {}
+    configs: dict[str, Any] = {}
     for path, module in model.named_modules():
-        routed = asks_interface(type(module)) and hasattr(module, "config")
-        if not routed and not _looks_like_attention(module):
-            continue
-        if not routed and any(path.startswith(f"{other.path}.") for other in found):
-            continue  # a part of one that was found
-        stack, number = _place(path)
-        given = getattr(module, "layer_idx", None)
-        layer = given if isinstance(given, int) else number if number is not None else counted.get(stack, 0)
-        counted[stack] = layer + 1
-        found.append(_read(path, module, layer, routed, _is_text(unwrapped, path, module)))
-    return [layer for layer in found if layer.routed or not _holds_routed(layer.path, found)]
+        configs[path] = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
+        routed = _routed(module)
+        if routed or (_looks_like_attention(module) and not any(_within(path, other) for other in found)):
+            found[path] = module
+    inner = [path for path, module in found.items() if _routed(module)]
+    found = {
+        path: module
+        for path, module in found.items()
+        if _routed(module) or not any(_within(other, path) for other in inner)
+    }
+    numbers = _numbers(list(found))
+    return [
+        _read(path, module, _layer(module, numbers[path]), configs[path], is_text(path, configs[path]))
+        for path, module in found.items()
+    ]
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -76,98 +94,149 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 def asks_interface(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class looks its attention function up by name."""
-    source = _source(kind.forward)
-    return "ALL_ATTENTION_FUNCTIONS" in source or "attention_interface(" in source
+    return read_forward(kind).routed
 
 
-@functools.cache
-def _source(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
+def _routed(module: nn.Module) -> bool:
+    return asks_interface(type(module)) and hasattr(module, "config")
+
+
+def layer_kind(module: nn.Module, layer: int) -> str | None:
+    """What the configuration calls a layer: an entry of `layer_types`, or what the module has kept of it."""
+    own = getattr(module, "layer_type", None)
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if own is None and isinstance(kinds, (list, tuple)) and layer < len(kinds):
+        own = kinds[layer]
+    return own if isinstance(own, str) else None
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    named = "attention" in type(module).__name__.lower()
-    return named and sum(isinstance(child, nn.Linear) for child in module.children()) >= 2
+    name = type(module).__name__
+    if "attention" not in name.lower() or _OTHER.search(name) or isinstance(module, nn.MultiheadAttention):
+        return False  # torch's own is for attnscale.convert
+    held = [getattr(child, "weight", None) for child in module.children() if not isinstance(child, nn.Embedding)]
+    held += module.parameters(recurse=False)
+    return any(isinstance(weight, Tensor) and weight.dim() > 1 for weight in held)
 
 
-def _holds_routed(path: str, found: list[AttentionLayer]) -> bool:
-    return any(other.routed and other.path.startswith(f"{path}.") for other in found)
+def _within(path: str, outer: str) -> bool:
+    return path.startswith(f"{outer}.")
 
 
-def _place(path: str) -> tuple[str, int | None]:
-    """The stack that a path goes through, and its number there: "decoder.layers.3.self_attn" is number 3."""
-    match = re.match(r"(.*?)\.?(\d+)\.(?!.*\.\d+\.)(.*)", path)
-    if match is None:
-        return path, None
-    return f"{match[1]}.*.{match[3]}", int(match[2])
+def _numbers(paths: list[str]) -> dict[str, int]:
+    """The place of each path in its stack: the first number in it, or its turn where that says too little.
+
+    In "encoder.block.3.layer.0.SelfAttention" that is 3; the blocks of a hierarchical model are numbered through.
+    """
+    stacks: dict[str, list[str]] = {}
+    for path in paths:
+        stacks.setdefault(_NUMBER.sub("*", f".{path}."), []).append(path)
+    numbers: dict[str, int] = {}
+    for stack in stacks.values():
+        first = [match and int(match[0]) for match in (_NUMBER.search(f".{path}.") for path in stack)]
+        told = None not in first and max(Counter(first).values()) == 1
+        numbers |= dict(zip(stack, cast("list[int]", first) if told else range(len(stack)), strict=True))
+    return numbers
 
 
-def _is_text(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
-    """Whether it belongs to the part that reads or writes text: all of it, in a model of one part."""
-    config = getattr(module, "config", None)
-    if getattr(model.config, "sub_configs", None):
-        text = model.config.get_text_config()
-        if text is not model.config:
-            return type(config) is type(text)
-    if model.main_input_name != "input_ids" and model.config.is_encoder_decoder:
-        return ".encoder." not in f".{path}."
-    return True
+def _layer(module: nn.Module, number: int) -> int:
+    given = getattr(module, "layer_idx", None)
+    return given if isinstance(given, int) and given >= 0 else number
 
 
-def _read(path: str, module: nn.Module, layer: int, routed: bool, text: bool) -> AttentionLayer:
-    config = getattr(module, "config", None)
-    heads = _first(module, config, _HEADS)
-    head_dim = _first(module, None, ("qk_head_dim", "head_dim", "attention_head_size")) or _first(
-        None, config, ("head_dim",)
-    )
-    if head_dim is None and heads and isinstance(getattr(config, "hidden_size", None), int):
-        head_dim = config.hidden_size // heads  # type: ignore[union-attr]
-    source = _source(type(module).forward)
-    softcap = getattr(module, "attn_logit_softcapping", None) if "softcap=" in source else None
-    use_rope = getattr(module, "use_rope", None)
+def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
+    """Says of a path and a configuration whether they are of a part that reads or writes text, or of the only one."""
+    config, reads_text = model.config, model.main_input_name == "input_ids"
+    parts = getattr(config, "sub_configs", None) or {}
+    text = config.get_text_config() if parts else config
+    if text is not config:
+        encoder = getattr(config, "encoder", None)
+        both = [text, encoder.get_text_config()] if reads_text and isinstance(encoder, PreTrainedConfig) else [text]
+        return lambda path, own: type(own) in {type(part) for part in both}
+    if reads_text:
+        others = {type(getattr(config, name, None)) for name in parts if _SENSES.search(name)}
+        return lambda path, own: type(own) not in others
+    return lambda path, own: not (config.is_encoder_decoder and ".encoder." in f".{path}.")
+
+
+def _read(path: str, module: nn.Module, layer: int, config: object, text: bool) -> AttentionLayer:
+    heads, head_dim = _shape(module, config)
+    cross = bool(getattr(module, "is_cross_attention", False)) or bool(_CROSS.search(f"{path} {type(module).__name__}"))
+    softcap = passed(module, "softcap")
     return AttentionLayer(
         path=path,
         module=module,
         layer=layer,
-        routed=routed,
-        cross=_is_cross(path, module),
+        routed=_routed(module),
+        cross=cross,
         text=text,
-        sparse=bool(_SPARSE.search(source)),
+        sparse=_sparse(module),
         num_heads=heads,
         head_dim=head_dim,
-        window=_window(module, config, layer),
-        softcap=softcap,
-        sinks="s_aux=" in source,
-        rope=bool(use_rope) if use_rope is not None else ("rotary" in source or "position_embeddings" in source),
+        window=_window(module, layer),
+        softcap=softcap if isinstance(softcap, (int, float)) else None,
+        sinks=passed(module, "s_aux") is not None,
+        rope=_rope(module, layer, cross),
     )
 
 
-def _is_cross(path: str, module: nn.Module) -> bool:
-    named = _CROSS.search(f"{path} {type(module).__name__}")
-    return bool(getattr(module, "is_cross_attention", False)) or named is not None
+def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
+    """Heads and dimensions of each, from the module, its projection of queries, or its configuration."""
+    heads, head_dim = _first(module, _HEADS) or _first(config, _HEADS), _first(module, _DIMS)
+    width = _first(getattr(module, "q_proj", None), ("out_features",))
+    if heads is None and head_dim and width:
+        heads = width // head_dim
+    if head_dim is None and heads:
+        width = width or (_first(config, ("head_dim",)) or 0) * heads or _first(config, ("hidden_size",))
+        head_dim = width // heads if width else None
+    return heads, head_dim
 
 
-def _first(module: nn.Module | None, config: Any, names: tuple[str, ...]) -> int | None:
-    for owner in (module, config):
-        for name in names:
-            value = getattr(owner, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
+def _first(owner: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
     return None
 
 
-def _window(module: nn.Module, config: Any, layer: int) -> int | None:
+def _sparse(module: nn.Module) -> bool:
+    """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
+    if getattr(module, _COMPRESSOR, None) is not None:
+        return True
+    if all(passed(module, name) is None for name in _CHOSEN):
+        return False
+    shared = "prev_topk_indices" in read_forward(type(module)).text  # those of a layer before
+    return shared or getattr(module, "indexer", UNKNOWN) is not None
+
+
+def _window(module: nn.Module, layer: int) -> int | None:
     """The sliding window or chunk of a layer, if it has one."""
-    own = getattr(module, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[layer] if kinds and layer < len(kinds) else getattr(module, "layer_type", None)
-    if kind == "full_attention" or getattr(module, "is_sliding", None) is False:
-        return None
-    if isinstance(own, int) and not isinstance(own, bool):
-        return own
+    config, kind = getattr(module, "config", None), layer_kind(module, layer)
     if kind == "chunked_attention":
-        return _first(None, config, ("attention_chunk_size",))
-    return _first(None, config, ("sliding_window",)) if kind == "sliding_attention" else None
+        return _first(config, ("attention_chunk_size",))
+    if "sliding_window" in read_forward(type(module)).keywords:
+        told = passed(module, "sliding_window")
+        return told if isinstance(told, int) else None
+    if kind is None or "sliding" not in kind:
+        return None
+    return _first(module, ("sliding_window",)) or _first(config, ("sliding_window",))
+
+
+def _rope(module: nn.Module, layer: int, cross: bool) -> bool:
+    """Whether queries are rotated; where the model decides that from layer to layer, its configuration knows."""
+    told = rotates(module)
+    if told is not None:
+        return told
+    if cross:
+        return False
+    config, kind = getattr(module, "config", None), layer_kind(module, layer)
+    bases = getattr(config, "layer_rope_theta", None)
+    if bases is not None:
+        return bool(bases[layer])
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None or getattr(config, "position_embedding_type", "rope") != "rope":
+        return False
+    if kind in parameters:
+        return parameters[kind] is not None
+    return parameters.get("rope_theta", UNKNOWN) is not None
