@@ -10,6 +10,8 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.patch import Handle, apply
@@ -42,7 +44,7 @@ def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, 
     model: PreTrainedModel = kind.from_pretrained(folder, **arguments)
     handle = apply(model, **(described if "policy" in described else {"policy": described}))
     wanted = [name for name in model.state_dict() if f".{CHILD}." in f".{name}"]
-    learned = read_tensors(folder, wanted)
+    learned = read_learned(folder, model) if wanted else {}
     missing = [name for name in wanted if name not in learned]
     if missing:
         handle.remove()
@@ -59,16 +61,22 @@ def described_in(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     return given if isinstance(given, Mapping) else None
 
 
-def read_tensors(folder: Path, names: list[str]) -> dict[str, Tensor]:
-    """Those of the tensors that a folder's safetensors hold, in one file or several."""
-    if not names:
-        return {}
+def read_learned(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a folder's safetensors hold of policies, in one file or several, under the names that the model has for it.
+
+    `save_pretrained` writes the names of the original checkpoint where a type has others, as `from_pretrained` reads
+    them: nomic_bert.layers.0 is encoder.layers.0 in the file.
+    """
     index = folder / _INDEX
-    files = json.loads(index.read_text())["weight_map"] if index.is_file() else dict.fromkeys(names, _SINGLE)
+    stored = json.loads(index.read_text())["weight_map"] if index.is_file() else {CHILD: _SINGLE}
     safe_open = need("safetensors", "attnscale.hf.load", "hf").safe_open
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    state = model.state_dict()
     found: dict[str, Tensor] = {}
-    for file in sorted({files[name] for name in names if name in files}):
+    for file in sorted({file for name, file in stored.items() if CHILD in name}):
         with safe_open(folder / file, framework="pt") as tensors:
-            present = set(tensors.keys())
-            found |= {name: tensors.get_tensor(name) for name in names if name in present}
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                if f".{CHILD}." in f".{name}":
+                    renamed = rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
+                    found[name if name in state else renamed] = tensors.get_tensor(name)
     return found
