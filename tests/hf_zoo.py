@@ -139,6 +139,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     | _HEAD
     | {
         "num_hidden_layers": 4,
+        "floor_scale": 4,
         "moe_layers": [],
         "intermediate_size_mlp": 48,
         "attention_chunk_size": 5,
@@ -148,7 +149,19 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "minimax": _EXPERTS | _HEAD | {"layer_types": ["full_attention", "linear_attention"], "block_size": 4},
     "ministral": _HEAD | _WINDOW,
-    "ministral3": _HEAD,
+    "ministral3": _HEAD
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "mistral": _HEAD | {"sliding_window": 5},
     "mixtral": _EXPERTS,
     "modernbert-decoder": _WINDOW | {"local_attention": 5},
@@ -240,7 +253,7 @@ _TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip_vision_model": ("AutoModel", _VISION),
     "dinov2": ("AutoModel", _VISION),
     "hubert": ("AutoModelForCTC", _SPEECH),
-    "siglip_vision_model": ("AutoModel", _VISION),
+    "siglip_vision_model": ("AutoModel", _VISION | {"vision_use_head": False}),
     "vit": ("AutoModel", _VISION),
     "wav2vec2": ("AutoModelForCTC", _SPEECH),
     "whisper": (
@@ -254,8 +267,9 @@ _TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
 # Stock attention of these is eager: torch's has neither softcap nor sinks, or transformers does not offer it.
 EAGER = frozenset({"gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash", "nllb-moe", "t5gemma", "vaultgemma"})
 
-# What `apply` has to be told: half of MiniMax's layers are linear attention, two types scale by position already.
+# What `apply` has to be told: half of MiniMax's layers are linear attention, three types scale already.
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"on_existing": "compose"},
     "llama4_text": {"on_existing": "compose"},
     "minimax": {"layers": [0]},
     "ministral3": {"on_existing": "compose"},
@@ -307,11 +321,13 @@ def _built(name: str) -> nn.Module:
     config = transformers.AutoConfig.for_model(name, **copy.deepcopy(dict(species.settings)))
     torch.manual_seed(0)
     # The other implementations of experts know no fp64.
-    model = getattr(transformers, species.auto).from_config(config, experts_implementation="eager").double().eval()
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model = getattr(transformers, species.auto).from_config(config, **options).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if parameter.ndim > 1 or "sink" in path:
-                parameter.normal_(0, 0.3)  # large enough that attention is not flat
+            # Large enough that attention is not flat. What has no gradient is a table of sinusoids.
+            if parameter.requires_grad and (parameter.ndim > 1 or "sinks" in path):
+                parameter.normal_(0, 0.3)
     return model
 
 

@@ -68,3 +68,21 @@ def test_apply_acts_and_remove_leaves_no_trace(name):
     assert [path for path, _ in model.named_modules()] == names
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[path]) for path, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_saved_model_comes_back_with_what_its_policy_learned(name, tmp_path):
+    model = ZOO[name].build()
+    inputs = reading(model)
+    fresh = answer(model, **inputs)
+    with attnscale.hf.apply(model, "ssmax", **ZOO[name].options) as handle:
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in handle.parameters():
+                parameter.add_(torch.rand(parameter.shape, generator=generator))
+        expected = answer(model, **inputs)
+        model.save_pretrained(tmp_path)
+    assert (expected - fresh).abs().max() > 1e-3
+    loaded = attnscale.hf.load(tmp_path, experts_implementation="eager")
+    # Not to the bit: what is loaded lies elsewhere in memory, and products of matrices depend on that.
+    torch.testing.assert_close(answer(loaded.model, **inputs), expected, rtol=0, atol=1e-12)

