@@ -10,12 +10,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import fold
+from attnscale.backends.sdpa import attend, fold
 from attnscale.context import Window
 from attnscale.describe import Packing, describe
 from attnscale.errors import reject, reject_type
@@ -23,7 +22,7 @@ from attnscale.layout import Layout, read_layout
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
 from attnscale.statistics import AttentionOutput, StatsRequest
 from attnscale.tap import Tap, listen
-from attnscale.temperature import plain_temperature, temperature
+from attnscale.temperature import short_temperature, temperature
 
 # Built ahead, so that a name costs a look-up, also under torch.compile.
 _BY_NAME: dict[str, Policy] = {name: build_policy(name) for name in STATELESS}
@@ -82,7 +81,7 @@ def scaled_dot_product_attention(
     chosen = _resolve(policy)
     layout = read_layout(query, key, value, enable_gqa)
     dispatch.check_backend(backend)
-    rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset, visible)
+    rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
     if (
         backend in ("auto", "sdpa")
         and all(rule is None for rule in rules)
@@ -90,15 +89,16 @@ def scaled_dot_product_attention(
     ):
         # The calls that models make, kept short: torch's own, to the bit, or one product more.
         if chosen.uniform == 1.0:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if is_causal and _is_plain(chosen, query, scale, dropout_p):
-            beta = plain_temperature(chosen, query.shape[-2], key.shape[-2], query.device)
-            query, scale = fold(query, beta, query.shape[-1] ** -0.5 if scale is None else scale, chosen.peak)
-            return F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=enable_gqa
-            )
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if _is_short(chosen, query, scale, dropout_p):
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
+            if isinstance(beta, Tensor):
+                query, scale = fold(query, beta, scale, chosen.peak)
+            elif beta is not None:
+                scale *= beta
+            if beta is not None:
+                return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _prepare(
         layout,
         query,
@@ -244,13 +244,12 @@ def _prepare(
     return replace(call, beta=temperature(policy, call))
 
 
-def _is_plain(policy: Policy, query: Tensor, scale: float | None, dropout_p: float) -> TypeGuard[FormulaPolicy]:
-    """Whether a causal call without other rules needs no more than a remembered β per row, folded into q."""
+def _is_short(policy: Policy, query: Tensor, scale: float | None, dropout_p: float) -> TypeGuard[FormulaPolicy]:
+    """Whether a call without rules may need no more than a remembered β."""
     return (
         isinstance(policy, FormulaPolicy)
         and policy.uniform is None
         and query.dim() == 4
-        and query.shape[-2] > 1  # a single row's β goes through the scale
         and (scale is None or type(scale) is float)
         and 0.0 <= dropout_p <= 1.0
         and not torch.compiler.is_compiling()

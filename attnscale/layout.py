@@ -70,7 +70,7 @@ class Layout(NamedTuple):
     def mask(self, mask: Tensor, queries: int, keys: int) -> Tensor:
         """A mask that broadcasts against [..., H, Tq, Tk] to [B|1, H|1, Tq, Tk], without copying where possible."""
         full = (*self.batch, self.heads, queries, keys) if self.head_axis else (*self.batch, queries, keys)
-        if _broadcast(mask.shape, full) != full:
+        if not _fits(mask.shape, full):
             raise ArgumentError(
                 f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
             )
@@ -108,6 +108,13 @@ def read_layout(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
     if head_axis:
         _check_heads(heads, key.shape[-3], value.shape[-3], enable_gqa)
     return Layout(batch, heads, ndim, head_axis)
+
+
+def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
+    """Whether a shape broadcasts to another as it is; quick for the usual one."""
+    if len(shape) == len(full):
+        return all(extent in (1, other) for extent, other in zip(shape, full, strict=True))
+    return _broadcast(shape, full) == full
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...] | None:

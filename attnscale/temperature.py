@@ -42,11 +42,29 @@ def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
     return _checked(policy(count_visible(context), positions=find_positions(context), **arguments), query)
 
 
-def plain_temperature(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
-    """The same for a call without any rule but causality, from memory where it is there.
+def short_temperature(
+    policy: FormulaPolicy, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, visible: Tensor | None
+) -> float | Tensor | None:
+    """The same for the calls that recur with every layer and step, from memory; None for any other call.
 
-    Such calls recur with every layer and step, and β would be a dozen small operations each time.
+    These are: causal without a mask; one row that sees all keys; and a bool mask whose n the caller has counted.
     """
+    batch, heads, rows, _ = query.shape
+    keys = key.shape[-2]
+    if visible is None and mask is None and rows == 1:
+        return _temperature_of_one_row(policy, min(1, keys) if is_causal else keys, None)
+    if visible is None and mask is None and is_causal:
+        return _plain_temperature(policy, rows, keys, query.device)
+    if visible is None or mask is None or mask.dtype != torch.bool:
+        return None
+    fits = visible.dim() == 3 and visible.dtype == torch.int64 and visible.shape[2] == rows
+    if fits and visible.shape[0] in (1, batch) and visible.shape[1] in (1, heads):
+        return _temperature_of_given(policy, visible)
+    return None
+
+
+def _plain_temperature(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
+    """β of a causal call; it would be a dozen small operations each time."""
     memory = _memory.get(policy)
     if memory is None:
         memory = _memory[policy] = OrderedDict()

@@ -27,6 +27,7 @@ TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds:
 TINY += (
     "statistics_lengths: [16]\nstatistics_rounds: [2]\nvariant_lengths: []\neager_lengths: [16]\nmemory_lengths: [16]\n"
     "monitor_lengths: []\n"
+    "model_lengths: []\n"
 )
 
 

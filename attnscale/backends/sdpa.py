@@ -37,16 +37,27 @@ class SdpaBackend:
         else:
             scale *= call.beta
         mask, is_causal = torch_mask(call, start, stop)
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=call.dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1],
-        )
+        grouped = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
+        return attend(query, key, value, mask, call.dropout_p, is_causal, scale, grouped)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """torch's attention; on CUDA its fused kernels take a mask or grouped heads, but not both."""
+    if grouped and mask is not None and query.is_cuda:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def fold(query: Tensor, beta: Tensor, scale: float, peak: float) -> tuple[Tensor, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.attention import scaled_dot_product_attention
+from attnscale.bench.hf_cost import ModelCost
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MatrixCost, MonitorCost
 from attnscale.bench.ratio import interleaved_ratio
@@ -50,13 +52,14 @@ class Plan:
     eager_lengths: tuple[int, ...] = (4096,)
     memory_lengths: tuple[int, ...] = (16384,)
     monitor_lengths: tuple[int, ...] = (1024,)
+    model_lengths: tuple[int, ...] = (4096,)
     imports: int = 11
 
     def __post_init__(self) -> None:
         """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
         for name, least in (("heads", 1), ("head_dim", 1), ("imports", 2)):
             check_length(name, getattr(self, name), least=least)
-        more = ("variant_lengths", "eager_lengths", "memory_lengths", "monitor_lengths")
+        more = ("variant_lengths", "eager_lengths", "memory_lengths", "monitor_lengths", "model_lengths")
         tuples = ("lengths", "rounds", "statistics_lengths", "statistics_rounds", *more)
         for name in (*tuples, "policies"):
             if not isinstance(getattr(self, name), tuple):
@@ -118,6 +121,11 @@ def cases(plan: Plan) -> Iterator[Case]:
         for name, rounds in (("every_1", 15), ("every_10", 5), ("not_this_step", 25)):
             yield MonitorCost(name, length, rounds)
         yield MatrixCost(length, rounds=3)
+    # Whoever has no transformers has no use for these.
+    for length in plan.model_lengths if importlib.util.find_spec("transformers") else ():
+        for padded in (False, True):
+            yield ModelCost("prefill", length, rounds=5, padded=padded)
+            yield ModelCost("decode", length, rounds=41, padded=padded)
     yield ImportCost(plan.imports)
 
 
@@ -203,6 +211,8 @@ def target_of(row: Row) -> float:
         return by_metric[row.metric]
     if row.kernel == "monitor":
         return {"every_1": 1.10, "every_10": 1.02, "not_this_step": 1.005}[row.provider]
+    if row.kernel == "transformers":
+        return 1.03
     if row.provider == "stats_all_rows" or row.kernel == "variants":
         return 2.1 if row.mode == "forward" else 1.7
     return {"constant": 1.02, "gap_adaptive": 3.5}.get(row.provider, 1.05)
