@@ -1,0 +1,219 @@
+"""What a transformers model attends with, layer by layer, and what `apply` would do with each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from attnscale.errors import ArgumentError, reject
+from attnscale.hf.existing import find_existing
+from attnscale.hf.patch import Layers, OnExisting, select
+from attnscale.hf.plan import Plan, read_plan
+from attnscale.hf.sites import CHILD, has_site
+from attnscale.hf.survey import AttentionLayer, survey, transformers_model
+from attnscale.policies import Policy, PolicySpec
+from attnscale.ranges import write_range
+
+LENGTHS = (1024, 8192, 65536)
+
+Verdict = Literal["selected", "left alone", "refused", "free"]
+
+_FIRST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_TITLES = ("layer", "path", "part", "routed", "heads", "rope", "window", "sinks", "softcap", "scaled already", "apply")
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInspection:
+    """One attention: the facts, how it is scaled already, and what becomes of it.
+
+    `verdict` is "selected" (`detail` gives β), "left alone" (why) or "refused" (why, and what to do instead); "free"
+    where no policy was named.
+    """
+
+    facts: AttentionLayer
+    existing: tuple[str, ...]
+    verdict: Verdict
+    detail: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What its line shows, behind layer and path."""
+        facts = self.facts
+        return (
+            "cross" if facts.cross else "text" if facts.text else "other",
+            "yes" if facts.routed else "no",
+            f"{facts.num_heads or '?'} × {facts.head_dim or '?'}",
+            {True: "RoPE", False: "NoPE", None: "?"}[facts.rope],
+            "–" if facts.window is None else str(facts.window),
+            "yes" if facts.sinks else "–",
+            "–" if facts.softcap is None else f"{facts.softcap:g}",
+            "; ".join(self.existing) or "–",
+            self.detail if self.verdict == "free" else f"{self.verdict}: {self.detail}",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """What `inspect` found; printing it gives a table with a line per run of equal layers."""
+
+    model: str
+    policy: str | None
+    lengths: tuple[int, ...]
+    layers: tuple[LayerInspection, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether `apply` would go through: something is selected, and nothing refused."""
+        verdicts = {layer.verdict for layer in self.layers}
+        return bool(verdicts & {"selected", "free"}) and "refused" not in verdicts
+
+    def __str__(self) -> str:
+        lines = [_TITLES, *_lines(self.layers)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([self._headline(), "", *table])
+
+    def _headline(self) -> str:
+        parts = [f"{self.model}: {len(self.layers)} attention module{'' if len(self.layers) == 1 else 's'}"]
+        if self.policy is not None:
+            parts.append(self.policy if self.accepted else f"{self.policy} would be refused")
+        if any("β = " in layer.detail for layer in self.layers):
+            parts.append(f"β at n = {', '.join(map(str, self.lengths))}")
+        return "; ".join(parts)
+
+
+def inspect(
+    model: nn.Module,
+    policy: PolicySpec | Plan | None = None,
+    *,
+    layers: Layers = "all",
+    cross: bool = False,
+    towers: Literal["text", "all"] = "text",
+    on_existing: OnExisting = "raise",
+    override: bool = False,
+    probe: object = True,
+    lengths: Sequence[int] = LENGTHS,
+    **parameters: Any,
+) -> Inspection:
+    """Look at every attention of a transformers model and say what `apply` would do with it, without doing it.
+
+        print(attnscale.hf.inspect(model, "log", reference_length=8192))
+
+    The keywords are those of `apply`; nothing is run, so that `override` and `probe` make no difference. `lengths` are
+    the n at which β is shown; in a window, what a row can see of them.
+    """
+    if on_existing not in ("raise", "compose", "replace"):
+        reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
+    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+        reject("lengths", lengths, "at least one int >= 1")
+    found = survey(model)
+    plan = None if policy is None else read_plan(policy, **parameters)
+    if plan is None and parameters:
+        reject("policy", None, f"a policy, since it is given {sorted(parameters)}")
+    chosen = _chosen(model, layers, cross, towers)
+    if plan is not None and chosen:
+        plan.check(max(chosen.values()) + 1)
+    judged = []
+    for layer in found:
+        existing = tuple(one.description for one in find_existing(model, layer))
+        if layer.path in chosen:
+            judged.append(LayerInspection(layer, existing, *_judge(layer, existing, plan, on_existing, lengths)))
+        else:
+            why = _why_not(layer, layers, cross, towers)
+            judged.append(LayerInspection(layer, existing, "left alone", why))
+    return Inspection(type(transformers_model(model)).__name__, _named(plan), tuple(lengths), tuple(judged))
+
+
+def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Literal["text", "all"]) -> dict[str, int]:
+    """Paths and numbers of the layers that `apply` would select."""
+    try:
+        return {layer.path: layer.layer for layer in select(model, layers=layers, cross=cross, towers=towers)}
+    except ArgumentError:
+        if layers != "all" or towers not in ("text", "all"):
+            raise
+        return {}  # a model without attention, or with none that reads text
+
+
+def _named(plan: Plan | None) -> str | None:
+    if plan is None:
+        return None
+    plain = plan.to_dict()
+    if "name" not in plain:
+        return str(plain)
+    return f"{plain['name']}({', '.join(f'{key}={value!r}' for key, value in plain.items() if key != 'name')})"
+
+
+def _why_not(layer: AttentionLayer, layers: Layers, cross: bool, towers: str) -> str:
+    if layer.cross and not cross:
+        return "cross attention (cross=True selects it)"
+    if not layer.text and towers == "text":
+        return "reads no text (towers='all' selects it)"
+    return f"not in layers={layers!r}"
+
+
+def _judge(
+    layer: AttentionLayer,
+    existing: tuple[str, ...],
+    plan: Plan | None,
+    on_existing: OnExisting,
+    lengths: Sequence[int],
+) -> tuple[Verdict, str]:
+    """The verdict on a layer that the keywords select."""
+    if not layer.routed:
+        return "refused", (
+            "computes attention itself; leave it out with layers=..., or call "
+            "attnscale.scaled_dot_product_attention in its forward"
+        )
+    if layer.sparse:
+        return "refused", "attends to keys that an indexer picks; leave it out with layers=..."
+    if has_site(layer.module):
+        policy: Any = layer.module._modules[CHILD].policy  # type: ignore[union-attr]
+        has = _betas(policy, layer, lengths)
+        return ("free", f"has {has}") if plan is None else ("refused", f"has {has} already; handle.remove() first")
+    if plan is None:
+        return "free", "takes a policy"
+    if existing and on_existing == "raise":
+        return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
+    policy = plan.build(layer.layer, num_heads=layer.num_heads or 1, head_dim=layer.head_dim or 1)
+    then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""
+    return "selected", f"{_betas(policy, layer, lengths)}{then}"
+
+
+def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str:
+    """β at each length; its range, where heads differ."""
+    if getattr(policy, "needs_scores", False):
+        return "β from its scores"
+    if policy.needs_query:
+        return "β from its queries"
+    tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
+    device = tensors[0].device if tensors else torch.device("cpu")
+    position = torch.tensor(lengths, device=device).reshape(1, 1, -1) - 1  # [1, 1, L]
+    visible = (position + 1).clamp(max=layer.window or max(lengths))
+    with torch.no_grad():
+        beta = policy(visible, positions=position).broadcast_to(1, -1, len(lengths))[0]  # [H|1, L]
+    shown = []
+    for low, high in zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True):
+        shown.append(f"{low:.4g}" if low == high else f"{low:.4g}…{high:.4g}")
+    return f"β = {', '.join(shown)}"
+
+
+def _lines(layers: Sequence[LayerInspection]) -> Iterator[tuple[str, ...]]:
+    """Cells of the table: layers of a stack that follow each other and are alike share a line."""
+    stacks: dict[str, list[LayerInspection]] = {}
+    for layer in layers:
+        stacks.setdefault(_FIRST_NUMBER.sub("*", f".{layer.facts.path}.", count=1)[1:-1], []).append(layer)
+    for pattern, stack in stacks.items():
+        runs: list[list[LayerInspection]] = []
+        for layer in stack:
+            if runs and runs[-1][-1].cells == layer.cells:
+                runs[-1].append(layer)
+            else:
+                runs.append([layer])
+        for run in runs:
+            numbers = write_range([layer.facts.layer for layer in run])
+            yield numbers, pattern if len(run) > 1 else run[0].facts.path, *run[0].cells
