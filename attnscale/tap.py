@@ -32,7 +32,7 @@ class Heard(NamedTuple):
 
 
 class Listener(Protocol):
-    """Whoever a tap reports to; all of it on the thread and under the grad mode of the call."""
+    """Whoever a tap reports to; all of it on the thread of the call, without gradients and without autocast."""
 
     listening: bool
     failed: bool  # set where it raised an exception; it is not told anything more
@@ -157,7 +157,7 @@ def note_forward(
     # A checkpoint runs the forward once more inside backward: that is not another call.
     if listener is not None and torch._C._current_graph_task_id() == -1:
         heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
-        _tell(listener, listener.forward, heard)
+        _tell(listener, query.device, listener.forward, heard)
 
 
 @torch.library.custom_op("attnscale::note_backward", mutates_args=())
@@ -182,7 +182,7 @@ def note_backward(
     listener = Tap.find(ticket)
     if listener is not None:
         heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
-        _tell(listener, listener.backward, heard, gradient)
+        _tell(listener, query.device, listener.backward, heard, gradient)
 
 
 @torch.library.custom_op("attnscale::note_gradients", mutates_args=())
@@ -190,7 +190,7 @@ def note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) ->
     """Tell the listener of a ticket of the gradients of a call's inputs."""
     listener = Tap.find(ticket)
     if listener is not None:
-        _tell(listener, listener.gradients, query, key, value)
+        _tell(listener, query.device, listener.gradients, query, key, value)
 
 
 @note_forward.register_fake
@@ -204,10 +204,11 @@ for _name in ("note_forward", "note_backward", "note_gradients"):
     _register_effectful_op(f"attnscale::{_name}", EffectType.ORDERED)
 
 
-def _tell(listener: Listener, what: Callable[..., None], *arguments: Any) -> None:
+def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *arguments: Any) -> None:
     """Whatever happens to a listener must not happen to the run: it is not told any more."""
     try:
-        what(*arguments)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            what(*arguments)
     except Exception as error:
         listener.failed = True
         warnings.warn(f"attnscale: a listener failed and hears no more: {error!r}", RuntimeWarning, stacklevel=2)

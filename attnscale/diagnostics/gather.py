@@ -60,8 +60,7 @@ class Spread(NamedTuple):
 
     def summaries(self) -> list[list[Summary | None]]:
         """One per quantity and head; None where there were no rows."""
-        marks = torch.tensor([0.1, 0.5, 0.9], dtype=self.sample.dtype)
-        quantiles = torch.nanquantile(self.sample, marks, dim=-1).movedim(0, -1).tolist()
+        quantiles = _quantiles(self.sample).tolist()
         moments = torch.stack(self[:4], dim=-1).tolist()
         return [
             [
@@ -70,6 +69,18 @@ class Spread(NamedTuple):
             ]
             for heads, head_marks in zip(moments, quantiles, strict=True)
         ]
+
+
+def _quantiles(sample: Tensor) -> Tensor:
+    """10, 50 and 90 per cent of each row [..., S] as [..., 3], interpolated; NaN does not count."""
+    if not sample.shape[-1]:
+        return sample.new_full((*sample.shape[:-1], 3), math.nan)
+    ordered = sample.sort(dim=-1).values  # NaN last
+    last = (~sample.isnan()).sum(-1, keepdim=True).sub(1).clamp(min=0)
+    place = last * torch.tensor([0.1, 0.5, 0.9], dtype=sample.dtype)
+    below = place.floor()
+    low, high = (ordered.gather(-1, at.to(torch.int64)) for at in (below, torch.minimum(below + 1, last)))
+    return torch.lerp(low, high, place - below)
 
 
 def processes() -> int:

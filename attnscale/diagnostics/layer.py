@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from attnscale.diagnostics.gather import Spread
-from attnscale.diagnostics.measure import THRESHOLDS, angle_parts, backward_rows, forward_rows, gap_name
+from attnscale.diagnostics.measure import AGAIN, BACKWARD, FORWARD, Seen, angle_parts, backward_rows, forward_rows
+from attnscale.diagnostics.same import Same
 from attnscale.statistics import sample_rows
 from attnscale.tap import Heard
-
-COUNTS = tuple(gap_name(threshold) for threshold in THRESHOLDS)
-# What backward looks at again, to see whether it was recomputed as it had been.
-AGAIN = ("w_max", "entropy", *COUNTS)
-FORWARD = ("visible", "beta", "relative_entropy", "max_logit", "accumulation", "criticality", "prominence", *AGAIN)
-BACKWARD = (*AGAIN, "score_gradient", "beta_gradient")
 
 # One number per head: sums over calls, and for the last two the largest.
 SUMS = ("angle_in", "angle_out", "query_gradient", "key_gradient", "value_gradient", "output_gradient")
@@ -48,18 +44,17 @@ class LayerListener:
         self._forward: Spread | None = None
         self._backward: Spread | None = None
         self._scalars: Tensor | None = None  # [SUMS + LARGEST, H]
-        # Statistics of calls whose backward is still to come, [AGAIN, B, H, R]; without one, only the last are kept.
-        self._unanswered: deque[Tensor] = deque(maxlen=UNANSWERED)
+        # Of calls whose backward is still to come; without one, only the last are kept.
+        self._unanswered: deque[tuple[Seen, Same]] = deque(maxlen=UNANSWERED)
         self.captured: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def forward(self, heard: Heard) -> None:
         """Look at the sampled rows of a call."""
         rows = self._sampled(heard)
         call = heard.call.select(rows)
-        found = forward_rows(call)
-        self._forward = _merged(self._forward, torch.stack([found[name] for name in FORWARD]))
-        self._unanswered.append(torch.stack([found[name] for name in AGAIN]))
+        found, seen = forward_rows(call)
+        self._forward = _merged(self._forward, found)
+        self._unanswered.append((seen, Same(*_sources(heard))))
         angle_in, angle_out = angle_parts(call, heard.out[:, :, rows])
         self._note(angle_in=angle_in.sum(0), angle_out=angle_out.sum(0), broken_row=_first_broken(heard.out))
         if self.capture:
@@ -67,28 +62,32 @@ class LayerListener:
             key = heard.call.key[:, :, slots]
             self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
 
-    @torch.no_grad()
     def backward(self, heard: Heard, gradient: Tensor) -> None:
         """Look at the same rows as backward sees them; calls are answered last first."""
         rows = self._sampled(heard)
         call, upstream = heard.call.select(rows), gradient[:, :, rows]
-        again = forward_rows(call)
-        found = again | backward_rows(call, upstream)
-        self._backward = _merged(self._backward, torch.stack([found[name] for name in BACKWARD]))
-        squares = gradient.to(torch.float32).square().sum((0, 2, 3))
-        if self._unanswered:
-            difference = (torch.stack([again[name] for name in AGAIN]) - self._unanswered.pop()).abs()
-            self._note(output_gradient=squares, mismatch=difference.nan_to_num().amax((0, 1, 3)))
-        else:
-            self._note(output_gradient=squares)
+        seen, sources = self._unanswered.pop() if self._unanswered else (None, None)
+        same = sources is not None and sources.are(*_sources(heard))
+        found = backward_rows(call, upstream, seen if same else None)
+        self._backward = _merged(self._backward, found)
+        self._note(output_gradient=_squares(gradient))
+        if seen is not None:
+            difference = (found[: len(AGAIN)] - seen.again).abs()
+            self._note(mismatch=difference.nan_to_num().amax((0, 1, 3)))
 
-    @torch.no_grad()
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Squared norms per query head; a key head that several share is divided among them."""
         group = query.shape[1] // key.shape[1]
-        squares = [x.to(torch.float32).square().sum((0, 2, 3)) for x in (query, key, value)]
+        squares = [_squares(x) for x in (query, key, value)]
         shared = [(x / group).repeat_interleave(group) for x in squares[1:]]
         self._note(query_gradient=squares[0], key_gradient=shared[0], value_gradient=shared[1])
+
+    @property
+    def width(self) -> int:
+        """How many rows are kept for the quantiles."""
+        return max(
+            (spread.sample.shape[-1] for spread in (self._forward, self._backward) if spread is not None), default=0
+        )
 
     def flat(self, sample: int) -> Tensor:
         """All of it as one tensor [H, ·] on the CPU, of a shape that does not depend on what was heard."""
@@ -101,7 +100,7 @@ class LayerListener:
 
     def _sampled(self, heard: Heard) -> Tensor:
         queries, device = heard.call.query.shape[2], heard.call.query.device
-        return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
+        return _rows(queries, queries if self.rows is None else self.rows, self.seed, device)
 
     def _note(self, **numbers: Tensor) -> None:
         heads = next(iter(numbers.values()))
@@ -111,9 +110,9 @@ class LayerListener:
         for name, value in numbers.items():
             at = (*SUMS, *LARGEST).index(name)
             if name in SUMS:
-                self._scalars[at] += value
+                self._scalars[at].add_(value)
             else:
-                self._scalars[at] = torch.maximum(self._scalars[at], value.to(self._scalars.dtype))
+                self._scalars[at].clamp_(min=value.to(self._scalars.dtype))
 
 
 def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
@@ -129,6 +128,10 @@ def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
     return spreads[0], spreads[1], torch.cat([sums, largest], dim=-1).T
 
 
+# All layers of a model look at the same rows, in forward and in backward.
+_rows = lru_cache(maxsize=8)(sample_rows)
+
+
 def _merged(spread: Spread | None, rows: Tensor) -> Spread:
     """With the rows [Q, B, H, R] of one more call."""
     found = Spread.of(rows.movedim(2, 1).flatten(2))
@@ -139,7 +142,23 @@ def _no_scalars(heads: int) -> Tensor:
     return torch.cat([torch.zeros(len(SUMS), heads), torch.full((len(LARGEST), heads), -1.0)])
 
 
+def _sources(heard: Heard) -> list[Tensor]:
+    """What scores and logits are made of."""
+    mask = heard.call.context.mask
+    return [heard.call.query, heard.call.key, heard.call.row_beta(), *([] if mask is None else [mask])]
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    return norms.square().sum((0, 2))
+
+
 def _first_broken(out: Tensor) -> Tensor:
     """Per head the first row that holds a NaN or an infinity, −1 if none."""
+    if out.device.type == "cpu" and math.isfinite(
+        float(out.sum())
+    ):  # as always but once; elsewhere, asking would be waiting
+        return torch.full(out.shape[1:2], -1)
     broken = (~torch.isfinite(out.to(torch.float32).sum(-1))).any(0)  # [H, Tq]
     return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)

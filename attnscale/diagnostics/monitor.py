@@ -18,7 +18,8 @@ from attnscale.diagnostics.alerts import Thresholds, find_alerts
 from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.dump import dump_rows
 from attnscale.diagnostics.gather import KEPT, is_writer, join_processes, processes
-from attnscale.diagnostics.layer import BACKWARD, FORWARD, LARGEST, SUMS, LayerListener, unflatten
+from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, unflatten
+from attnscale.diagnostics.measure import BACKWARD, FORWARD
 from attnscale.diagnostics.records import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.errors import reject, reject_type
@@ -143,15 +144,12 @@ class Monitor:
 
     def _records(self, step: int) -> list[Record]:
         """All layers in one tensor, all processes in one collective."""
-        sample = max(8, KEPT // processes())
-        heads = [layer.heads for layer in self.layers.values()]
-        parts = [layer.flat(sample) for layer in self.layers.values()]
-        everywhere = join_processes(torch.cat(parts) if parts else torch.zeros(0))
-        records = []
-        for (path, _), flats in zip(self.layers.items(), torch.split(everywhere, heads, dim=1), strict=True):
-            if flats.shape[1]:  # else the layer was not called
-                records += _records_of(step, path, flats, sample)
-        return records
+        layers = list(self.layers.values())
+        # Processes must agree on a shape without asking each other; one alone keeps what there is.
+        several = processes() > 1
+        sample = max(8, KEPT // processes()) if several else max(1, *(layer.width for layer in layers))
+        heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]  # none: it was not called
+        return _records_of(step, heads, join_processes(torch.cat([layer.flat(sample) for layer in layers])), sample)
 
     def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
         for sink in list(self._sinks):
@@ -175,17 +173,17 @@ class Monitor:
         return True
 
 
-def _records_of(step: int, path: str, flats: Tensor, sample: int) -> list[Record]:
+def _records_of(step: int, heads: list[tuple[str, int]], flats: Tensor, sample: int) -> list[Record]:
     forward, backward, scalars = unflatten(flats, sample)
     phases = [(forward.summaries(), FORWARD), (backward.summaries(), BACKWARD)]
     records = []
-    for head in range(flats.shape[1]):
+    for index, ((layer, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
         found = [
-            {name: heads[head] for name, heads in zip(names, summaries, strict=True) if heads[head] is not None}
+            {name: summary for name, of_heads in zip(names, summaries, strict=True) if (summary := of_heads[index])}
             for summaries, names in phases
         ]
-        numbers = dict(zip((*SUMS, *LARGEST), scalars[:, head].tolist(), strict=True))
-        records.append(Record(step, path, head, found[0], found[1], _scalars_of(numbers, bool(found[1]))))  # type: ignore[arg-type]
+        named = dict(zip((*SUMS, *LARGEST), numbers, strict=True))
+        records.append(Record(step, layer, head, found[0], found[1], _scalars_of(named, bool(found[1]))))
     return records
 
 

@@ -1,0 +1,108 @@
+"""Raw scores of a few rows at a time: whole rows, in blocks so small that memory does not grow with their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.backends.call import AttentionCall
+from attnscale.backends.scratch import room
+from attnscale.backends.tiles import HIDDEN, Tile, keys_of, mask_of, rows_of
+from attnscale.context import shown
+
+# Scores of a block: few enough that they and what is made of them stay in a cache. A single row may have more.
+NUMBERS = 2**18
+# Rows of a block: sampled rows end far apart, and a block is as wide as its widest row.
+ROWS = 64
+
+
+class Block(NamedTuple):
+    """Some rows of some heads, and which slots each may see: 1 and 0, or 0 and HIDDEN; broadcasting to [h, g, r, K]."""
+
+    tile: Tile
+    visible: Tensor
+    hidden: Tensor
+
+
+def blocks(call: AttentionCall) -> Iterator[Block]:
+    """The rows of a call, block by block; slots that no row of a block may see are not in it."""
+    (batch, _, queries, _), (_, heads, keys, _) = call.query.shape, call.key.shape
+    rows = max(1, min(queries, ROWS, NUMBERS // max(1, keys * call.group)))
+    together = max(1, min(heads, NUMBERS // max(1, keys * call.group * rows)))
+    padding, mask = call.context.padding, call.context.mask
+    bounds = call.context.bounds()
+    for top in range(0, queries, rows):
+        start, stop = (bound[:, top : top + rows, None] for bound in bounds)
+        left, right = _span(start, stop, keys)
+        slots = torch.arange(left, right, device=call.query.device)
+        inside = (slots >= start) & (slots < stop)  # [B|1, r, K]
+        if padding is not None:
+            inside = inside & ~padding[:, None, left:right]
+        shared = [_as_numbers(seen, call) for seen in inside[:, None, None]] if mask is None else []
+        for b in range(batch if right > left else 0):
+            for first in range(0, heads, together):
+                last, bottom = min(first + together, heads), min(top + rows, queries)
+                tile = Tile(b, first, last, top, bottom, left, right, left, left)
+                if mask is None:
+                    yield Block(tile, *shared[b % len(shared)])
+                else:
+                    seen = inside[b % inside.shape[0]] & shown(mask_of(mask, tile, call.group))
+                    yield Block(tile, *_as_numbers(seen, call))
+
+
+def raw_scores(call: AttentionCall, block: Block, out: Tensor) -> Tensor:
+    """The raw scores of a block, [h, g·r, K], 0 where hidden; written to a buffer that holds at least as many."""
+    tile = block.tile
+    scores = products(rows_of(call.query, tile, call.group), keys_of(call.key, tile), out, call.scale)
+    if call.softcap is not None:
+        scores.div_(call.softcap).tanh_().mul_(call.softcap)
+    by_row = scores.view(scores.shape[0], call.group, -1, scores.shape[-1])
+    if call.bias is not None:
+        by_row.add_(mask_of(call.bias, tile, call.group).to(by_row.dtype).clamp(min=HIDDEN))
+    hide(by_row, block)
+    return scores
+
+
+def hide(by_row: Tensor, block: Block) -> None:
+    """Set what may not be seen of [h, g, r, K] to 0, in place."""
+    by_row.mul_(block.visible)
+    # 0·NaN is NaN. Filling by a mask is several times slower than the product, so on the CPU only where there is one;
+    # elsewhere it would have to wait for the answer.
+    if by_row.device.type != "cpu" or not math.isfinite(float(by_row.sum())):
+        by_row.masked_fill_(block.visible == 0, 0.0)
+
+
+def products(rows: Tensor, keys: Tensor, out: Tensor, scale: float = 1.0) -> Tensor:
+    """scale·⟨row, key⟩ of rows [h, r, D] and keys [h, K, D], in the dtype of the buffer they are written to."""
+    rows = rows.to(out.dtype) * scale
+    shape = *rows.shape[:2], keys.shape[1]
+    found = out[: shape[0] * shape[1] * shape[2]].view(shape)
+    if keys.dtype == out.dtype:
+        return torch.bmm(rows, keys.mT, out=found)
+    piece = max(1, NUMBERS // (keys.shape[0] * keys.shape[2]))  # widened keys take memory too
+    for at in range(0, shape[2], piece):
+        found[..., at : at + piece] = torch.bmm(rows, keys[:, at : at + piece].to(out.dtype).mT)
+    return found
+
+
+def buffers(call: AttentionCall, number: int) -> list[Tensor]:
+    """Memory for so many tensors of a block's size, kept from call to call."""
+    like = torch.empty(0, dtype=torch.promote_types(call.query.dtype, torch.float32), device=call.query.device)
+    numbers = max(NUMBERS, call.group * call.key.shape[2])
+    return [room(f"block {index}", (numbers,), like) for index in range(number)]
+
+
+def _span(start: Tensor, stop: Tensor, keys: int) -> tuple[int, int]:
+    """The slots that some row may see; all of them where finding out would mean waiting for a device."""
+    if start.device.type != "cpu" or not start.numel():
+        return 0, keys
+    return min(int(start.min()), keys), int(stop.max())
+
+
+def _as_numbers(seen: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    visible = seen.to(torch.promote_types(call.query.dtype, torch.float32))
+    return visible, (visible - 1).mul_(-HIDDEN)

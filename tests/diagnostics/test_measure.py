@@ -1,0 +1,150 @@
+"""What is measured of sampled rows, for every rule a call can have, held against fp64 on the whole matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnscale import StatsRequest, row_statistics
+from attnscale.attention import _bind
+from attnscale.backends.tiles import HIDDEN
+from attnscale.diagnostics import blocks
+from attnscale.diagnostics.measure import BACKWARD, FORWARD, THRESHOLDS, backward_rows, forward_rows, gap_name
+from attnscale.diagnostics.same import Same
+
+LENGTH, HEADS = 33, 4
+SEEN = torch.rand(2, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.6
+RULES = {
+    "causal": {"is_causal": True},
+    "everything": {},
+    "window": {"is_causal": True, "window": 7},
+    "padding": {"is_causal": True, "key_padding": torch.arange(LENGTH) % 5 == 2},
+    "documents": {"is_causal": True, "document_ids": torch.arange(LENGTH) // 12},
+    "mask": {"attn_mask": SEEN},
+    "bias": {"attn_mask": torch.where(SEEN, torch.linspace(-2, 2, LENGTH), -math.inf)},
+    "softcap": {"is_causal": True, "softcap": 0.8},
+    "sinks": {"is_causal": True, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+}
+
+
+def call_of(rules: dict, dtype: torch.dtype = torch.float32, kv_heads: int = HEADS):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, HEADS, LENGTH, 8, generator=generator).to(dtype)
+    k, v = (torch.randn(2, kv_heads, LENGTH, 8, generator=generator).to(dtype) for _ in range(2))
+    _, call, _, _ = _bind(q, k, v, enable_gqa=kv_heads != HEADS, **{"policy": "log", **rules})
+    return call, torch.randn(2, HEADS, LENGTH, 8, generator=generator)
+
+
+def truth(call, upstream):
+    """Every quantity but Λ and what comes of it, from the whole matrix in fp64, [B, H, T]."""
+    key, value = (x.double().repeat_interleave(call.group, 1) for x in (call.key, call.value))
+    scores = call.query.double() @ key.mT * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.bias is not None:
+        scores = scores + call.bias.double().clamp(min=HIDDEN)
+    seen = call.context.dense()
+    seen = torch.ones((), dtype=torch.bool) if seen is None else seen
+    scores, seen = scores.masked_fill(~seen, 0.0), seen.expand(scores.shape)
+    beta = call.row_beta().double()
+    stats = row_statistics(scores, beta, seen, StatsRequest(gap_thresholds=THRESHOLDS), sinks=call.sinks)
+    weights = torch.exp(scores * beta[..., None] - stats.lse[..., None]).masked_fill(~seen, 0.0)
+    pull = (upstream.double() @ value.nan_to_num().mT).masked_fill(~seen, 0.0)
+    dlogits = weights * (pull - (weights * pull).sum(-1, keepdim=True))
+    number = seen.sum(-1)
+    mean = scores.sum(-1) / number
+    deviation = ((scores - mean[..., None]).square().masked_fill(~seen, 0.0).sum(-1) / number).sqrt()
+    best = scores.masked_fill(~seen, -math.inf).amax(-1)
+    found = {
+        "w_max": stats.w_max,
+        "entropy": stats.entropy,
+        "visible": number.double(),
+        "beta": beta,
+        "relative_entropy": torch.where(number > 1, stats.entropy / number.log(), math.nan),
+        "max_logit": stats.max_logit,
+        "prominence": torch.where(number > 2, (best - mean) / (deviation * (2 * number.log()).sqrt()), math.nan),
+        "score_gradient": dlogits.norm(dim=-1) * beta.abs(),
+        "beta_gradient": (dlogits * scores).sum(-1),
+    }
+    found |= {gap_name(t): stats.gap_counts[..., i].double() for i, t in enumerate(THRESHOLDS)}
+    return {name: torch.where(number > 0, x, math.nan) for name, x in found.items()}
+
+
+def assert_measured(call, upstream, rtol: float = 2e-5):
+    expected = truth(call, upstream)
+    forward, seen = forward_rows(call)
+    found = dict(zip(FORWARD, forward, strict=True)) | dict(
+        zip(BACKWARD, backward_rows(call, upstream, seen), strict=True)
+    )
+    for name, x in expected.items():
+        torch.testing.assert_close(
+            found[name].double(), x, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, n=name: n + m
+        )
+    torch.testing.assert_close(backward_rows(call, upstream, None), backward_rows(call, upstream, seen), equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_rows_are_measured_as_fp64_has_them(rule, kv_heads):
+    assert_measured(*call_of(RULES[rule], kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("beta", [-1.5, 0.0])
+def test_a_temperature_that_was_learned_may_have_any_sign(beta):
+    call, upstream = call_of(RULES["causal"])
+    assert_measured(replace(call, beta=beta), upstream)
+
+
+@pytest.mark.parametrize("numbers", [1, 100, 300])
+@pytest.mark.parametrize("rule", ["window", "padding", "mask"])
+def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
+    monkeypatch.setattr(blocks, "NUMBERS", numbers)
+    monkeypatch.setattr(blocks, "ROWS", 5)
+    assert_measured(*call_of(RULES[rule], kv_heads=2))
+    assert_measured(*call_of(RULES[rule], torch.bfloat16), rtol=2e-4)  # as many widened keys as a block has numbers
+
+
+def test_accumulation_lies_within_its_bracket_of_the_exact_one():
+    call, _ = call_of(RULES["causal"])
+    scores = call.query.double() @ call.key.double().mT * call.scale
+    exact = row_statistics(scores, 1.0, call.context.dense(), StatsRequest(accumulation="exact")).accumulation.lower
+    found = dict(zip(FORWARD, forward_rows(call)[0], strict=True))["accumulation"].double()
+    torch.testing.assert_close(found[..., 1:], exact[..., 1:], rtol=0.032, atol=0.0)
+    assert found[..., 0].isnan().all()  # a single key
+
+
+def test_nan_where_nobody_looks_reaches_no_row():
+    call, upstream = call_of(RULES["padding"])
+    clean = assert_measured(call, upstream)
+    key, value = call.key.clone(), call.value.clone()
+    key[:, :, 2], value[:, :, 2] = math.nan, math.inf
+    broken = replace(call, key=key, value=value)
+    forward, seen = forward_rows(broken)
+    found = dict(zip(FORWARD, forward, strict=True))
+    found |= dict(zip(BACKWARD, backward_rows(broken, upstream, seen), strict=True))
+    for name, x in clean.items():
+        torch.testing.assert_close(found[name], x, equal_nan=True)
+
+
+def test_rows_without_a_key_count_nowhere():
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    mask[4] = False
+    call, upstream = call_of({"attn_mask": mask})
+    found = assert_measured(call, upstream)
+    assert all(x[..., 4].isnan().all() for x in found.values())
+
+
+def test_memory_that_is_given_to_another_tensor_is_not_the_same():
+    x = torch.zeros(64)
+    seen, address = Same(x), x.data_ptr()
+    del x
+    for _ in range(100):
+        other = torch.zeros(64)
+        assert not seen.are(other)
+        if other.data_ptr() == address:
+            break
+    assert not seen.are(torch.zeros(64), torch.zeros(64))
