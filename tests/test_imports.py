@@ -124,6 +124,23 @@ def test_a_yaml_file_without_pyyaml_names_the_extra(tmp_path: Path) -> None:
     assert finished.stdout.strip() == "MissingDependencyError YAML files need PyYAML: pip install 'attnscale[cli]'"
 
 
+def test_hf_without_transformers_names_the_extra() -> None:
+    finished = fresh(
+        """
+        import attnscale
+        try:
+            attnscale.hf.apply(None, "log")
+        except ImportError as error:
+            print(type(error).__name__, error)
+        """,
+        blocked=("transformers",),
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (
+        finished.stdout.strip() == "MissingDependencyError attnscale.hf needs transformers: pip install 'attnscale[hf]'"
+    )
+
+
 def test_every_public_name_exists() -> None:
     assert attnscale.__all__ == sorted(attnscale.__all__)
     assert [name for name in attnscale.__all__ if not hasattr(attnscale, name)] == []

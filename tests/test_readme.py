@@ -8,6 +8,7 @@ import functools
 import importlib
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,19 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def names(folder: Path) -> dict[str, object]:
     """What the snippets after the first take for granted, in a size that is quick."""
+    models = importlib.import_module("tiny_models") if find_spec("transformers") else None
+    if models is not None:
+        models.llama().float().save_pretrained(folder / "model")
     q, k, v = (torch.randn(1, 8, 4096, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     return {
         "torch": torch,
         "run": folder,
+        "path": folder / "model",
+        "tokens": models and models.TOKENS,
         "functools": functools,
         "dataclass": dataclass,
         "attnscale": attnscale,
+        "transformers": models and models.transformers,
         "policy": attnscale.build_policy("log"),
         "q": q,
         "k": k,
@@ -44,6 +51,8 @@ def names(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0][:40])
 def test_a_snippet_runs(block: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
+    if "attnscale.hf." in block:
+        pytest.importorskip("transformers", reason="transformers is not installed")
     # What a user sees, who has not chosen triton's interpreter as `conftest` does.
     for module in ("attnscale_kernels.availability", "attnscale.backends.triton"):
         monkeypatch.setattr(importlib.import_module(module), "interpreting", lambda: False)

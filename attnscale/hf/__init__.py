@@ -10,6 +10,7 @@ except ImportError as error:
 from attnscale.diagnostics.discovery import add_finder
 from attnscale.hf.callback import AttnScaleCallback
 from attnscale.hf.checkpoint import load
+from attnscale.hf.inspection import Inspection, inspect
 from attnscale.hf.interface import register
 from attnscale.hf.patch import Handle, apply
 from attnscale.hf.plan import Plan, read_plan
@@ -18,4 +19,4 @@ from attnscale.hf.sites import find_sites
 register()
 add_finder(find_sites)
 
-__all__ = ["AttnScaleCallback", "Handle", "Plan", "apply", "load", "read_plan"]
+__all__ = ["AttnScaleCallback", "Handle", "Inspection", "Plan", "apply", "inspect", "load", "read_plan"]
