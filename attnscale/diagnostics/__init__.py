@@ -1,21 +1,28 @@
-"""Diagnostics: what attention does while it trains, forward and backward."""
+"""Diagnostics: what attention does while it trains, forward and backward.
 
-from attnscale.diagnostics.alerts import Thresholds
-from attnscale.diagnostics.discovery import add_finder, find_attention
-from attnscale.diagnostics.inspection import Inspection, observe
-from attnscale.diagnostics.monitor import Monitor
-from attnscale.diagnostics.records import Alert, Record, Summary
-from attnscale.diagnostics.sinks import (
-    AlertSink,
-    ConsoleSink,
-    JsonlSink,
-    MemorySink,
-    MlflowSink,
-    Sink,
-    TensorBoardSink,
-    TrackerSink,
-    read_jsonl,
-)
+Each name is imported when it is first used: `import attnscale` comes by here, and most programs need little of it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnscale.diagnostics.alerts import Thresholds
+    from attnscale.diagnostics.discovery import add_finder, find_attention
+    from attnscale.diagnostics.inspection import Inspection, observe
+    from attnscale.diagnostics.monitor import Monitor
+    from attnscale.diagnostics.records import Alert, Record, Summary
+    from attnscale.diagnostics.sinks import (
+        AlertSink,
+        ConsoleSink,
+        JsonlSink,
+        MemorySink,
+        MlflowSink,
+        Sink,
+        TensorBoardSink,
+        TrackerSink,
+        read_jsonl,
+    )
 
 __all__ = [
     "Alert",
@@ -37,3 +44,22 @@ __all__ = [
     "observe",
     "read_jsonl",
 ]
+
+_HOMES = {
+    "alerts": ("Thresholds",),
+    "discovery": ("add_finder", "find_attention"),
+    "inspection": ("Inspection", "observe"),
+    "monitor": ("Monitor",),
+    "records": ("Alert", "Record", "Summary"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'attnscale.diagnostics' has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "sinks")
+    return getattr(importlib.import_module(f"attnscale.diagnostics.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from attnscale.diagnostics.flatten import PREFIX, flatten
-from attnscale.diagnostics.heatmap import COLOURS, NOTHING, colour
 from attnscale.diagnostics.monitor import Monitor
-from attnscale.diagnostics.quantities import MAIN, Grid, grid_of
 from attnscale.diagnostics.records import Record
 from attnscale.errors import ArgumentError
 from attnscale.optional import need
+
+if TYPE_CHECKING:
+    from attnscale.diagnostics.quantities import Grid
+
+# What only shows results is imported where it does: `import attnscale` brings this file along for `observe`.
 
 
 class Inspection:
@@ -30,6 +31,8 @@ class Inspection:
 
         `frame["forward/w_max/mean"].unstack()` is layer × head.
         """
+        from attnscale.diagnostics.flatten import PREFIX, flatten
+
         pandas = need("pandas", "to_pandas", "report")
         rows = []
         for record in self.records:
@@ -42,6 +45,8 @@ class Inspection:
 
     def plot(self) -> Any:
         """A matplotlib figure with a heat map of layer × head for each main quantity."""
+        from attnscale.diagnostics.heatmap import COLOURS, NOTHING
+
         # Unused here, but a notebook only shows figures once pyplot has been imported.
         need("matplotlib.pyplot", "plot", "report")
         figures, colours = need("matplotlib.figure", "plot", "report"), need("matplotlib.colors", "plot", "report")
@@ -91,6 +96,8 @@ class Inspection:
         return f"<Inspection of {len(self.records)} heads>"
 
     def _repr_html_(self) -> str:
+        from html import escape
+
         if not self.records:
             return f"<p>{escape(str(self))}</p>"
         titles = ["layer", "head", *(grid.quantity.title for grid in self._grids())]
@@ -101,6 +108,8 @@ class Inspection:
         return f"<table>{''.join(lines)}</table>"
 
     def _grids(self) -> list[Grid]:
+        from attnscale.diagnostics.quantities import MAIN, grid_of
+
         return [grid for quantity in MAIN if (grid := grid_of(self.records, quantity)) is not None]
 
     def _lines(self) -> Iterator[tuple[str, int, list[float], list[float]]]:
@@ -139,6 +148,8 @@ def _short(x: float) -> str:
 def _cell(number: float, share: float) -> str:
     if math.isnan(number):
         return "<td></td>"
+    from attnscale.diagnostics.heatmap import colour
+
     red, green, blue = colour(share)
     ink = "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
     style = f"background:#{red:02x}{green:02x}{blue:02x};color:{ink};text-align:right"

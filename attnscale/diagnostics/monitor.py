@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnscale.diagnostics.alerts import Thresholds, find_alerts
-from attnscale.diagnostics.discovery import find_attention
-from attnscale.diagnostics.dump import dump_rows
-from attnscale.diagnostics.gather import KEPT, is_writer, join_processes, processes
-from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, unflatten
-from attnscale.diagnostics.measure import BACKWARD, FORWARD
 from attnscale.diagnostics.records import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.errors import reject, reject_type
@@ -41,6 +34,7 @@ class Monitor:
     again until it has been back; it goes to `on_alert` and to the sinks that take them. `dump` is a folder for the
     query and key rows of a head that raised one.
 
+    >>> import torch
     >>> from attnscale import ScaledDotProductAttention
     >>> attention = ScaledDotProductAttention("log")
     >>> q = torch.randn(1, 2, 16, 8, requires_grad=True)
@@ -73,6 +67,10 @@ class Monitor:
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
+        # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
+        from attnscale.diagnostics.discovery import find_attention
+        from attnscale.diagnostics.layer import LayerListener
+
         self._sinks = list(sinks)
         self._lasting: set[tuple[str, str, int]] = set()
         found = find_attention(model)
@@ -127,7 +125,11 @@ class Monitor:
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Fill in the records and alerts of a step, and hand them on."""
-        records += self._records(step)
+        from attnscale.diagnostics.collect import collect
+        from attnscale.diagnostics.dump import dump_rows
+        from attnscale.diagnostics.gather import is_writer
+
+        records += collect(self.layers.values(), step)
         alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():
             self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
@@ -141,15 +143,6 @@ class Monitor:
         found = [] if self.limits is None else find_alerts(records, self.limits)
         lasting, self._lasting = self._lasting, {(alert.kind, alert.layer, alert.head) for alert in found}
         return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in lasting]
-
-    def _records(self, step: int) -> list[Record]:
-        """All layers in one tensor, all processes in one collective."""
-        layers = list(self.layers.values())
-        # Processes must agree on a shape without asking each other; one alone keeps what there is.
-        several = processes() > 1
-        sample = max(8, KEPT // processes()) if several else max(1, *(layer.width for layer in layers))
-        heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]  # none: it was not called
-        return _records_of(step, heads, join_processes(torch.cat([layer.flat(sample) for layer in layers])), sample)
 
     def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
         for sink in list(self._sinks):
@@ -171,35 +164,3 @@ class Monitor:
             warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", RuntimeWarning, stacklevel=4)
             return False
         return True
-
-
-def _records_of(step: int, heads: list[tuple[str, int]], flats: Tensor, sample: int) -> list[Record]:
-    forward, backward, scalars = unflatten(flats, sample)
-    phases = [(forward.summaries(), FORWARD), (backward.summaries(), BACKWARD)]
-    records = []
-    for index, ((layer, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
-        found = [
-            {name: summary for name, of_heads in zip(names, summaries, strict=True) if (summary := of_heads[index])}
-            for summaries, names in phases
-        ]
-        named = dict(zip((*SUMS, *LARGEST), numbers, strict=True))
-        records.append(Record(step, layer, head, found[0], found[1], _scalars_of(named, bool(found[1]))))
-    return records
-
-
-def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
-    """What a head has one of, from the sums that were kept."""
-    spread_in, spread_out = numbers["angle_in"], numbers["angle_out"]
-    ratio = spread_out / spread_in if spread_in > 0 else math.nan
-    found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
-    if numbers["broken_row"] >= 0:
-        found["broken_row"] = numbers["broken_row"]
-    if answered:
-        squares = [numbers[name] for name in ("query_gradient", "key_gradient", "value_gradient")]
-        names = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
-        found |= {name: math.sqrt(numbers[name]) for name in names}
-        if numbers["output_gradient"] > 0:
-            found["gain"] = math.sqrt(sum(squares) / numbers["output_gradient"])
-        if numbers["mismatch"] >= 0:
-            found["mismatch"] = numbers["mismatch"]
-    return found

@@ -1,0 +1,55 @@
+"""The records of a step, from what the listeners of all layers hold in all processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attnscale.diagnostics.gather import KEPT, join_processes, processes
+from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, unflatten
+from attnscale.diagnostics.measure import BACKWARD, FORWARD
+from attnscale.diagnostics.records import Record
+
+
+def collect(layers: Iterable[LayerListener], step: int) -> list[Record]:
+    """One record per layer and head: all layers in one tensor, all processes in one collective."""
+    layers = list(layers)
+    # Processes must agree on a shape without asking each other; one alone keeps what there is.
+    sample = max(8, KEPT // processes()) if processes() > 1 else max(1, *(layer.width for layer in layers))
+    heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]  # none where it was not called
+    return _records_of(step, heads, join_processes(torch.cat([layer.flat(sample) for layer in layers])), sample)
+
+
+def _records_of(step: int, heads: list[tuple[str, int]], flats: Tensor, sample: int) -> list[Record]:
+    forward, backward, scalars = unflatten(flats, sample)
+    phases = [(forward.summaries(), FORWARD), (backward.summaries(), BACKWARD)]
+    records = []
+    for index, ((layer, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
+        found = [
+            {name: summary for name, of_heads in zip(names, summaries, strict=True) if (summary := of_heads[index])}
+            for summaries, names in phases
+        ]
+        named = dict(zip((*SUMS, *LARGEST), numbers, strict=True))
+        records.append(Record(step, layer, head, found[0], found[1], _scalars_of(named, bool(found[1]))))
+    return records
+
+
+def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
+    """What a head has one of, from the sums that were kept."""
+    spread_in, spread_out = numbers["angle_in"], numbers["angle_out"]
+    ratio = spread_out / spread_in if spread_in > 0 else math.nan
+    found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
+    if numbers["broken_row"] >= 0:
+        found["broken_row"] = numbers["broken_row"]
+    if answered:
+        squares = [numbers[name] for name in ("query_gradient", "key_gradient", "value_gradient")]
+        names = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
+        found |= {name: math.sqrt(numbers[name]) for name in names}
+        if numbers["output_gradient"] > 0:
+            found["gain"] = math.sqrt(sum(squares) / numbers["output_gradient"])
+        if numbers["mismatch"] >= 0:
+            found["mismatch"] = numbers["mismatch"]
+    return found

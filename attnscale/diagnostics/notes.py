@@ -1,0 +1,177 @@
+"""How a tap hears: operators that note what passes forward, and what comes back as gradients.
+
+They have no results, so that a compiled graph holds them and they run, or return at once, as the moment asks: turning a
+listener on and off changes no graph. Everything noted in backward comes from what autograd saved, and so from
+recomputed tensors where activations are checkpointed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _register_effectful_op
+from torch._library.effects import EffectType
+from torch.autograd import Function
+
+from attnscale.backends.call import AttentionCall
+from attnscale.context import Context
+from attnscale.tap import Heard, Listener, Tap
+
+
+def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """`run(call)`, with what goes in and comes out noted under a ticket, there and back."""
+    query, key, value = _Inputs.apply(ticket, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
+    out = run(replace(call, query=query, key=key, value=value))
+    start, stop = call.context.bounds()
+    result: Tensor = _Output.apply(  # type: ignore[no-untyped-call]
+        out,
+        ticket,
+        query.detach(),
+        key.detach(),
+        value.detach(),
+        call.row_beta().detach(),
+        start,
+        stop,
+        call.context.slots(),
+        call.context.padding,
+        None if call.context.mask is None else call.context.mask.detach(),
+        None if call.sinks is None else call.sinks.detach(),
+        call.scale,
+        call.softcap,
+    )
+    return result
+
+
+class _Inputs(Function):
+    """Query, key and value, whose gradients are noted."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(ticket)
+        return query.view_as(query), key.view_as(key), value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        note_gradients(*ctx.saved_tensors, *gradients)
+        return None, *gradients
+
+
+class _Output(Function):
+    """The output, noted with the call that made it; again in backward, from what was saved, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *arguments: Any) -> Tensor:
+        tensors, ctx.numbers = arguments[:11], arguments[11:]
+        note_forward(out, *arguments)
+        ctx.save_for_backward(out, *tensors)
+        return out.clone()  # an alias would forbid changing it in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        note_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+        return gradient, *(None,) * 13
+
+
+@torch.library.custom_op("attnscale::note_forward", mutates_args=())
+def note_forward(
+    out: Tensor,
+    ticket: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    slots: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Tell the listener of a ticket of a call."""
+    listener = Tap.find(ticket)
+    # A checkpoint runs the forward once more inside backward: that is not another call.
+    if listener is not None and torch._C._current_graph_task_id() == -1:
+        heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
+        _tell(listener, query.device, listener.forward, heard)
+
+
+@torch.library.custom_op("attnscale::note_backward", mutates_args=())
+def note_backward(
+    gradient: Tensor,
+    out: Tensor,
+    ticket: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    slots: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Tell the listener of a ticket of a call that backward has come to."""
+    listener = Tap.find(ticket)
+    if listener is not None:
+        heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
+        _tell(listener, query.device, listener.backward, heard, gradient)
+
+
+@torch.library.custom_op("attnscale::note_gradients", mutates_args=())
+def note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Tell the listener of a ticket of the gradients of a call's inputs."""
+    listener = Tap.find(ticket)
+    if listener is not None:
+        _tell(listener, query.device, listener.gradients, query, key, value)
+
+
+@note_forward.register_fake
+@note_backward.register_fake
+@note_gradients.register_fake
+def _nothing(*_: Any) -> None:
+    return None
+
+
+for _name in ("note_forward", "note_backward", "note_gradients"):
+    _register_effectful_op(f"attnscale::{_name}", EffectType.ORDERED)
+
+
+def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *arguments: Any) -> None:
+    """Whatever happens to a listener must not happen to the run: it is not told any more."""
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            what(*arguments)
+    except Exception as error:
+        listener.failed = True
+        warnings.warn(f"attnscale: a listener failed and hears no more: {error!r}", RuntimeWarning, stacklevel=2)
+
+
+def _heard(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    slots: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Heard:
+    rules = {"slot": slots, "first": start, "last": stop, "padding": padding, "mask": mask}
+    context = Context(query.shape[2], key.shape[2], query.device, **rules)  # type: ignore[arg-type]
+    call = AttentionCall(query, key, value, context, beta, 1.0, scale, 0.0, softcap, sinks)
+    return Heard(call, out)
