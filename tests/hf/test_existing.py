@@ -161,6 +161,11 @@ def mistral_large4(identity=False):
     return model
 
 
+def smollm3(**parameters):
+    config = transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 0], rope_parameters=yarn(**parameters))
+    return build(transformers.SmolLM3ForCausalLM, config)
+
+
 def gemma3(full):
     config = transformers.Gemma3TextConfig(
         **SMALL,
@@ -176,6 +181,7 @@ def gemma3(full):
 CASES = {
     "YaRN": (lambda: llama(rope_parameters=yarn()), lambda: llama(rope_parameters=yarn(attention_factor=1.0)), [0, 1]),
     "YaRN in some layers": (lambda: gemma3(yarn()), lambda: gemma3(yarn(attention_factor=1.0)), [1]),
+    "YaRN beside layers that do not rotate": (smollm3, lambda: smollm3(attention_factor=1.0), [0]),
     "LongRoPE": (phi3, lambda: phi3(1.0), [0, 1]),
     "LongRoPE of PhiMoE": (phimoe, lambda: phimoe(1.0, 1.0), [0, 1]),
     "MLA": (

@@ -33,6 +33,13 @@ LATENT = SMALL | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+HYBRID = SMALL | {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "num_local_experts": 0,
+}
 BART = {
     "vocab_size": 64,
     "d_model": 32,
@@ -268,6 +275,36 @@ FAMILIES = {
             **SMALL, layers_block_type=["mamba", "hybrid"], num_mem_blocks=1, mamba_expand=2, n_mamba_heads=8
         ),
         {"layers.1.shared_transformer.self_attn": (1, base(rope=False, head_dim=16))},
+    ),
+    "longcat_flash: two attentions in a layer": (
+        hf.LongcatFlashModel,
+        lambda: hf.LongcatFlashConfig(
+            **LATENT,
+            num_layers=1,
+            ffn_hidden_size=32,
+            expert_ffn_hidden_size=16,
+            n_routed_experts=2,
+            zero_expert_num=1,
+            moe_topk=1,
+        ),
+        {f"layers.0.self_attn.{number}": (number, base(head_dim=12)) for number in range(2)},
+    ),
+    "granitemoehybrid: no positions at all": (
+        hf.GraniteMoeHybridModel,
+        lambda: hf.GraniteMoeHybridConfig(**HYBRID, position_embedding_type="nope"),
+        {"layers.1.self_attn": (1, base(rope=False))},
+    ),
+    "granitemoehybrid with rotation": (
+        hf.GraniteMoeHybridModel,
+        lambda: hf.GraniteMoeHybridConfig(**HYBRID, position_embedding_type="rope"),
+        {"layers.1.self_attn": (1, base())},
+    ),
+    "an encoder and a decoder of text": (
+        hf.EncoderDecoderModel,
+        lambda: hf.EncoderDecoderConfig.from_encoder_decoder_configs(hf.BertConfig(**SMALL), hf.BertConfig(**SMALL)),
+        stack("encoder.encoder.layer.{}.attention.self", [base(rope=False)] * 2)
+        | stack("decoder.bert.encoder.layer.{}.attention.self", [base(rope=False)] * 2)
+        | stack("decoder.bert.encoder.layer.{}.crossattention.self", [base(rope=False, cross=True)] * 2),
     ),
     "qwen3_next: linear attention is none": (
         hf.Qwen3NextModel,
