@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hf_zoo import EAGER, ZOO, answer, apply_log, reading
+from hf_zoo import EAGER, ZOO, answer, apply_log, left_padding, reading
 
 import attnscale
 
@@ -34,10 +34,11 @@ def test_the_zoo_has_forty_types_and_more():
 def test_constant_is_stock_to_the_bit(name):
     model, options = ZOO[name].build(), ZOO[name].options
     assert model.config._attn_implementation == "sdpa"
-    inputs = reading(model)
-    stock = answer(model, **inputs)
-    with attnscale.hf.apply(model, "constant", **options):
-        assert torch.equal(answer(model, **inputs), stock)
+    padding = left_padding() if model.main_input_name == "input_ids" else {}
+    for inputs in (reading(model), reading(model) | padding):
+        stock = answer(model, **inputs)
+        with attnscale.hf.apply(model, "constant", **options):
+            assert torch.equal(answer(model, **inputs), stock)
 
 
 @pytest.mark.parametrize("name", sorted(EAGER))

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_zoo import TOKENS, ZOO, apply_log, reading
+from hf_zoo import TOKENS, TRANSLATORS, WRITERS, ZOO, apply_log, left_padding, reading
 
 # transformers scripts functions of GPT-BigCode when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-WRITERS = [name for name, species in ZOO.items() if species.family in ("decoder", "multimodal")]
-TRANSLATORS = [name for name, species in ZOO.items() if species.family == "encoder-decoder"]
-
-# Parts that are not attention compute in fp32: complex rotation, the decay of linear attention.
-ROUNDS_ELSEWHERE = {"deepseek_v2", "minimax"}
 
 # What stock transformers gets wrong itself; β can then not get it right.
 STOCK_FAILS = {"llama4_text": "its own temperature counts slots of the cache, padding among them"}
@@ -46,8 +40,7 @@ def assert_batch_equals_rows(model, batch, rows, tolerance=1e-9):
 
 def left_padded():
     """Rows of eleven tokens and of seven behind padding: the batch, and each alone."""
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
+    mask = left_padding()["attention_mask"]
     tokens = TOKENS * mask
     rows = [{"inputs": row, "attention_mask": torch.ones_like(row)} for row in (tokens[:1], tokens[1:, 4:])]
     return {"inputs": tokens, "attention_mask": mask}, rows
@@ -57,7 +50,7 @@ def left_padded():
 def test_a_left_padded_batch_generates_what_its_rows_do(name):
     model = ZOO[name].build()
     with apply_log(model):
-        assert_batch_equals_rows(model, *left_padded(), tolerance=1e-5 if name in ROUNDS_ELSEWHERE else 1e-9)
+        assert_batch_equals_rows(model, *left_padded(), tolerance=ZOO[name].tolerance)
 
 
 @pytest.mark.parametrize("name", STOCK_FAILS)

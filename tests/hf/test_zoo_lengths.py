@@ -8,18 +8,13 @@ import inspect
 import pytest
 import torch
 import transformers
-from hf_zoo import TOKENS, ZOO, answer, apply_log, reading
+from hf_zoo import TOKENS, TRANSLATORS, WRITERS, ZOO, answer, apply_log, left_padding, reading
 
 # transformers scripts functions of GPT-BigCode when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-WRITERS = [name for name, species in ZOO.items() if species.family in ("decoder", "multimodal")]
-TRANSLATORS = [name for name, species in ZOO.items() if species.family == "encoder-decoder"]
 READERS = [*(name for name, species in ZOO.items() if species.family == "encoder"), "clip_text_model"]
 ROW = TOKENS[:1]
-
-# Parts that are not attention compute in fp32: complex rotation, the decay of linear attention.
-ROUNDS_ELSEWHERE = {"deepseek_v2", "minimax"}
 
 # What stock transformers gets wrong itself; β can then not get it right.
 STOCK_FAILS = {
@@ -35,10 +30,6 @@ STOCK_FAILS = {
     ("minimax", "static cache"): "it has a cache of its own",
     ("minimax", "static cache in chunks"): "it has a cache of its own",
 }
-
-
-def tolerance(name):
-    return 1e-5 if name in ROUNDS_ELSEWHERE else 1e-9
 
 
 def write(model, sizes=None, cache=None):
@@ -73,8 +64,7 @@ def static_cache(model):
 
 def left_padded(model):
     """Rows of eleven tokens and of seven behind padding, with positions as `generate` makes them: batch, singles."""
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
+    mask = left_padding()["attention_mask"]
     tokens = TOKENS * mask
     positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     takes = "position_ids" in inspect.signature(model.forward).parameters
@@ -108,7 +98,7 @@ def test_every_way_to_a_token_gives_the_same_logits(name, way):
     model = ZOO[name].build()
     with apply_log(model):
         found, expected = WAYS[way](model)
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(name))
+    torch.testing.assert_close(found, expected, rtol=0, atol=ZOO[name].tolerance)
 
 
 @pytest.mark.parametrize(("name", "way"), STOCK_FAILS)

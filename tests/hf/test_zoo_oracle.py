@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_zoo import TOKENS, ZOO, answer, apply_log, reading
+from hf_zoo import ZOO, answer, apply_log, left_padding, reading
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -81,9 +81,10 @@ def test_logits_are_those_of_attention_written_out(name, monkeypatch):
 @pytest.mark.parametrize("name", READS_TEXT)
 def test_padded_logits_are_those_of_attention_written_out(name, monkeypatch):
     model = ZOO[name].build()
-    mask = torch.ones_like(TOKENS)
-    mask[1, :4] = 0
-    found, expected, lengths = both(model, monkeypatch, **reading(model), attention_mask=mask)
-    rows = torch.ones_like(mask, dtype=torch.bool) if model.config.is_encoder_decoder else mask.bool()
+    padding = left_padding()
+    found, expected, lengths = both(model, monkeypatch, **reading(model), **padding)
+    rows = torch.ones(found.shape[:2], dtype=torch.bool)
+    if not model.config.is_encoder_decoder:
+        rows = padding["attention_mask"].bool()
     assert 0 in lengths or 7 in lengths  # padding was seen: it sees nothing in a decoder, and is not seen elsewhere
     torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=1e-9)
