@@ -47,6 +47,7 @@ resources: $(INSTALLED)  ## compile every kernel for every target and write the 
 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_temperature.py
+	$(PY) scripts/plot_report.py
 
 format: $(INSTALLED)  ## ruff: fix and format
 	$(PY) -m ruff check --fix .
