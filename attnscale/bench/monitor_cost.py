@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from attnscale.attention import attention_weights
 from attnscale.bench.gpt import Gpt, build_gpt
+from attnscale.bench.memory import peak_bytes
 from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
-from attnscale.diagnostics.measure import THRESHOLDS
+from attnscale.diagnostics.measure import MIN_RANK, THRESHOLDS
 from attnscale.diagnostics.monitor import Monitor
-from attnscale.gaps import accumulation_scale, count_gaps
+from attnscale.gaps import bracket_accumulation, count_gaps
 from attnscale.policies import Policy, build_policy
 
 # How a training is watched: the monitor's cadence, and how many steps are measured at a time.
@@ -44,6 +45,21 @@ class MonitorCost:
 
 
 @dataclass(frozen=True)
+class MonitorMemory:
+    """How far the peak of a training step rises under a monitor of 64 rows, in MB, on one layer of a long context."""
+
+    length: int
+
+    def measure(self) -> list[Row]:
+        model = build_gpt(layers=1)
+        monitor = Monitor(model, every=1, rows=64, alerts=None)
+        watched, plain = training(model, self.length, monitor), training(build_gpt(layers=1), self.length)
+        extra = (peak_bytes(watched) - peak_bytes(plain)) / 2**20
+        monitor.close()
+        return [Row("monitor", "every_1", "training step", "extra_mb", self.length, *(extra,) * 3, *label(4, 64))]
+
+
+@dataclass(frozen=True)
 class MatrixCost:
     """How many times more the same quantities cost through matrices of all weights than through the monitor."""
 
@@ -68,7 +84,10 @@ class MatrixCost:
 
 
 class MatrixAttention(nn.Module):
-    """Attention that returns to the n × n matrix for its statistics, as `output_attentions` makes one do."""
+    """Attention that returns to the n × n matrix for its statistics, as `output_attentions` makes one do.
+
+    It looks at all rows, as there they all are, but only forward, and at no angles.
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -82,7 +101,7 @@ class MatrixAttention(nn.Module):
             scores = query.detach() @ key.detach().mT * query.shape[-1] ** -0.5
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
             seen.amax(-1), torch.special.entr(seen).sum(-1)
-            count_gaps(scores, THRESHOLDS, mask), accumulation_scale(scores, 2, mask)
+            count_gaps(scores, THRESHOLDS, mask), bracket_accumulation(scores, MIN_RANK, mask)
         out: Tensor = weights @ value
         return out
 

@@ -38,10 +38,9 @@ def blocks(call: AttentionCall) -> Iterator[Block]:
     for top in range(0, queries, rows):
         start, stop = (bound[:, top : top + rows, None] for bound in bounds)
         left, right = _span(start, stop, keys)
-        slots = torch.arange(left, right, device=call.query.device)
-        inside = (slots >= start) & (slots < stop)  # [B|1, r, K]
+        inside = _inside(start, stop, left, right)
         if padding is not None:
-            inside = inside & ~padding[:, None, left:right]
+            inside = inside & ~padding[:, None, left:right]  # which may be of more sequences
         shared = [_as_numbers(seen, call) for seen in inside[:, None, None]] if mask is None else []
         for b in range(batch if right > left else 0):
             for first in range(0, heads, together):
@@ -101,6 +100,13 @@ def _span(start: Tensor, stop: Tensor, keys: int) -> tuple[int, int]:
     if start.device.type != "cpu" or not start.numel():
         return 0, keys
     return min(int(start.min()), keys), int(stop.max())
+
+
+def _inside(start: Tensor, stop: Tensor, left: int, right: int) -> Tensor:
+    """Which of the slots lie within each row's bounds, [B|1, r, K]."""
+    # Half the memory of int64, which counts where a row has a million slots.
+    slots = torch.arange(left, right, dtype=torch.int32, device=start.device)
+    return (slots >= start.to(torch.int32)).logical_and_(slots < stop.to(torch.int32))
 
 
 def _as_numbers(seen: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,65 @@
+"""What a monitor adds to the memory of a call, at lengths where a matrix of rows and keys would not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnscale import MultiheadAttention, ScaledDotProductAttention
+from attnscale.attention import _bind
+from attnscale.bench.memory import peak_bytes
+from attnscale.bench.monitor_cost import MonitorMemory
+from attnscale.diagnostics import Monitor
+from attnscale.diagnostics.layer import LayerListener
+from attnscale.tap import Heard
+
+MOST = 32 * 2**20
+
+
+def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32) -> int:
+    """The peak of a listener that hears one causal call, forward and backward; what it is told of is not counted."""
+    generator = torch.Generator().manual_seed(0)
+    q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
+    k, v = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(2))
+    _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log")
+    listener, heard = LayerListener("layer", rows=64), Heard(call, out)
+
+    def step() -> None:
+        listener.reset()
+        listener.forward(heard)
+        listener.backward(heard, gradient)
+        listener.gradients(q, k, v)
+
+    return peak_bytes(step)
+
+
+@pytest.mark.parametrize(("length", "heads"), [(8192, 4), (65536, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_does_not_grow_with_the_rows_times_the_keys(length, heads, dtype):
+    scores = 4 * 64 * heads * length
+    assert scores >= 8 * 2**20  # of which a softmax and its gradient need several
+    assert listening_peak(length, heads, dtype) < 16 * 2**20
+
+
+def test_half_a_million_keys_stay_within_the_promise():
+    """Beyond, a block is a single row, of which a few copies exist at a time."""
+    assert listening_peak(2**19, 1) < MOST
+
+
+def test_the_benchmark_reports_what_a_step_takes_more():
+    (row,) = MonitorMemory(512).measure()
+    assert (row.kernel, row.metric, row.x) == ("monitor", "extra_mb", 512)
+    assert 1 < row.y < 32  # the room for a block is a few MB at any length
+
+
+@pytest.mark.parametrize("attention", [ScaledDotProductAttention("log"), MultiheadAttention(16, 2, policy="log")])
+def test_nothing_is_held_from_step_to_step_but_the_room_for_a_block(attention):
+    size = (1, 2, 64, 8) if isinstance(attention, ScaledDotProductAttention) else (64, 1, 16)
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with Monitor(attention, every=1, alerts=None) as monitor:
+        out = attention(x, x, x)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        monitor.step(0)
+        (layer,) = monitor.layers.values()
+        assert not layer._unanswered
+        assert layer.captured == {}
