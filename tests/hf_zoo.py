@@ -259,7 +259,7 @@ _TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip_vision_model": ("AutoModel", _VISION),
     "dinov2": ("AutoModel", _VISION),
     "hubert": ("AutoModelForCTC", _SPEECH),
-    "siglip_vision_model": ("AutoModel", _VISION | {"vision_use_head": False}),
+    "siglip_vision_model": ("AutoModel", _VISION),
     "vit": ("AutoModel", _VISION),
     "wav2vec2": ("AutoModelForCTC", _SPEECH),
     "whisper": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_zoo import ZOO, answer, apply_log, left_padding, reading
+from hf_zoo import TOKENS, ZOO, answer, apply_log, left_padding, reading
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -14,6 +14,7 @@ import attnscale
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 BETA = attnscale.build_policy("log", reference_length=4)
+IMAGE, PATCHES = 60, 9
 READS_TEXT = [name for name, species in ZOO.items() if species.family != "tower"]
 
 
@@ -88,3 +89,18 @@ def test_padded_logits_are_those_of_attention_written_out(name, monkeypatch):
         rows = padding["attention_mask"].bool()
     assert 0 in lengths or 7 in lengths  # padding was seen: it sees nothing in a decoder, and is not seen elsewhere
     torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava", "mistral3"])
+def test_what_follows_an_image_sees_all_of_it(name, monkeypatch):
+    model = ZOO[name].build()
+    tokens = torch.cat([TOKENS[:1, :3], torch.full((1, PATCHES), IMAGE), TOKENS[:1, 3:6]], dim=1)
+    pixels = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    inputs = {"input_ids": tokens, "pixel_values": pixels}
+    if name == "gemma3":
+        inputs["token_type_ids"] = (tokens == IMAGE).long()  # by which patches see each other
+    if name == "mistral3":
+        inputs["image_sizes"] = torch.tensor([[12, 12]])
+    found, expected, lengths = both(model, monkeypatch, **inputs)
+    assert max(lengths) == tokens.shape[1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
