@@ -50,7 +50,7 @@ def forward_rows(call: AttentionCall) -> tuple[Tensor, Seen]:
     spectrum = empty_spectrum(sums[..., 0], MIN_RANK, keys)
     for block in blocks(call):
         raw = raw_scores(call, block, scores)
-        sizes = raw.sum(-1), torch.linalg.vecdot(raw, raw)
+        sizes = raw.sum(-1), torch.linalg.vector_norm(raw, dim=-1).square()
         softmax = _softmax(call, block, raw, logits, powers)
         counts = _gap_counts(call, block, raw, logits, powers)
         store(sums, block.tile, torch.stack([*softmax, *sizes, _visible(call, block), *counts], dim=-1))
@@ -83,14 +83,15 @@ def backward_rows(call: AttentionCall, gradient: Tensor, seen: Seen | None) -> T
     for block in blocks(call):
         raw = raw_scores(call, block, scores)
         top, total = (rows_of(x, block.tile, call.group) for x in seen[1:])
-        weights = _powers(_logits(call, block, raw, logits), top, powers)
+        exponents = _logits(call, block, raw, logits)
+        weights = _powers(exponents, top, powers)
         pull = products(rows_of(gradient, block.tile, call.group), keys_of(call.value, block.tile), pulls)
-        centre = torch.linalg.vecdot(weights, pull)
+        centre = _dot(weights, pull, exponents)
         if pull.device.type != "cpu" or not math.isfinite(float(centre.sum())):
             hide(_by_row(pull, call.group), block)  # a value that is NaN, where nobody sees it
-            centre = torch.linalg.vecdot(weights, pull)
+            centre = _dot(weights, pull, exponents)
         dlogits = pull.sub_((centre / total)[..., None]).mul_(weights)
-        norm, product = torch.linalg.vector_norm(dlogits, dim=-1), torch.linalg.vecdot(dlogits, raw)
+        norm, product = torch.linalg.vector_norm(dlogits, dim=-1), _dot(dlogits, raw, exponents)
         store(sums, block.tile, torch.stack([norm, product], dim=-1) / total[..., None])
     norm, product = sums.to(torch.float32).unbind(-1)
     new = torch.stack([norm * call.row_beta().abs(), product])
@@ -122,7 +123,7 @@ def _softmax(call: AttentionCall, block: Block, raw: Tensor, logits: Tensor, pow
     logits = _logits(call, block, raw, logits)
     top = logits.amax(-1)
     powers = _powers(logits, top, powers)
-    total, moment = powers.sum(-1), torch.linalg.vecdot(powers, logits) / LOG2E
+    total, moment = powers.sum(-1), _dot(powers, logits, logits) / LOG2E
     if call.sinks is not None:
         sinks = call.sinks.to(raw.dtype)[None, :, None].expand(call.query.shape[:3])
         below = rows_of(sinks, block.tile, call.group) - top / LOG2E
@@ -183,6 +184,11 @@ def _visible(call: AttentionCall, block: Block) -> Tensor:
 def _where_seen(visible: Tensor, quantities: list[Tensor]) -> Tensor:
     found = torch.stack([x.to(torch.float32) for x in quantities])
     return torch.where(visible > 0, found, math.nan)
+
+
+def _dot(x: Tensor, y: Tensor, room: Tensor) -> Tensor:
+    """⟨x, y⟩ of rows [..., K]; torch's own would make memory for the products."""
+    return torch.mul(x, y, out=room).sum(-1)
 
 
 def _like(rows: Tensor, buffer: Tensor) -> Tensor:
