@@ -496,7 +496,10 @@ def backward_launches(
     beta = beta.to(torch.float32).expand(batch, heads, queries)
     block_d, block_dv = block_of(dim), block_of(value_dim)
     shape = block_d, block_dv, query.element_size(), resources_of(query.device)
-    query_tile, key_tile = query_tile or backward_query_tile(*shape), key_tile or backward_key_tile(*shape)
+    padded = (block_d, block_dv) != (dim, value_dim)
+    masked = visibility.padding is not None or visibility.mask is not None
+    busy = padded or masked or softcap is not None or dropout_p > 0.0
+    query_tile, key_tile = query_tile or backward_query_tile(*shape), key_tile or backward_key_tile(*shape, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(
         query.new_empty(query.shape),

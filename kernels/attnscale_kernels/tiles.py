@@ -66,23 +66,27 @@ def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resource
     return Tile(128, 32, 8, 2) if widest <= 128 else Tile(64, 32, 8, 1)
 
 
-def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
+def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False) -> Tile:
     """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
 
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and scores of 32 rows are too many beside what is kept from one loop to the
-    next; steps of 16 rows are short, so that three are in flight. Up to 64 the assembler of sm_100 spills a few bytes
-    to keep two blocks of 8 warps on a multiprocessor, which smaller blocks need not.
+    next, unless shared memory holds three steps in flight and nothing more is computed for a score (`busy`, as in
+    `forward_tile`). Up to 64 the assembler of sm_100 spills a few bytes to keep two blocks of 8 warps on a
+    multiprocessor, which smaller blocks need not.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
+    large = resources.shared_memory > 200_000
     if size == 4:
         return Tile(32, 16, 4 if amd else 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
     if amd:
         return Tile(32, 128, 4, 1) if widest <= 64 else Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     if widest <= 64:
-        return Tile(32, 64, 4, 2) if resources.shared_memory > 200_000 else Tile(32, 128, 8, 2)
-    return Tile(16, 128, 8, 3) if widest <= 128 else Tile(32, 64, 8, 1)
+        return Tile(32, 64, 4, 2) if large else Tile(32, 128, 8, 2)
+    if widest <= 128:
+        return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 3)
+    return Tile(32, 64, 8, 1)
 
 
 def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
