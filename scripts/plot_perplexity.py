@@ -1,4 +1,4 @@
-"""Draw .github/assets/perplexity.csv: perplexity against β = 1, by context, a line per policy and RoPE.
+"""Draw .github/assets/perplexity.csv: perplexity over that of β = 1, by context, a line per policy.
 
 python scripts/plot_perplexity.py        writes .github/assets/perplexity.png
 """
@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from attnscale.bench.perplexity import Row, read_table
 
@@ -27,33 +28,39 @@ def main() -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """One axis, lengths doubling; the training length as an upright line."""
+    """Two axes, lengths doubling: the model's own rotary embedding, and YaRN's; the training length is upright."""
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(figsize=(8.4, 4.2), layout="constrained")
-    lines = itertools.groupby(rows, key=lambda row: (row.policy, row.parameters, row.rope))
-    for colour, (_, group) in zip(itertools.cycle(COLOURS), lines, strict=False):
-        cells = list(group)
-        contexts, ratios = [row.context for row in cells], [row.ratio_to_constant for row in cells]
-        axes.plot(contexts, ratios, color=colour, linewidth=2, marker="o", markersize=4, label=label(cells[0]))
-    axes.axvline(TRAINED, color="#9ca3af", linewidth=1, linestyle="--")
-    contexts = sorted({row.context for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(contexts, [str(context) for context in contexts])
-    axes.set_xlabel("context in tokens; trained to the dashed line")
-    axes.set_title("perplexity of SmolLM2-135M on enwik8, relative to β = 1", loc="left", fontsize=11)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.legend(frameon=False, fontsize=9)
+    figure, pair = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained", sharey=True)
+    panel(pair[0], [row for row in rows if row.rope == "own"], "its own RoPE")
+    panel(pair[1], [row for row in rows if row.rope != "own"], "RoPE stretched twice (YaRN)")
+    pair[0].set_ylabel("perplexity over that of β = 1")
+    figure.suptitle("SmolLM2-135M on enwik8, one window of text", x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=160)
 
 
+def panel(axes: Axes, rows: list[Row], title: str) -> None:
+    """A line per policy, over the first setting of the panel, which is β = 1."""
+    settings = [list(group) for _, group in itertools.groupby(rows, key=lambda r: (r.policy, r.parameters, r.rope))]
+    base = {row.context: row.perplexity for row in settings[0]}
+    for colour, cells in zip(itertools.cycle(COLOURS), settings, strict=False):
+        contexts, ratios = [row.context for row in cells], [row.perplexity / base[row.context] for row in cells]
+        axes.plot(contexts, ratios, color=colour, linewidth=2, marker="o", markersize=4, label=label(cells[0]))
+    axes.axvline(TRAINED, color="#9ca3af", linewidth=1, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(base), [str(context) for context in sorted(base)])
+    axes.set_xlabel("context in tokens; trained to the dashed line")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.legend(frameon=False, fontsize=9)
+
+
 def label(row: Row) -> str:
-    """A setting in a few words, such as "log, L = 8192, floor, yarn"."""
+    """A setting in a few words, such as "log, L = 8192, floor"."""
     given = json.loads(row.parameters)
     parts = [row.policy]
     parts += [f"L = {given['reference_length']}"] if "reference_length" in given else []
     parts += ["floor"] if given.get("floor") else []
-    parts += [row.rope] if row.rope != "own" else []
+    parts += ["with YaRN's own factor"] if row.rope == "yarn" else []
     return ", ".join(parts)
 
 

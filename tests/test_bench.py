@@ -16,9 +16,10 @@ import attnscale
 from attnscale.bench import ratio
 from attnscale.bench.cost import AttentionCost, ImportCost, Plan, cases, summarise
 from attnscale.bench.gpt import build_gpt
+from attnscale.bench.hf_cost import ModelCost
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MatrixCost, MonitorCost
-from attnscale.bench.ratio import interleaved_ratio
+from attnscale.bench.ratio import in_both_roles, interleaved_ratio
 from attnscale.bench.rows import Row, write_rows
 from attnscale.bench.variants import VARIANTS, compiled_per_tile, fused_chain
 from attnscale.diagnostics import Monitor, Record
@@ -314,7 +315,46 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
     assert (found.kernel, found.provider, found.metric, found.y) == ("monitor", name, "time_ratio", 1.5)
     # The step before those that are measured is always listened to.
     expected = {"every_1": [True] * 2, "every_10": [True] + [False] * 9 + [True], "not_this_step": [True, False]}
-    assert reports == expected[name]
+    assert reports == 2 * expected[name]  # in each of the roles
+
+
+def test_two_models_exchange_roles() -> None:
+    found = {("a", "b"): ratio.Spread(2.0, 1.0, 4.0), ("b", "a"): ratio.Spread(8.0, 4.0, 9.0)}
+    assert in_both_roles(lambda one, other: found[one, other], "a", "b") == ratio.Spread(4.0, 2.0, 6.0)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_is_measured_with_a_policy_and_without(
+    mode: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    heard: list[tuple[str, int, int, bool]] = []
+
+    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> ratio.Spread:
+        for function in (candidate, candidate, baseline):
+            function()
+        return ratio.Spread(1.5, 1.25, 1.75)
+
+    def heard_as(name: str, attend: Callable[..., object]) -> Callable[..., object]:
+        def listen(module: object, query: torch.Tensor, key: torch.Tensor, value: object, mask: object, **more: object):
+            heard.append((name, query.shape[2], key.shape[2], mask is not None))
+            return attend(module, query, key, value, mask, **more)
+
+        return listen
+
+    monkeypatch.setattr("attnscale.bench.hf_cost.interleaved_ratio", fake_ratio)
+    monkeypatch.setattr("attnscale.bench.hf_cost.LAYERS", {"prefill": 1, "decode": 1})
+    assert attnscale.hf  # which registers itself
+    known = transformers.AttentionInterface._global_mapping
+    for name, key in (("ours", "attnscale"), ("stock", "sdpa")):
+        monkeypatch.setitem(known, key, heard_as(name, known[key]))
+    (found,) = ModelCost(mode, 16, rounds=3, padded=padded).measure()
+    assert (found.kernel, found.provider, found.mode) == ("transformers", "log_padded" if padded else "log", mode)
+    shape = (16, 16) if mode == "prefill" else (1, 17)
+    calls = [call for call in heard if call[1:3] == shape]  # the probe's are shorter
+    assert [name for name, *_ in calls] == 2 * ["ours", "ours", "stock"]
+    assert all(masked is padded for *_, masked in calls)
 
 
 def test_matrices_and_the_monitor_are_compared_by_what_they_add(monkeypatch: pytest.MonkeyPatch) -> None:

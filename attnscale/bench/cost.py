@@ -118,15 +118,15 @@ def cases(plan: Plan) -> Iterator[Case]:
     for length in plan.memory_lengths:
         yield StatisticsMemory(plan.heads, plan.head_dim, length)
     for length in plan.monitor_lengths:
-        for name, rounds in (("every_1", 15), ("every_10", 5), ("not_this_step", 25)):
+        for name, rounds in (("every_1", 9), ("every_10", 3), ("not_this_step", 15)):
             yield MonitorCost(name, length, rounds)
         yield MatrixCost(length, rounds=3)
         yield MonitorMemory(8 * length)
     # Whoever has no transformers has no use for these.
     for length in plan.model_lengths if importlib.util.find_spec("transformers") else ():
         for padded in (False, True):
-            yield ModelCost("prefill", length, rounds=5, padded=padded)
-            yield ModelCost("decode", length, rounds=41, padded=padded)
+            yield ModelCost("prefill", length, rounds=3, padded=padded)
+            yield ModelCost("decode", length, rounds=25, padded=padded)
     yield ImportCost(plan.imports)
 
 

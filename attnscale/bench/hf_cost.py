@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnscale.bench.ratio import interleaved_ratio
+from attnscale.bench.ratio import Spread, in_both_roles, interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
 from attnscale.optional import need
@@ -39,12 +39,16 @@ class ModelCost:
         hf = need("attnscale.hf", "this benchmark", "hf")
         config = {**SHAPE, "num_hidden_layers": LAYERS[self.mode], "max_position_embeddings": 2 * self.length}
         torch.manual_seed(0)
-        stock, swapped = (transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval() for _ in range(2))
-        swapped.load_state_dict(stock.state_dict(), assign=True)
+        one, other = (transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval() for _ in range(2))
+        other.load_state_dict(one.state_dict(), assign=True)
         step = prefill if self.mode == "prefill" else decode
-        with hf.apply(swapped, "log", reference_length=2048):
-            ours, theirs = (step(transformers, model, self.length, self.padded) for model in (swapped, stock))
-            ratio = interleaved_ratio(ours, theirs, self.rounds)
+
+        def measured(swapped: Any, stock: Any) -> Spread:
+            with hf.apply(swapped, "log", reference_length=2048):
+                ours, theirs = (step(transformers, model, self.length, self.padded) for model in (swapped, stock))
+                return interleaved_ratio(ours, theirs, self.rounds)
+
+        ratio = in_both_roles(measured, one, other)
         name = "log_padded" if self.padded else "log"
         return [Row("transformers", name, self.mode, "time_ratio", self.length, *ratio, *label(9, 64))]
 

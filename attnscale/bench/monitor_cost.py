@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnscale.attention import attention_weights
 from attnscale.bench.gpt import Gpt, build_gpt
 from attnscale.bench.memory import peak_bytes
-from attnscale.bench.ratio import interleaved_ratio
+from attnscale.bench.ratio import Spread, in_both_roles, interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
 from attnscale.diagnostics.measure import MIN_RANK, THRESHOLDS
@@ -32,16 +32,19 @@ class MonitorCost:
     rounds: int
 
     def measure(self) -> list[Row]:
+        ratio = in_both_roles(self._ratio, build_gpt(), build_gpt())
+        labels = label(4, 64)
+        return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *labels)]
+
+    def _ratio(self, model: Gpt, other: Gpt) -> Spread:
         every, steps = WATCHED[self.name]
-        model = build_gpt()
         monitor = Monitor(model, every=every, rows=64, alerts=None)
         # A monitor listens to the step it was made in; the steps that are measured come after.
-        watched, plain = training(model, self.length, monitor), training(build_gpt(), self.length)
+        watched, plain = training(model, self.length, monitor), training(other, self.length)
         watched()
         ratio = interleaved_ratio(_times(watched, steps), _times(plain, steps), self.rounds)
         monitor.close()
-        labels = label(4, 64)
-        return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *labels)]
+        return ratio
 
 
 @dataclass(frozen=True)
