@@ -92,3 +92,19 @@ def test_figures_are_those_of_the_committed_tables() -> None:
     with (ROOT / ".github/assets/temperature.csv").open(newline="") as file:
         w_max = {(row["policy"], row["length"]): float(row["w_max"]) for row in csv.DictReader(file)}
     assert f"{w_max['constant', '8192']:.3f} at 8192 keys" in README
+
+
+def test_figures_of_models_are_those_of_the_committed_tables() -> None:
+    with (ROOT / ".github/assets/bench_cpu.csv").open(newline="") as file:
+        rows = {(row["provider"], row["mode"]): float(row["y"]) for row in csv.DictReader(file) if row["x"] == "4096"}
+    for mode, text in (("prefill", "prefill"), ("decode", "decoding a token")):
+        assert f"| {text} | {rows['log', mode]:.2f} |" in README
+        assert f"| {text}, padded | {rows['log_padded', mode]:.2f} |" in README
+    with (ROOT / ".github/assets/perplexity.csv").open(newline="") as file:
+        table: dict[tuple[str, ...], list[str]] = {}
+        for row in csv.DictReader(file):
+            shown = table.setdefault((row["policy"], row["parameters"], row["rope"]), [])
+            shown.append(f"{float(row['perplexity']):.2f}")
+    assert len(table) > 1
+    for perplexities in table.values():
+        assert f" | {' | '.join(perplexities)} |" in README
