@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from attnscale.bench.rows import write_rows
 from attnscale.errors import reject
-from attnscale.files import write_whole
 
 # Logits of this many rows at once: with 49152 words a gigabyte holds 5000 rows.
 _ROWS = 512
@@ -93,12 +92,7 @@ def rows_of(
 
 def write_table(path: str | Path, rows: Iterable[Row]) -> None:
     """Write all lines as CSV, or leave an earlier file as it was."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Row)])
-    writer.writerows([f"{value:.6f}" if isinstance(value, float) else value for value in astuple(row)] for row in rows)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text.getvalue())
+    write_rows(path, rows, Row, digits=6)
 
 
 def read_table(path: str | Path) -> list[Row]:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from attnscale.files import write_whole
 
@@ -28,11 +29,11 @@ class Row:
     version: str
 
 
-def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write all rows as CSV, or leave an earlier file as it was."""
+def write_rows(path: str | Path, rows: Iterable[Any], kind: type[Any] = Row, digits: int = 4) -> None:
+    """Write all rows, of one dataclass, as CSV, or leave an earlier file as it was."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Row)])
-    writer.writerows([f"{v:.4f}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)
+    writer.writerow([field.name for field in fields(kind)])
+    writer.writerows([f"{v:.{digits}f}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text.getvalue())
