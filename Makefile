@@ -50,6 +50,7 @@ bench: $(INSTALLED)  ## measure on this machine and write the table
 perplexity: $(INSTALLED)  ## what policies do to the perplexity of the real model; takes long
 	$(PY) scripts/smollm2.py
 	$(PY) scripts/perplexity.py
+	$(PY) scripts/plot_perplexity.py
 
 resources: $(INSTALLED)  ## compile every kernel for every target and write the table
 	$(PY) -m attnscale.bench.static --write
