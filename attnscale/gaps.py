@@ -111,7 +111,7 @@ def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
         short = empty_spectrum(scores.new_empty(scores.shape[:-1]), min_rank, longest)
         short.best[..., :keys] = scores.sort(dim=-1, descending=True).values
         return short
-    best = scores.topk(ranks, dim=-1).values
+    best = _largest(scores, ranks)
     ratios = torch.sub(best[..., :1], scores, out=scores).mul_(1 / _reach(best)[..., None])
     return Spectrum(best, _histogram(ratios, _bins(longest, min_rank)))
 
@@ -134,6 +134,21 @@ def bracket(spectrum: Spectrum, min_rank: int) -> Accumulation:
     open_ = (known > 0) & (known < math.inf) & (best[..., -1] > -FAR)
     lower = torch.where(open_, torch.maximum(known, lower), known)
     return Accumulation(lower, torch.where(open_, torch.maximum(lower, upper), known))
+
+
+def _largest(x: Tensor, ranks: int) -> Tensor:
+    """The largest values [..., ranks] of each row [..., K], in falling order.
+
+    Of four runs side by side, the largest are in the columns whose maxima are largest: two short searches, and a
+    reduction that is much faster than they, for one long search.
+    """
+    runs, width = 4, x.shape[-1] // 4
+    if width < 8 * ranks:
+        return x.topk(ranks, dim=-1).values
+    side_by_side = x[..., : runs * width].unflatten(-1, (runs, width))
+    columns = side_by_side.amax(-2).topk(ranks, dim=-1, sorted=False).indices
+    found = side_by_side.gather(-1, columns[..., None, :].expand(*x.shape[:-1], runs, ranks)).flatten(-2)
+    return torch.cat([found, x[..., runs * width :]], dim=-1).topk(ranks, dim=-1).values
 
 
 def _reach(best: Tensor) -> Tensor:

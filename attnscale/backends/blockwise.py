@@ -5,6 +5,7 @@ The forward keeps output and lse only; the backward computes each tile again. to
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.gap_pass import add_gaps
-from attnscale.backends.tile_softmax import Partial, softmax_tile
+from attnscale.backends.tile_logits import leaves_of, logit_tile, logit_tile_backward
+from attnscale.backends.tile_softmax import Partial, add_keys
 from attnscale.backends.tiles import (
     HIDDEN,
     LOG2E,
@@ -22,10 +24,8 @@ from attnscale.backends.tiles import (
     add,
     cut,
     keys_of,
-    leaves_of,
-    logit_tile,
-    logit_tile_backward,
     mask_of,
+    place,
     rows_of,
     store,
     workspace_for,
@@ -117,36 +117,41 @@ def blockwise_forward(
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
     scores, value = scores.without_broken(value.to(scores.query.dtype), keys=False)
     scores = scores.folded(LOG2E)
-    shape = query.shape[:3]
-    out = value.new_zeros(*shape, value.shape[-1])
-    best, total = value.new_full(shape, HIDDEN), value.new_zeros(shape)
-    moment = value.new_zeros(shape)
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    sums = value.new_zeros(*query.shape[:3], 3)
+    sums[..., 0] = HIDDEN
+    weight = None if sinks is None else (sinks.to(value.dtype) * LOG2E)[:, None, None].expand(*query.shape[:3], 1)
     room = workspace_for(scores)
-    for number, tile in enumerate(cut(scores)):
-        logits = logit_tile(scores, leaves_of(scores, tile), tile, room.logits, LOG2E)
-        powers, top, sums, moments = softmax_tile(logits, entropy, room.view(logits.shape))
-        if seed is not None:
-            powers = powers * _kept(powers, seed, number, dropout_p)
-        part = Partial(top, sums, moments, torch.bmm(powers, keys_of(value, tile)))
-        targets = (best, total, moment, out)
-        if tile.continues:
-            part = Partial(*(rows_of(x, tile, scores.group) for x in targets)).merge(part)
-        for target, found in zip(targets, part, strict=True):
-            store(target, tile, found)
-    seen = ~(best <= HIDDEN / 2)  # a NaN has been seen
-    best, moment = best / LOG2E, moment / LOG2E
-    total = total.masked_fill_(~seen, 1.0)
-    out = (out / total[..., None]).masked_fill_(~seen[..., None], 0.0)
-    lse = (best + total.log()).masked_fill_(~seen, -math.inf)
-    top = best.masked_fill_(~seen, -math.inf)
-    disorder = (total.log() - moment / total).masked_fill_(~seen, 0.0) if entropy else value.new_zeros(0)
+    number = itertools.count()
+    for tile in cut(scores):
+        found: Partial | None = None
+        for piece in tile.pieces():
+            logits = logit_tile(scores, leaves_of(scores, piece), piece, room, LOG2E)
+            kept = None if seed is None else _kept(logits, seed, next(number), dropout_p)
+            powers = room.of("powers", logits.shape)
+            found = add_keys(found, logits, keys_of(value, piece), powers, moment=entropy, kept=kept)
+        if found is not None:
+            store(sums, tile, torch.cat(found[:3], dim=-1))
+            whole = found.total if weight is None else found.with_sink(rows_of(weight, tile, scores.group))
+            if tile.clear_left >= tile.clear_right or padding is not None or mask is not None:
+                # A row that sees nothing has powers of hidden keys, as many as there are; a NaN has been seen.
+                whole = whole.masked_fill(found.top <= HIDDEN / 2, math.inf)
+            part = place(out, tile, found.mixed)
+            torch.div(found.mixed.view(part.shape), whole.view(*part.shape[:2], 1), out=part)
+    best, total, moment = sums.unbind(-1)
+    unseen = best <= HIDDEN / 2
+    total = total.masked_fill(unseen, 1.0)
+    top = (best / LOG2E).masked_fill_(unseen, -math.inf)
+    lse = top + total.log()
+    disorder = value.new_zeros(0)
+    if entropy:
+        disorder = (total.log() - moment / (LOG2E * total)).masked_fill_(unseen, 0.0)
     if sinks is not None:
         keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        share = torch.exp(keys - lse)  # of the weight that is left to the keys
-        out *= share[..., None]
         if entropy:
+            share = torch.exp(keys - lse)  # of the weight that is left to the keys
             disorder = share * disorder + torch.special.entr(share) + torch.special.entr(1 - share)
-    return out.to(query.dtype), lse, top, disorder.clamp_(min=0.0)
+    return out, lse, top, disorder.clamp_(min=0.0)
 
 
 @blockwise_forward.register_fake
@@ -188,11 +193,11 @@ def blockwise_backward(
     dbeta = torch.zeros_like(delta)
     dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
     room = workspace_for(scores)
-    for number, tile in enumerate(cut(scores)):
-        weights = logit_tile(folded, leaves_of(folded, tile), tile, room.logits, LOG2E)
+    for number, tile in enumerate(piece for tile in cut(scores) for piece in tile.pieces()):
+        weights = logit_tile(folded, leaves_of(folded, tile), tile, room, LOG2E)
         weights = weights.sub_(rows_of(anchor, tile, scores.group)[..., None]).exp2_()
         upstream = rows_of(gradient, tile, scores.group)
-        pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.view(weights.shape))
+        pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.of("powers", weights.shape))
         kept = weights
         if seed is not None:
             scaled = _kept(weights, seed, number, dropout_p)

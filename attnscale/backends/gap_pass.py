@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
-from attnscale.backends.tiles import Scores, Tile, cut, leaves_of, logit_tile, store, workspace_for
+from attnscale.backends.tile_logits import leaves_of, logit_tile
+from attnscale.backends.tiles import Scores, Tile, cut, store, workspace_for
 from attnscale.gaps import (
     Accumulation,
     Contact,
@@ -155,7 +156,7 @@ def _raw_tiles(
     scores = Scores(query, key, None, start, stop, padding, mask, scale, softcap).wide().folded(1.0)
     room = workspace_for(scores, whole_rows=True)
     for tile in cut(scores, whole_rows=True):
-        yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room.logits)
+        yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room)
 
 
 def _rows(query: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The elementwise part of a tile, the numbers it gives for each row, and how those of two sets of keys are joined."""
+"""The elementwise part of a tile, and the numbers it gives for each row, over pieces of the keys one after another."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ import torch
 from torch import Tensor
 
 
-class Softmax(NamedTuple):
-    """Of logits [h, r, K] in units of ln 2: 2^(ℓ − m), and per row m, its sum, and Σ 2^(ℓ − m)·(ℓ − m) (or 0)."""
-
-    powers: Tensor
-    top: Tensor
-    total: Tensor
-    moment: Tensor
-
-
 class Partial(NamedTuple):
-    """Rows of attention over some of their keys: m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m) and Σ 2^(ℓ − m)·v."""
+    """Rows of attention over some of their keys, logits ℓ in units of ln 2: m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m) and
+    Σ 2^(ℓ − m)·v.
+    """
 
-    top: Tensor
+    top: Tensor  # [h, r, 1], as the next two
     total: Tensor
-    moment: Tensor
-    mixed: Tensor
+    moment: Tensor  # or 0, where nobody asked
+    mixed: Tensor  # [h, r, Dv]
 
-    def merge(self, other: Partial) -> Partial:
-        """The same rows over the keys of both."""
-        top = torch.maximum(self.top, other.top)
-        a, b = self._seen_from(top), other._seen_from(top)
-        return Partial(top, a.total + b.total, a.moment + b.moment, a.mixed + b.mixed)
-
-    def _seen_from(self, top: Tensor) -> Partial:
-        down = self.top - top
-        fade = torch.exp2(down)
-        moment = (self.moment + down * self.total) * fade
-        return Partial(top, self.total * fade, moment, self.mixed * fade[..., None])
+    def with_sink(self, logits: Tensor) -> Tensor:
+        """The sum of powers of keys and of one outcome more, whose logits [h, r, 1] these are."""
+        return self.total + torch.exp2(logits - self.top)
 
 
-def softmax_tile(logits: Tensor, moment: bool, powers: Tensor) -> Softmax:
-    """The elementwise part of a tile; overwrites the logits, and `powers` with 2^(ℓ − m)."""
+def add_keys(
+    seen: Partial | None, logits: Tensor, values: Tensor, powers: Tensor, *, moment: bool, kept: Tensor | None = None
+) -> Partial:
+    """The same rows with the keys of a tile [h, r, K] in addition: the softmax of a stream.
+
+    Overwrites what was seen, the logits, and `powers` with 2^(ℓ − m); `kept` multiplies the latter before they meet
+    the values.
+    """
     top = logits.amax(-1, keepdim=True)
+    if seen is not None:
+        torch.maximum(top, seen.top, out=top)
     centred = logits.sub_(top)
     torch.exp2(centred, out=powers)  # half the price of exp
-    total = powers.sum(-1)
-    return Softmax(powers, top[..., 0], total, centred.mul_(powers).sum(-1) if moment else torch.zeros_like(total))
+    total = powers.sum(-1, keepdim=True)
+    moments = centred.mul_(powers).sum(-1, keepdim=True) if moment else torch.zeros_like(total)
+    if kept is not None:
+        powers.mul_(kept)
+    if seen is None:
+        return Partial(top, total, moments, torch.bmm(powers, values))
+    down = seen.top - top
+    fade = torch.exp2(down)
+    moments += seen.moment.addcmul_(down, seen.total).mul_(fade)
+    total += seen.total.mul_(fade)
+    return Partial(top, total, moments, seen.mixed.mul_(fade).baddbmm_(powers, values))

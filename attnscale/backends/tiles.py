@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from attnscale.backends.scratch import room
 from attnscale.context import shown
 
 # Rows of a tile, counted over the heads it covers: enough for a matrix product to be fast, few enough for a cache.
-ROWS = 512
+ROWS = 1024
 ROWS_PER_HEAD = 128
-KEYS = 32768  # longer rows are taken in pieces, so that memory does not grow with them; shorter pieces are slower
+# Longer rows are taken in pieces: the scores of larger ones do not stay in a cache. Where rows must be whole, fewer of
+# them are taken at a time.
+KEYS = 2048
+WHOLE = 2**22
 LOG2E = 1 / math.log(2)
 HIDDEN = -1e30  # finite, so that a weight of 0 times its logit is 0 and not NaN
 
@@ -89,35 +92,32 @@ class Tile(NamedTuple):
     right: int
     clear_left: int
     clear_right: int
-    continues: bool = False  # a tile of the same rows came before
+    fewest: int  # the smallest of the rows' upper bounds
 
-    def split(self, keys: int) -> Iterator[Tile]:
-        """The same rows against at most `keys` slots at a time."""
-        for left in range(self.left, self.right, keys):
-            right = min(left + keys, self.right)
+    def pieces(self) -> Iterator[Tile]:
+        """The same rows against at most `KEYS` slots at a time."""
+        for left in range(self.left, self.right, KEYS):
+            right = min(left + KEYS, self.right)
             yield self._replace(
                 left=left,
                 right=right,
                 clear_left=min(max(self.clear_left, left), right),
                 clear_right=min(max(self.clear_right, left), right),
-                continues=left > self.left,
             )
 
 
 def cut(scores: Scores, *, whole_rows: bool = False) -> Iterator[Tile]:
-    """The tiles of a call; what no row of a tile can see is outside of it."""
-    for tile in _row_tiles(scores):
-        if tile.left < tile.right:
-            yield from [tile] if whole_rows else tile.split(KEYS)
+    """The tiles of a call, each with all that its rows may see; what none of them can see is outside of it.
 
-
-def _row_tiles(scores: Scores) -> Iterator[Tile]:
+    They are taken whole, or in `pieces`.
+    """
     batch, _, queries, _ = scores.query.shape
     if queries == 0:
         return
     kv_heads, keys, group = scores.key.shape[1], scores.key.shape[2], scores.group
-    rows = max(1, min(queries, min(ROWS, _rows_per_head(scores)) // group))
-    together = max(1, min(kv_heads, ROWS // (group * rows)))
+    most = _most_rows(scores, whole_rows)
+    rows = max(1, min(queries, min(most, _rows_per_head(scores)) // group))
+    together = max(1, min(kv_heads, most // (group * rows)))
     edges = list(range(0, queries, rows))
     bounds = [[_extremes(bound[b], rows) for b in range(bound.shape[0])] for bound in (scores.start, scores.stop)]
     for b in range(batch):
@@ -125,6 +125,8 @@ def _row_tiles(scores: Scores) -> Iterator[Tile]:
         for first in range(0, kv_heads, together):
             for top, (least, most), (fewest, furthest) in zip(edges, low, high, strict=True):
                 left, right = min(least, keys), max(furthest, least)
+                if left >= right:
+                    continue
                 yield Tile(
                     b,
                     first,
@@ -135,7 +137,13 @@ def _row_tiles(scores: Scores) -> Iterator[Tile]:
                     right,
                     min(most, right),
                     max(left, min(fewest, right)),
+                    fewest,
                 )
+
+
+def _most_rows(scores: Scores, whole_rows: bool) -> int:
+    """How many rows a tile may have, counted over its heads."""
+    return max(1, min(ROWS, WHOLE // max(1, scores.key.shape[2]))) if whole_rows else ROWS
 
 
 def _rows_per_head(scores: Scores) -> int:
@@ -154,41 +162,42 @@ def _extremes(bound: Tensor, rows: int) -> list[tuple[int, int]]:
     return [(low, high) for low, high in torch.cat(runs).tolist()]
 
 
-class Leaves(NamedTuple):
-    """The pieces of a tile that a gradient flows to."""
-
-    query: Tensor  # [h, g·r, D]
-    key: Tensor  # [h, K, D]
-    beta: Tensor | None  # [h, g·r]
-    bias: Tensor | None  # broadcasts to [h, g, r, K]
-
-
 def rows_of(x: Tensor, tile: Tile, group: int) -> Tensor:
     """The rows of a per-query tensor [B, H, Tq, ...] that belong to a tile, as [h, g·r, ...]."""
-    part = x[tile.batch, tile.first * group : tile.last * group, tile.top : tile.bottom]
-    return part.reshape(tile.last - tile.first, group * (tile.bottom - tile.top), *part.shape[2:])
+    part = _window(x, tile.batch, tile.first * group, tile.last * group, tile.top, tile.bottom)
+    return part if group == 1 else part.reshape(tile.last - tile.first, -1, *part.shape[2:])
 
 
 def store(target: Tensor, tile: Tile, rows: Tensor) -> None:
     """Write the rows [h, g·r, ...] of a tile into a per-query tensor [B, H, Tq, ...]: the way back from `rows_of`."""
-    part = _place(target, tile, rows)
-    part.copy_(rows.reshape(part.shape))
+    part = place(target, tile, rows)
+    part.copy_(rows.view(part.shape))
 
 
 def add(target: Tensor, tile: Tile, rows: Tensor) -> None:
     """Add the rows [h, g·r, ...] of a tile to a per-query tensor [B, H, Tq, ...]."""
-    part = _place(target, tile, rows)
-    part.add_(rows.reshape(part.shape))
+    part = place(target, tile, rows)
+    part.add_(rows.view(part.shape))
 
 
-def _place(target: Tensor, tile: Tile, rows: Tensor) -> Tensor:
+def place(target: Tensor, tile: Tile, rows: Tensor) -> Tensor:
+    """Where the rows [h, g·r, ...] of a tile belong in a per-query tensor [B, H, Tq, ...], as [h·g, r, ...]."""
     group = rows.shape[1] // (tile.bottom - tile.top)
-    return target[tile.batch, tile.first * group : tile.last * group, tile.top : tile.bottom]
+    return _window(target, tile.batch, tile.first * group, tile.last * group, tile.top, tile.bottom)
 
 
 def keys_of(x: Tensor, tile: Tile) -> Tensor:
     """The keys or values [B, Hkv, Tk, D] of a tile, as [h, K, D]."""
-    return x[tile.batch, tile.first : tile.last, tile.left : tile.right]
+    return _window(x, tile.batch, tile.first, tile.last, tile.left, tile.right)
+
+
+def _window(x: Tensor, batch: int, first: int, last: int, top: int, bottom: int) -> Tensor:
+    """x[batch, first:last, top:bottom] as one operator instead of three: after a product of matrices has swept the
+    caches, each costs the CPU several microseconds.
+    """
+    (a, b, *others), c = x.stride(), x.storage_offset()
+    at = c + batch * a + first * b + top * others[0]
+    return x.as_strided((last - first, bottom - top, *x.shape[3:]), (b, *others), at)
 
 
 def mask_of(mask: Tensor, tile: Tile, group: int) -> Tensor:
@@ -200,127 +209,24 @@ def mask_of(mask: Tensor, tile: Tile, group: int) -> Tensor:
     return part.reshape(-1, group, *part.shape[1:])
 
 
-def leaves_of(scores: Scores, tile: Tile) -> Leaves:
-    """Query, key, β and bias of a tile."""
-    beta = None if scores.beta is None else rows_of(scores.beta, tile, scores.group)
-    bias = None
-    if scores.mask is not None and scores.mask.dtype != torch.bool:
-        bias = mask_of(scores.mask, tile, scores.group)
-    return Leaves(rows_of(scores.query, tile, scores.group), keys_of(scores.key, tile), beta, bias)
-
-
-def logit_tile(
-    scores: Scores, leaves: Leaves, tile: Tile, workspace: Tensor | None = None, unit: float = 1.0
-) -> Tensor:
-    """The logits of a tile, [h, g·r, K]; hidden ones are `HIDDEN`. Those that could not be folded come times `unit`.
-
-    They may be written to a workspace: fresh memory for each tile would cost more than the tile.
-    """
-    query, key, beta, bias = leaves
-    factor = _factor(scores, leaves)
-    query = query if factor is None else query * factor
-    logits = torch.bmm(query, key.transpose(-1, -2), out=_view(workspace, *query.shape[:2], key.shape[1]))
-    if scores.softcap is not None:
-        logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    by_row = _by_row(logits, scores.group)
-    if bias is not None:
-        by_row = by_row + bias.to(by_row.dtype).clamp(min=HIDDEN)
-    if not scores.linear and (beta is not None or unit != 1.0):
-        by_row = by_row * (unit if beta is None else unit * beta.view(beta.shape[0], scores.group, -1)[..., None])
-    _hide(by_row, scores, tile)
-    return by_row.flatten(1, 2)
-
-
-def logit_tile_backward(scores: Scores, leaves: Leaves, upstream: Tensor) -> Leaves:
-    """The gradients of a tile's leaves for those of its logits [h, g·r, K], which are 0 where hidden.
-
-    ℓ = β·y, y = c·tanh(x/c) + bias, x = scale·q·k: so dβ = Σ dℓ·y, dbias = β·dℓ, dx = β·dℓ·(1 − tanh²). Where ℓ is
-    linear, Σ dℓ·y is scale·⟨q, dℓ·K⟩ and no y is needed.
-    """
-    query, key, beta, bias = leaves
-    dbeta = dbias = None
-    if not scores.linear:
-        capped = torch.bmm(query * scores.scale, key.transpose(-1, -2))
-        slope = None
-        if scores.softcap is not None:
-            tanh = torch.tanh(capped / scores.softcap)
-            capped, slope = scores.softcap * tanh, 1 - tanh.square()
-        if beta is not None:
-            score = capped if bias is None else _add_bias(capped, bias, scores.group)
-            dbeta = (upstream * score).sum(-1)
-            upstream = upstream * beta[..., None]
-        if bias is not None:
-            dbias = _by_row(upstream, scores.group)
-        if slope is not None:
-            upstream = upstream * slope
-    factor = _factor(scores, leaves)
-    factor = 1.0 if factor is None else factor
-    mixed = torch.bmm(upstream, key)
-    if beta is not None and dbeta is None:
-        dbeta = (mixed * query).sum(-1) * scores.scale
-    return Leaves(mixed * factor, torch.bmm(upstream.transpose(-1, -2), query * factor), dbeta, dbias)
-
-
-def _factor(scores: Scores, leaves: Leaves) -> Tensor | float | None:
-    """What the query is still to be multiplied by."""
-    if leaves.beta is not None and scores.linear:
-        return (leaves.beta * scores.scale)[..., None]
-    return None if scores.scale == 1.0 else scores.scale
-
-
-def _add_bias(capped: Tensor, bias: Tensor, group: int) -> Tensor:
-    return (_by_row(capped, group) + bias.to(capped.dtype).clamp(min=HIDDEN)).flatten(1, 2)
-
-
-def _by_row(x: Tensor, group: int) -> Tensor:
-    """[h, g·r, K] as [h, g, r, K]."""
-    return x.view(x.shape[0], group, -1, x.shape[-1])
-
-
-def _hide(by_row: Tensor, scores: Scores, tile: Tile) -> None:
-    """Overwrite what a row of [h, g, r, K] may not see."""
-    for left, right in ((tile.left, tile.clear_left), (max(tile.clear_left, tile.clear_right), tile.right)):
-        if left < right:
-            outside = _out_of_bounds(scores, tile, left, right)
-            by_row[..., left - tile.left : right - tile.left].masked_fill_(outside, HIDDEN)
-    if scores.padding is not None:
-        padding = scores.padding[tile.batch if scores.padding.shape[0] > 1 else 0, tile.left : tile.right]
-        by_row.masked_fill_(padding, HIDDEN)
-    if scores.mask is not None:
-        by_row.masked_fill_(~shown(mask_of(scores.mask, tile, scores.group)), HIDDEN)
-    if scores.broken is not None:
-        broken = scores.broken[tile.batch, tile.first : tile.last, tile.left : tile.right]
-        by_row.masked_fill_(broken[:, None, None] & (by_row > HIDDEN / 2), math.nan)
-
-
-def _out_of_bounds(scores: Scores, tile: Tile, left: int, right: int) -> Tensor:
-    slot = torch.arange(left, right, device=scores.query.device)
-    start, stop = (
-        bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None]
-        for bound in (scores.start, scores.stop)
-    )
-    beyond = slot >= stop
-    return beyond if left >= tile.clear_left else beyond | (slot < start)
-
-
-def _view(workspace: Tensor | None, *shape: int) -> Tensor | None:
-    return None if workspace is None else workspace[: math.prod(shape)].view(shape)
-
-
 class Workspace(NamedTuple):
-    """Room for the logits and the powers of one tile."""
+    """What the tiles of a call share: fresh memory for each would cost more than the tile."""
 
-    logits: Tensor
-    powers: Tensor
+    memory: dict[str, Tensor]
+    rising: bool  # whether each row may see one slot more than the one before
+    marks: dict[tuple[int, int, int], Any]  # what is hidden at the end of tiles, where it is the same for many
 
-    def view(self, shape: torch.Size) -> Tensor:
-        """The second half, as a tensor of that shape."""
-        return self.powers[: math.prod(shape)].view(shape)
+    def of(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        """Room for a tensor of that shape."""
+        _, b, c = shape
+        return self.memory[purpose].as_strided(shape, (b * c, c, 1))
 
 
 def workspace_for(scores: Scores, *, whole_rows: bool = False) -> Workspace:
-    """Room enough for every tile of a call."""
+    """Room enough for every tile of a call; for powers only where it is taken in pieces."""
     group, queries, keys = scores.group, scores.query.shape[2], scores.key.shape[2]
-    keys = keys if whole_rows else min(KEYS, keys)
-    numel = max(group, min(ROWS, scores.query.shape[1] * queries)) * keys
-    return Workspace(*(room(purpose, (numel,), scores.query) for purpose in ("logits", "powers")))
+    rows = max(group, min(_most_rows(scores, whole_rows), scores.query.shape[1] * queries))
+    numel = rows * (keys if whole_rows else min(KEYS, keys))
+    purposes = ["logits"] if whole_rows else ["logits", "powers"]
+    memory = {purpose: room(purpose, (numel,), scores.query) for purpose in purposes}
+    return Workspace(memory, bool((scores.stop.diff(dim=-1) == 1).all()), {})
