@@ -92,7 +92,7 @@ class Context:
         return replace(
             self,
             queries=rows.numel(),
-            slot=self.slots()[:, rows],
+            slot=self.slot[:, rows] if isinstance(self.slot, Tensor) else (self.slot + rows)[None],
             first=pick(self.first),
             last=pick(self.last),
             mask=None if self.mask is None else self.mask[:, :, rows],

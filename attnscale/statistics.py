@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
+from attnscale.scratch import is_watched
 
 
 @dataclass(frozen=True)
@@ -182,13 +184,18 @@ def finite(x: Tensor) -> Tensor:
 
 
 def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
-    """`rows` of the row numbers 0 … queries−1, increasing, one from each of as many equal strata.
+    """`rows` of the row numbers 0 … queries−1, increasing, one from each of as many equal strata; not to be changed.
 
     >>> sample_rows(1000, 4, 0, torch.device("cpu")).tolist() == sample_rows(1000, 4, 0, torch.device("cpu")).tolist()
     True
     """
-    if rows >= queries:
-        return torch.arange(queries, device=device)
+    draw = _draw_rows.__wrapped__ if is_watched() else _draw_rows
+    found: Tensor = draw(queries, min(rows, queries), seed, device)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
     edges = torch.arange(rows + 1, dtype=torch.int64) * queries // rows
     width = edges[1:] - edges[:-1]
     draw = torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -52,7 +52,7 @@ class AttentionCall:
     def select(self, rows: Tensor) -> AttentionCall:
         """The same call for some of its rows [R]."""
         beta = self.beta[..., rows] if isinstance(self.beta, Tensor) and self.beta.shape[-1] > 1 else self.beta
-        return replace(self, query=self.query[:, :, rows], context=self.context.select(rows), beta=beta)
+        return replace(self, query=self.query.index_select(2, rows), context=self.context.select(rows), beta=beta)
 
     @property
     def bias(self) -> Tensor | None:

@@ -18,6 +18,8 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (SdpaBackend(), TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
+# Sorted out once: to ask an object whether it has all methods of a protocol takes longer than some of them.
+MEASURING = {name: backend for name, backend in BACKENDS.items() if isinstance(backend, MeasuringBackend)}
 
 
 class Verdict(NamedTuple):
@@ -57,9 +59,9 @@ def measure(call: AttentionCall, request: StatsRequest, backend: str) -> Attenti
     if request.rows is None or request.rows >= call.query.shape[2]:
         return _choose_measuring(call, backend).measure(call, request)
     rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
-    output, sampled = run(call, backend), call.select(rows).detached()
+    output, sampled = run(call, backend), call.detached().select(rows)
     observer = "auto" if backend == "sdpa" else backend  # which gives none itself
-    return AttentionOutput(output, statistics(sampled, request, observer)._replace(rows=rows))
+    return AttentionOutput(output, statistics(sampled, request, observer)._replace(rows=rows.clone()))
 
 
 def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
@@ -68,10 +70,7 @@ def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto"
 
 
 def _choose_measuring(call: AttentionCall, backend: str) -> MeasuringBackend:
-    chosen = _choose(call, backend, measuring=True)
-    if not isinstance(chosen, MeasuringBackend):
-        raise BackendError(f"backend={chosen.name!r} gives no row statistics")
-    return chosen
+    return MEASURING[_choose(call, backend, measuring=True).name]
 
 
 def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
@@ -86,7 +85,7 @@ def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
 
 
 def _why_not(name: str, call: AttentionCall, measuring: bool) -> str | None:
-    if measuring and not isinstance(BACKENDS[name], MeasuringBackend):
+    if measuring and name not in MEASURING:
         return "it gives no row statistics"
     return BACKENDS[name].why_not(call)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends.call import AttentionCall
-from attnscale.backends.scratch import multiply
+from attnscale.scratch import multiply
 from attnscale.context import shown
 
 

@@ -114,7 +114,7 @@ def _hide(by_row: Tensor, scores: Scores, tile: Tile, room: Workspace) -> None:
 
 
 class _Marks(NamedTuple):
-    """What may be seen, as bits to keep, and `HIDDEN` elsewhere, as bits to set."""
+    """The bits to keep of each score, all or none, and those to set: none, or those of `HIDDEN`."""
 
     keep: Tensor
     write: Tensor
@@ -128,9 +128,11 @@ _PATTERNS = {
 
 
 def _marks(hidden: Tensor, dtype: torch.dtype) -> _Marks:
-    integer, pattern = _PATTERNS[dtype]
-    mark = hidden.to(integer)
-    return _Marks(mark - 1, mark.mul_(pattern))
+    return _to_marks(hidden.to(_PATTERNS[dtype][0]) - 1, dtype)
+
+
+def _to_marks(keep: Tensor, dtype: torch.dtype) -> _Marks:
+    return _Marks(keep, torch.bitwise_not(keep).bitwise_and_(_PATTERNS[dtype][1]))
 
 
 def _overwrite(x: Tensor, marks: _Marks) -> None:
@@ -141,15 +143,22 @@ def _overwrite(x: Tensor, marks: _Marks) -> None:
 def _out_of_bounds(scores: Scores, tile: Tile, left: int, right: int, room: Workspace) -> _Marks:
     """The slots [left, right) of a tile that lie outside of its rows' bounds; remembered where tiles have the same."""
     only_stop = left >= tile.clear_left
-    shape = left - tile.fewest, right - left, tile.bottom - tile.top
-    if only_stop and room.rising and shape in room.marks:
-        return room.marks[shape]
-    slot = torch.arange(left, right, device=scores.query.device)
+    alike = (
+        (left - tile.rising, right - left, tile.bottom - tile.top) if only_stop and tile.rising is not None else None
+    )
+    if alike is not None and alike in room.marks:
+        found: _Marks = room.marks[alike]
+        return found
+    integer, sign = _PATTERNS[scores.query.dtype][0], 8 * scores.query.element_size() - 1
+    slot = torch.arange(left, right, dtype=integer, device=scores.query.device)
     start, stop = (
-        bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None]
+        bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None].to(integer)
         for bound in (scores.start, scores.stop)
     )
-    marks = _marks(slot >= stop if only_stop else (slot >= stop) | (slot < start), scores.query.dtype)
-    if only_stop and room.rising:
-        room.marks[shape] = marks
+    keep = (slot - stop).bitwise_right_shift_(sign)  # the sign of a difference, in every bit
+    if not only_stop:
+        keep &= (start - 1 - slot).bitwise_right_shift_(sign)
+    marks = _to_marks(keep, scores.query.dtype)
+    if alike is not None:
+        room.marks[alike] = marks
     return marks

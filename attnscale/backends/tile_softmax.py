@@ -40,10 +40,11 @@ def add_keys(
     moments = centred.mul_(powers).sum(-1, keepdim=True) if moment else torch.zeros_like(total)
     if kept is not None:
         powers.mul_(kept)
+    mixing = values.shape[-1] > 0  # without values, statistics alone are asked for
     if seen is None:
-        return Partial(top, total, moments, torch.bmm(powers, values))
+        return Partial(top, total, moments, torch.bmm(powers, values) if mixing else top[..., :0])
     down = seen.top - top
     fade = torch.exp2(down)
     moments += seen.moment.addcmul_(down, seen.total).mul_(fade)
     total += seen.total.mul_(fade)
-    return Partial(top, total, moments, seen.mixed.mul_(fade).baddbmm_(powers, values))
+    return Partial(top, total, moments, seen.mixed.mul_(fade).baddbmm_(powers, values) if mixing else seen.mixed)

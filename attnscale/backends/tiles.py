@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.backends.scratch import room
+from attnscale.scratch import room
 from attnscale.context import shown
 
 # Rows of a tile, counted over the heads it covers: enough for a matrix product to be fast, few enough for a cache.
 ROWS = 1024
 ROWS_PER_HEAD = 128
-# Longer rows are taken in pieces: the scores of larger ones do not stay in a cache. Where rows must be whole, fewer of
-# them are taken at a time.
+# Longer rows are taken in pieces, of this many keys if there are as many rows: the scores of larger ones do not stay in
+# a cache. Where rows must be whole, fewer of them are taken at a time.
 KEYS = 2048
 WHOLE = 2**22
 LOG2E = 1 / math.log(2)
@@ -92,12 +92,13 @@ class Tile(NamedTuple):
     right: int
     clear_left: int
     clear_right: int
-    fewest: int  # the smallest of the rows' upper bounds
+    rising: int | None  # the upper bound of the first row, if each may see one slot more than the one before
+    width: int  # of a piece
 
     def pieces(self) -> Iterator[Tile]:
-        """The same rows against at most `KEYS` slots at a time."""
-        for left in range(self.left, self.right, KEYS):
-            right = min(left + KEYS, self.right)
+        """The same rows against some of the slots at a time."""
+        for left in range(self.left, self.right, self.width):
+            right = min(left + self.width, self.right)
             yield self._replace(
                 left=left,
                 right=right,
@@ -115,51 +116,42 @@ def cut(scores: Scores, *, whole_rows: bool = False) -> Iterator[Tile]:
     if queries == 0:
         return
     kv_heads, keys, group = scores.key.shape[1], scores.key.shape[2], scores.group
-    most = _most_rows(scores, whole_rows)
-    rows = max(1, min(queries, min(most, _rows_per_head(scores)) // group))
-    together = max(1, min(kv_heads, most // (group * rows)))
-    edges = list(range(0, queries, rows))
-    bounds = [[_extremes(bound[b], rows) for b in range(bound.shape[0])] for bound in (scores.start, scores.stop)]
+    starts, stops = scores.start.tolist(), scores.stop.tolist()
+    together, rows = _extent(scores, stops[0], whole_rows)
+    width = ROWS * KEYS // min(ROWS, together * group * rows)
     for b in range(batch):
-        low, high = (bound[b if len(bound) > 1 else 0] for bound in bounds)
+        start, stop = (bound[b if len(bound) > 1 else 0] for bound in (starts, stops))
         for first in range(0, kv_heads, together):
-            for top, (least, most), (fewest, furthest) in zip(edges, low, high, strict=True):
-                left, right = min(least, keys), max(furthest, least)
-                if left >= right:
-                    continue
-                yield Tile(
-                    b,
-                    first,
-                    min(first + together, kv_heads),
-                    top,
-                    min(top + rows, queries),
-                    left,
-                    right,
-                    min(most, right),
-                    max(left, min(fewest, right)),
-                    fewest,
-                )
+            for top in range(0, queries, rows):
+                low, high = start[top : top + rows], stop[top : top + rows]
+                fewest = min(high)
+                left, right = min(*low, keys), max(*high, *low)
+                if left < right:
+                    yield Tile(
+                        b,
+                        first,
+                        min(first + together, kv_heads),
+                        top,
+                        top + len(high),
+                        left,
+                        right,
+                        min(max(low), right),
+                        max(left, min(fewest, right)),
+                        fewest if high == list(range(fewest, fewest + len(high))) else None,
+                        width,
+                    )
 
 
-def _most_rows(scores: Scores, whole_rows: bool) -> int:
-    """How many rows a tile may have, counted over its heads."""
-    return max(1, min(ROWS, WHOLE // max(1, scores.key.shape[2]))) if whole_rows else ROWS
+def _extent(scores: Scores, stop: list[int], whole_rows: bool) -> tuple[int, int]:
+    """How many heads of k a tile has, and how many rows of each head of q.
 
-
-def _rows_per_head(scores: Scores) -> int:
-    """Fewer rows to a tile where neighbours end far apart, as sampled ones do: a tile is as wide as its widest row."""
-    ends = scores.stop[0, :: max(1, scores.stop.shape[1] - 1)].tolist()  # of the first and the last row
-    apart = abs(ends[-1] - ends[0]) / scores.stop.shape[1]
-    return ROWS_PER_HEAD if apart < 8 else max(16, int(4 * ROWS_PER_HEAD / apart))
-
-
-def _extremes(bound: Tensor, rows: int) -> list[tuple[int, int]]:
-    """Smallest and largest value of a bound [Tq] in each run of so many rows, on the host."""
-    whole = bound.shape[0] // rows * rows
-    runs = [torch.stack(torch.aminmax(bound[:whole].view(-1, rows), dim=-1), dim=-1)]
-    if whole < bound.shape[0]:
-        runs.append(torch.stack(torch.aminmax(bound[whole:]))[None])
-    return [(low, high) for low, high in torch.cat(runs).tolist()]
+    Fewer rows where neighbours end far apart, as sampled ones do: a tile is as wide as its widest row.
+    """
+    most = max(1, min(ROWS, WHOLE // max(1, scores.key.shape[2]))) if whole_rows else ROWS
+    apart = abs(stop[-1] - stop[0]) / len(stop)
+    per_head = ROWS_PER_HEAD if apart < 8 else max(32, int(4 * ROWS_PER_HEAD / apart))
+    rows = max(1, min(len(stop), min(most, per_head) // scores.group))
+    return max(1, min(scores.key.shape[1], most // (scores.group * rows))), rows
 
 
 def rows_of(x: Tensor, tile: Tile, group: int) -> Tensor:
@@ -213,7 +205,6 @@ class Workspace(NamedTuple):
     """What the tiles of a call share: fresh memory for each would cost more than the tile."""
 
     memory: dict[str, Tensor]
-    rising: bool  # whether each row may see one slot more than the one before
     marks: dict[tuple[int, int, int], Any]  # what is hidden at the end of tiles, where it is the same for many
 
     def of(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
@@ -224,9 +215,10 @@ class Workspace(NamedTuple):
 
 def workspace_for(scores: Scores, *, whole_rows: bool = False) -> Workspace:
     """Room enough for every tile of a call; for powers only where it is taken in pieces."""
-    group, queries, keys = scores.group, scores.query.shape[2], scores.key.shape[2]
-    rows = max(group, min(_most_rows(scores, whole_rows), scores.query.shape[1] * queries))
-    numel = rows * (keys if whole_rows else min(KEYS, keys))
+    (_, heads, queries, _), keys = scores.query.shape, scores.key.shape[2]
+    most = max(scores.group, ROWS) * KEYS
+    if whole_rows:
+        most = max(scores.group * keys, min(WHOLE, ROWS * keys))
+    numel = min(most, heads * queries * keys)
     purposes = ["logits"] if whole_rows else ["logits", "powers"]
-    memory = {purpose: room(purpose, (numel,), scores.query) for purpose in purposes}
-    return Workspace(memory, bool((scores.stop.diff(dim=-1) == 1).all()), {})
+    return Workspace({purpose: room(purpose, (numel,), scores.query) for purpose in purposes}, {})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
-from attnscale.backends.scratch import forget
+from attnscale.scratch import forget
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

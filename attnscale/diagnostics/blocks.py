@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
-from attnscale.backends.scratch import room
+from attnscale.scratch import room
 from attnscale.backends.tiles import HIDDEN, Tile, keys_of, mask_of, rows_of
 from attnscale.context import shown
 
@@ -45,7 +45,7 @@ def blocks(call: AttentionCall) -> Iterator[Block]:
         for b in range(batch if right > left else 0):
             for first in range(0, heads, together):
                 last, bottom = min(first + together, heads), min(top + rows, queries)
-                tile = Tile(b, first, last, top, bottom, left, right, left, left, left)
+                tile = Tile(b, first, last, top, bottom, left, right, left, left, left, right - left)
                 if mask is None:
                     yield Block(tile, *shared[b % len(shared)])
                 else:

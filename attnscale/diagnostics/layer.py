@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ class LayerListener:
 
     def _sampled(self, heard: Heard) -> Tensor:
         queries, device = heard.call.query.shape[2], heard.call.query.device
-        return _rows(queries, queries if self.rows is None else self.rows, self.seed, device)
+        return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
 
     def _note(self, **numbers: Tensor) -> None:
         heads = next(iter(numbers.values()))
@@ -126,10 +125,6 @@ def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
     ]
     sums, largest = scalars[..., : len(SUMS)].sum(0), scalars[..., len(SUMS) :].amax(0)
     return spreads[0], spreads[1], torch.cat([sums, largest], dim=-1).T
-
-
-# All layers of a model look at the same rows, in forward and in backward.
-_rows = lru_cache(maxsize=8)(sample_rows)
 
 
 def _merged(spread: Spread | None, rows: Tensor) -> Spread:

@@ -23,7 +23,7 @@ def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Ten
     size = like.element_size()
     for extent in shape:
         size *= extent
-    if size > MOST_BYTES or like.device.type != "cpu" or _is_watched():
+    if size > MOST_BYTES or like.device.type != "cpu" or is_watched():
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     buffers = _kept.__dict__
     key = (shape, like.dtype, torch.is_inference_mode_enabled())
@@ -41,13 +41,13 @@ def forget() -> None:
 
 def multiply(x: Tensor, factor: Tensor) -> Tensor:
     """x·factor in the wider of the two dtypes, rounded once to x's; without autograd, in the room for products."""
-    if torch.is_grad_enabled() or x.device.type != "cpu" or _is_watched():
+    if torch.is_grad_enabled() or x.device.type != "cpu" or is_watched():
         product = x * factor
         return product if product.dtype == x.dtype else product.to(x.dtype)
     return torch.mul(x, factor, out=room("product", x.shape, x))
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether torch.compile, a dispatch mode or a functional transform stands between us and the kernels."""
     return (
         torch.compiler.is_compiling()
