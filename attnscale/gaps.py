@@ -145,7 +145,7 @@ def _largest(x: Tensor, ranks: int) -> Tensor:
     runs, width = 4, x.shape[-1] // 4
     if width < 8 * ranks:
         return x.topk(ranks, dim=-1).values
-    side_by_side = x[..., : runs * width].unflatten(-1, (runs, width))
+    side_by_side = x[..., : runs * width].view(*x.shape[:-1], runs, width)
     columns = side_by_side.amax(-2).topk(ranks, dim=-1, sorted=False).indices
     found = side_by_side.gather(-1, columns[..., None, :].expand(*x.shape[:-1], runs, ranks)).flatten(-2)
     return torch.cat([found, x[..., runs * width :]], dim=-1).topk(ranks, dim=-1).values

@@ -7,8 +7,7 @@ import torch
 from oracle import tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnscale import scaled_dot_product_attention
-from attnscale import scratch
+from attnscale import scaled_dot_product_attention, scratch
 
 
 def attend(seed: int = 0, dtype: torch.dtype = torch.float32, tokens: int = 9):

@@ -199,7 +199,7 @@ def blockwise_backward(
     dbeta = torch.zeros_like(delta)
     dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
     room = workspace_for(scores)
-    for number, tile in enumerate(piece for tile in cut(scores) for piece in tile.pieces()):
+    for number, tile in enumerate(piece for whole in cut(scores) for piece in whole.pieces()):
         weights = logit_tile(folded, leaves_of(folded, tile), tile, room, LOG2E)
         weights = weights.sub_(rows_of(anchor, tile, scores.group)[..., None]).exp2_()
         upstream = rows_of(gradient, tile, scores.group)

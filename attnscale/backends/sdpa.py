@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends.call import AttentionCall
-from attnscale.scratch import multiply
 from attnscale.context import shown
+from attnscale.scratch import multiply
 
 
 class SdpaBackend:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attnscale.scratch import room
-from attnscale.context import shown
 
 # Rows of a tile, counted over the heads it covers: enough for a matrix product to be fast, few enough for a cache.
 ROWS = 1024

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
-from attnscale.scratch import room
 from attnscale.backends.tiles import HIDDEN, Tile, keys_of, mask_of, rows_of
 from attnscale.context import shown
+from attnscale.scratch import room
 
 # Scores of a block: few enough that they and what is made of them stay in a cache. A single row may have more.
 NUMBERS = 2**18
