@@ -75,11 +75,14 @@ class Context:
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk]; padding is not considered."""
-        slots = self.slots()
-        start = torch.zeros_like(slots) if self.left is None else slots - self.left
-        stop = torch.full_like(slots, self.keys) if self.right is None else slots + self.right + 1
-        if self.first is not None and self.last is not None:
-            start, stop = torch.maximum(start, self.first), torch.minimum(stop, self.last)
+        if self.left is None and self.right is None and self.first is not None and self.last is not None:
+            start, stop = self.first, self.last
+        else:
+            slots = self.slots()
+            start = torch.zeros_like(slots) if self.left is None else slots - self.left
+            stop = torch.full_like(slots, self.keys) if self.right is None else slots + self.right + 1
+            if self.first is not None and self.last is not None:
+                start, stop = torch.maximum(start, self.first), torch.minimum(stop, self.last)
         start = start.clamp(0, self.keys)
         return start, torch.maximum(start, stop.clamp(0, self.keys))
 
@@ -87,12 +90,12 @@ class Context:
         """The same for some of the rows [R]."""
 
         def pick(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[..., rows]
+            return None if x is None else x.index_select(-1, rows)
 
         return replace(
             self,
             queries=rows.numel(),
-            slot=self.slot[:, rows] if isinstance(self.slot, Tensor) else (self.slot + rows)[None],
+            slot=self.slot.index_select(-1, rows) if isinstance(self.slot, Tensor) else (self.slot + rows)[None],
             first=pick(self.first),
             last=pick(self.last),
             mask=None if self.mask is None else self.mask[:, :, rows],

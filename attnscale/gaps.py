@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnscale.errors import reject
 
@@ -106,14 +107,13 @@ def empty_spectrum(rows: Tensor, min_rank: int, longest: int) -> Spectrum:
 
 def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
     """The best scores of each row [..., Tk], and a histogram of all; overwrites the scores."""
-    keys, ranks = scores.shape[-1], max(TOP, min_rank)
-    if keys < ranks:
-        short = empty_spectrum(scores.new_empty(scores.shape[:-1]), min_rank, longest)
-        short.best[..., :keys] = scores.sort(dim=-1, descending=True).values
-        return short
-    best = _largest(scores, ranks)
-    ratios = torch.sub(best[..., :1], scores, out=scores).mul_(1 / _reach(best)[..., None])
-    return Spectrum(best, _histogram(ratios, _bins(longest, min_rank)))
+    best = largest(scores, max(TOP, min_rank))
+    return spectrum_of(best, torch.sub(best[..., :1], scores, out=scores), min_rank, longest)
+
+
+def spectrum_of(best: Tensor, gaps: Tensor, min_rank: int, longest: int) -> Spectrum:
+    """The same from the best scores [..., ranks] and what every key lies behind the first; overwrites the gaps."""
+    return Spectrum(best, _histogram(gaps.mul_(1 / _reach(best)[..., None]), _bins(longest, min_rank)))
 
 
 def bracket(spectrum: Spectrum, min_rank: int) -> Accumulation:
@@ -136,19 +136,23 @@ def bracket(spectrum: Spectrum, min_rank: int) -> Accumulation:
     return Accumulation(lower, torch.where(open_, torch.maximum(lower, upper), known))
 
 
-def _largest(x: Tensor, ranks: int) -> Tensor:
-    """The largest values [..., ranks] of each row [..., K], in falling order.
+def largest(x: Tensor, ranks: int) -> Tensor:
+    """The largest values [..., ranks] of each row [..., K], in falling order; −∞ where there are no more.
 
     Of four runs side by side, the largest are in the columns whose maxima are largest: two short searches, and a
     reduction that is much faster than they, for one long search.
     """
-    runs, width = 4, x.shape[-1] // 4
+    runs, keys = 4, x.shape[-1]
+    width = keys // runs
     if width < 8 * ranks:
-        return x.topk(ranks, dim=-1).values
+        found = x.topk(min(ranks, keys), dim=-1).values
+        return found if keys >= ranks else pad(found, (0, ranks - keys), value=-math.inf)
     side_by_side = x[..., : runs * width].view(*x.shape[:-1], runs, width)
     columns = side_by_side.amax(-2).topk(ranks, dim=-1, sorted=False).indices
     found = side_by_side.gather(-1, columns[..., None, :].expand(*x.shape[:-1], runs, ranks)).flatten(-2)
-    return torch.cat([found, x[..., runs * width :]], dim=-1).topk(ranks, dim=-1).values
+    if keys > runs * width:
+        found = torch.cat([found, x[..., runs * width :]], dim=-1)
+    return found.topk(ranks, dim=-1).values
 
 
 def _reach(best: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from attnscale.bench.memory import peak_bytes
 from attnscale.bench.ratio import Spread, in_both_roles, interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
-from attnscale.diagnostics.measure import MIN_RANK, THRESHOLDS
 from attnscale.diagnostics.monitor import Monitor
+from attnscale.diagnostics.rows import MIN_RANK, THRESHOLDS
 from attnscale.gaps import bracket_accumulation, count_gaps
 from attnscale.policies import Policy, build_policy
 

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from attnscale.diagnostics.gather import KEPT, join_processes, processes
 from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, unflatten
-from attnscale.diagnostics.measure import BACKWARD, FORWARD
+from attnscale.diagnostics.pending import settle
 from attnscale.diagnostics.records import Record
+from attnscale.diagnostics.rows import BACKWARD, FORWARD
 
 
 def collect(layers: Iterable[LayerListener], step: int) -> list[Record]:
     """One record per layer and head: all layers in one tensor, all processes in one collective."""
     layers = list(layers)
+    settle(layer.pending for layer in layers)
     # Processes must agree on a shape without asking each other; one alone keeps what there is.
     sample = max(8, KEPT // processes()) if processes() > 1 else max(1, *(layer.width for layer in layers))
     heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]  # none where it was not called

@@ -8,8 +8,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from attnscale.diagnostics.angles import angle_parts
 from attnscale.diagnostics.gather import Spread
-from attnscale.diagnostics.measure import AGAIN, BACKWARD, FORWARD, Seen, angle_parts, backward_rows, forward_rows
+from attnscale.diagnostics.measure import look, look_back
+from attnscale.diagnostics.pending import Pending
+from attnscale.diagnostics.rows import AGAIN_COLUMNS, BACKWARD, FORWARD, again_quantities
 from attnscale.diagnostics.same import Same
 from attnscale.statistics import sample_rows
 from attnscale.tap import Heard
@@ -40,21 +43,22 @@ class LayerListener:
 
     def reset(self) -> None:
         """Forget what was heard."""
-        self._forward: Spread | None = None
-        self._backward: Spread | None = None
-        self._scalars: Tensor | None = None  # [SUMS + LARGEST, H]
+        self.pending = Pending()
+        self._noted: dict[str, list[Tensor]] = {}  # each [H]
         # Of calls whose backward is still to come; without one, only the last are kept.
-        self._unanswered: deque[tuple[Seen, Same]] = deque(maxlen=UNANSWERED)
+        self._unanswered: deque[tuple[Tensor, Same]] = deque(maxlen=UNANSWERED)
         self.captured: dict[str, Tensor] = {}
 
     def forward(self, heard: Heard) -> None:
         """Look at the sampled rows of a call."""
         rows = self._sampled(heard)
         call = heard.call.select(rows)
-        found, seen = forward_rows(call)
-        self._forward = _merged(self._forward, found)
-        self._unanswered.append((seen, Same(*_sources(heard))))
-        angle_in, angle_out = angle_parts(call, heard.out[:, :, rows])
+        sums = look(call)
+        self.pending.add_forward(sums)
+        # The rest is dropped with the report: copied, or it would stay with what is kept.
+        kept = sums if sums.numel() <= Pending.SMALL else sums[..., :AGAIN_COLUMNS].clone()
+        self._unanswered.append((kept, Same(*_sources(heard))))
+        angle_in, angle_out = angle_parts(call, heard.out.index_select(2, rows))
         self._note(angle_in=angle_in.sum(0), angle_out=angle_out.sum(0), broken_row=_first_broken(heard.out))
         if self.capture:
             slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
@@ -62,16 +66,21 @@ class LayerListener:
             self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
 
     def backward(self, heard: Heard, gradient: Tensor) -> None:
-        """Look at the same rows as backward sees them; calls are answered last first."""
+        """Look at the same rows as backward sees them; calls are answered last first.
+
+        What is of the same tensors as in forward need not be computed again to be known.
+        """
         rows = self._sampled(heard)
-        call, upstream = heard.call.select(rows), gradient[:, :, rows]
+        call, upstream = heard.call.select(rows), gradient.index_select(2, rows)
         seen, sources = self._unanswered.pop() if self._unanswered else (None, None)
         same = sources is not None and sources.are(*_sources(heard))
-        found = backward_rows(call, upstream, seen if same else None)
-        self._backward = _merged(self._backward, found)
+        sums = seen if same and seen is not None else look(call)
+        self.pending.add_backward(sums[..., :AGAIN_COLUMNS], look_back(call, upstream, sums))
         self._note(output_gradient=_squares(gradient))
-        if seen is not None:
-            difference = (found[: len(AGAIN)] - seen.again).abs()
+        if same:
+            self._note(mismatch=sums.new_zeros(sums.shape[1]))
+        elif seen is not None:
+            difference = (again_quantities(sums) - again_quantities(seen)).abs()
             self._note(mismatch=difference.nan_to_num().amax((0, 1, 3)))
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -84,34 +93,39 @@ class LayerListener:
     @property
     def width(self) -> int:
         """How many rows are kept for the quantiles."""
-        return max(
-            (spread.sample.shape[-1] for spread in (self._forward, self._backward) if spread is not None), default=0
-        )
+        spreads = (self.pending.forward, self.pending.backward)
+        return max((spread.sample.shape[-1] for spread in spreads if spread is not None), default=0)
 
     def flat(self, sample: int) -> Tensor:
         """All of it as one tensor [H, ·] on the CPU, of a shape that does not depend on what was heard."""
         parts, heads = [], self.heads
-        for spread, names in ((self._forward, FORWARD), (self._backward, BACKWARD)):
+        for spread, names in ((self.pending.forward, FORWARD), (self.pending.backward, BACKWARD)):
             spread = Spread.of(torch.full((len(names), heads, 1), math.nan)) if spread is None else spread
             parts.append(spread.flat(sample).cpu().movedim(1, 0).flatten(1))
-        scalars = _no_scalars(heads) if self._scalars is None else self._scalars.cpu()
-        return torch.cat([*parts, scalars.T], dim=1)
+        scalars = [self._scalar(name).cpu() for name in (*SUMS, *LARGEST)]
+        return torch.cat([*parts, torch.stack(scalars, dim=1)], dim=1)
 
     def _sampled(self, heard: Heard) -> Tensor:
         queries, device = heard.call.query.shape[2], heard.call.query.device
         return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
 
     def _note(self, **numbers: Tensor) -> None:
-        heads = next(iter(numbers.values()))
-        if self._scalars is None:
-            self.heads = heads.shape[0]
-            self._scalars = _no_scalars(self.heads).to(heads.device)
         for name, value in numbers.items():
-            at = (*SUMS, *LARGEST).index(name)
-            if name in SUMS:
-                self._scalars[at].add_(value)
-            else:
-                self._scalars[at].clamp_(min=value.to(self._scalars.dtype))
+            self.heads = value.shape[0]
+            noted = self._noted.setdefault(name, [])
+            noted.append(value.to(torch.float32))
+            if len(noted) > UNANSWERED:
+                self._noted[name] = [self._scalar(name)]
+
+    def _scalar(self, name: str) -> Tensor:
+        """Of all calls together, [H]."""
+        noted = self._noted.get(name)
+        if not noted:
+            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0)
+        if len(noted) == 1:
+            return noted[0]
+        together = torch.stack(noted)
+        return together.sum(0) if name in SUMS else together.amax(0)
 
 
 def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
@@ -125,16 +139,6 @@ def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
     ]
     sums, largest = scalars[..., : len(SUMS)].sum(0), scalars[..., len(SUMS) :].amax(0)
     return spreads[0], spreads[1], torch.cat([sums, largest], dim=-1).T
-
-
-def _merged(spread: Spread | None, rows: Tensor) -> Spread:
-    """With the rows [Q, B, H, R] of one more call."""
-    found = Spread.of(rows.movedim(2, 1).flatten(2))
-    return found if spread is None else spread.merge(found)
-
-
-def _no_scalars(heads: int) -> Tensor:
-    return torch.cat([torch.zeros(len(SUMS), heads), torch.full((len(LARGEST), heads), -1.0)])
 
 
 def _sources(heard: Heard) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from attnscale.backends.call import AttentionCall
 from attnscale.context import Context
+from attnscale.scratch import is_watched
 from attnscale.tap import Heard, Listener, Tap
 
 
@@ -57,7 +58,7 @@ class _Inputs(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        note_gradients(*ctx.saved_tensors, *gradients)
+        _operator(note_gradients, _note_gradients)(*ctx.saved_tensors, *gradients)
         return None, *gradients
 
 
@@ -67,18 +68,17 @@ class _Output(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *arguments: Any) -> Tensor:
         tensors, ctx.numbers = arguments[:11], arguments[11:]
-        note_forward(out, *arguments)
+        _operator(note_forward, _note_forward)(out, *arguments)
         ctx.save_for_backward(out, *tensors)
         return out.clone()  # an alias would forbid changing it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        note_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+        _operator(note_backward, _note_backward)(gradient, *ctx.saved_tensors, *ctx.numbers)
         return gradient, *(None,) * 13
 
 
-@torch.library.custom_op("attnscale::note_forward", mutates_args=())
-def note_forward(
+def _note_forward(
     out: Tensor,
     ticket: Tensor,
     query: Tensor,
@@ -102,8 +102,7 @@ def note_forward(
         _tell(listener, query.device, listener.forward, heard)
 
 
-@torch.library.custom_op("attnscale::note_backward", mutates_args=())
-def note_backward(
+def _note_backward(
     gradient: Tensor,
     out: Tensor,
     ticket: Tensor,
@@ -127,12 +126,16 @@ def note_backward(
         _tell(listener, query.device, listener.backward, heard, gradient)
 
 
-@torch.library.custom_op("attnscale::note_gradients", mutates_args=())
-def note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Tell the listener of a ticket of the gradients of a call's inputs."""
     listener = Tap.find(ticket)
     if listener is not None:
         _tell(listener, query.device, listener.gradients, query, key, value)
+
+
+note_forward = torch.library.custom_op("attnscale::note_forward", _note_forward, mutates_args=())
+note_backward = torch.library.custom_op("attnscale::note_backward", _note_backward, mutates_args=())
+note_gradients = torch.library.custom_op("attnscale::note_gradients", _note_gradients, mutates_args=())
 
 
 @note_forward.register_fake
@@ -144,6 +147,13 @@ def _nothing(*_: Any) -> None:
 
 for _name in ("note_forward", "note_backward", "note_gradients"):
     _register_effectful_op(f"attnscale::{_name}", EffectType.ORDERED)
+
+
+def _operator(operator: Callable[..., None], function: Callable[..., None]) -> Callable[..., None]:
+    """What notes here and now: the operator where a graph is made or a mode looks on, else the function, which is
+    faster by a fifth of a millisecond.
+    """
+    return operator if is_watched() else function
 
 
 def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *arguments: Any) -> None:

@@ -12,7 +12,17 @@ from attnscale import StatsRequest, row_statistics
 from attnscale.attention import _bind
 from attnscale.backends.tiles import HIDDEN
 from attnscale.diagnostics import blocks
-from attnscale.diagnostics.measure import BACKWARD, FORWARD, THRESHOLDS, backward_rows, forward_rows, gap_name
+from attnscale.diagnostics.measure import look, look_back
+from attnscale.diagnostics.rows import (
+    AGAIN,
+    BACKWARD,
+    FORWARD,
+    THRESHOLDS,
+    again_quantities,
+    backward_quantities,
+    forward_quantities,
+    gap_name,
+)
 from attnscale.diagnostics.same import Same
 
 LENGTH, HEADS = 33, 4
@@ -73,17 +83,21 @@ def truth(call, upstream):
     return {name: torch.where(number > 0, x, math.nan) for name, x in found.items()}
 
 
+def measured(call, upstream):
+    sums = look(call)
+    forward, backward = forward_quantities(sums), backward_quantities(sums, look_back(call, upstream, sums))
+    for found in (forward, backward):
+        torch.testing.assert_close(again_quantities(sums), found[: len(AGAIN)], equal_nan=True, rtol=0.0, atol=0.0)
+    return dict(zip(FORWARD, forward, strict=True)) | dict(zip(BACKWARD, backward, strict=True))
+
+
 def assert_measured(call, upstream, rtol: float = 2e-5):
     expected = truth(call, upstream)
-    forward, seen = forward_rows(call)
-    found = dict(zip(FORWARD, forward, strict=True)) | dict(
-        zip(BACKWARD, backward_rows(call, upstream, seen), strict=True)
-    )
+    found = measured(call, upstream)
     for name, x in expected.items():
         torch.testing.assert_close(
             found[name].double(), x, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, n=name: n + m
         )
-    torch.testing.assert_close(backward_rows(call, upstream, None), backward_rows(call, upstream, seen), equal_nan=True)
     return found
 
 
@@ -109,10 +123,10 @@ def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
 
 
 def test_accumulation_lies_within_its_bracket_of_the_exact_one():
-    call, _ = call_of(RULES["causal"])
+    call, upstream = call_of(RULES["causal"])
     scores = call.query.double() @ call.key.double().mT * call.scale
     exact = row_statistics(scores, 1.0, call.context.dense(), StatsRequest(accumulation="exact")).accumulation.lower
-    found = dict(zip(FORWARD, forward_rows(call)[0], strict=True))["accumulation"].double()
+    found = measured(call, upstream)["accumulation"].double()
     torch.testing.assert_close(found[..., 1:], exact[..., 1:], rtol=0.032, atol=0.0)
     assert found[..., 0].isnan().all()  # a single key
 
@@ -123,9 +137,7 @@ def test_nan_where_nobody_looks_reaches_no_row():
     key, value = call.key.clone(), call.value.clone()
     key[:, :, 2], value[:, :, 2] = math.nan, math.inf
     broken = replace(call, key=key, value=value)
-    forward, seen = forward_rows(broken)
-    found = dict(zip(FORWARD, forward, strict=True))
-    found |= dict(zip(BACKWARD, backward_rows(broken, upstream, seen), strict=True))
+    found = measured(broken, upstream)
     for name, x in clean.items():
         torch.testing.assert_close(found[name], x, equal_nan=True)
 
