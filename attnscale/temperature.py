@@ -38,6 +38,8 @@ def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
             return shared
         if isinstance(policy, FormulaPolicy) and context.visible is not None:
             return _checked(_temperature_of_given(policy, context.visible), query)
+        if isinstance(policy, FormulaPolicy) and context.is_causal_alone:
+            return _checked(_plain_temperature(policy, context.queries, context.keys, context.device), query)
     arguments = {"query": query} if policy.needs_query else {}
     return _checked(policy(count_visible(context), positions=find_positions(context), **arguments), query)
 

@@ -51,7 +51,9 @@ class AttentionCall:
 
     def select(self, rows: Tensor) -> AttentionCall:
         """The same call for some of its rows [R]."""
-        beta = self.beta.index_select(-1, rows) if isinstance(self.beta, Tensor) and self.beta.shape[-1] > 1 else self.beta
+        beta = (
+            self.beta.index_select(-1, rows) if isinstance(self.beta, Tensor) and self.beta.shape[-1] > 1 else self.beta
+        )
         return replace(self, query=self.query.index_select(2, rows), context=self.context.select(rows), beta=beta)
 
     @property

@@ -8,8 +8,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from attnscale.backends.call import AttentionCall
 from attnscale.diagnostics.angles import angle_parts
 from attnscale.diagnostics.gather import Spread
+from attnscale.diagnostics.looks import Look, Looks
 from attnscale.diagnostics.measure import look, look_back
 from attnscale.diagnostics.pending import Pending
 from attnscale.diagnostics.rows import AGAIN_COLUMNS, BACKWARD, FORWARD, again_quantities
@@ -31,8 +33,9 @@ class LayerListener:
     call is kept where asked for, for a look at what raised an alert.
     """
 
-    def __init__(self, name: str, rows: int | None, capture: bool = False) -> None:
+    def __init__(self, name: str, rows: int | None, capture: bool = False, looks: Looks | None = None) -> None:
         self.name = name
+        self.looks = looks  # those of the whole model
         self.rows = rows
         self.capture = capture
         self.listening = False
@@ -46,20 +49,20 @@ class LayerListener:
         self.pending = Pending()
         self._noted: dict[str, list[Tensor]] = {}  # each [H]
         # Of calls whose backward is still to come; without one, only the last are kept.
-        self._unanswered: deque[tuple[Tensor, Same]] = deque(maxlen=UNANSWERED)
+        self._unanswered: deque[Look] = deque(maxlen=UNANSWERED)
         self.captured: dict[str, Tensor] = {}
 
     def forward(self, heard: Heard) -> None:
         """Look at the sampled rows of a call."""
         rows = self._sampled(heard)
         call = heard.call.select(rows)
-        sums = look(call)
-        self.pending.add_forward(sums)
-        # The rest is dropped with the report: copied, or it would stay with what is kept.
-        kept = sums if sums.numel() <= Pending.SMALL else sums[..., :AGAIN_COLUMNS].clone()
-        self._unanswered.append((kept, Same(*_sources(heard))))
-        angle_in, angle_out = angle_parts(call, heard.out.index_select(2, rows))
-        self._note(angle_in=angle_in.sum(0), angle_out=angle_out.sum(0), broken_row=_first_broken(heard.out))
+        self._note(broken_row=_first_broken(heard.out))
+        one = Look(self, call, heard.out.index_select(2, rows), Same(*_sources(heard)))
+        self._unanswered.append(one)
+        if heard.lasting and self.looks is not None:
+            self.looks.add(one)
+        else:
+            one.happen()
         if self.capture:
             slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
             key = heard.call.key[:, :, slots]
@@ -72,23 +75,40 @@ class LayerListener:
         """
         rows = self._sampled(heard)
         call, upstream = heard.call.select(rows), gradient.index_select(2, rows)
-        seen, sources = self._unanswered.pop() if self._unanswered else (None, None)
-        same = sources is not None and sources.are(*_sources(heard))
-        sums = seen if same and seen is not None else look(call)
-        self.pending.add_backward(sums[..., :AGAIN_COLUMNS], look_back(call, upstream, sums))
         self._note(output_gradient=_squares(gradient))
-        if same:
-            self._note(mismatch=sums.new_zeros(sums.shape[1]))
-        elif seen is not None:
+        one = self._unanswered.pop() if self._unanswered else None
+        if one is not None and one.sources.are(*_sources(heard)):
+            self._note(mismatch=torch.zeros(call.query.shape[1], device=call.query.device))
+            if one.waits and self.looks is not None:
+                self.looks.answer(one, upstream)
+                return
+            seen = one.sums()
+            if seen is not None:
+                self.pending.add_backward(seen[..., :AGAIN_COLUMNS], look_back(call, upstream, seen))
+            return
+        sums, gradients = look(call, upstream)
+        if gradients is not None:
+            self.pending.add_backward(sums[..., :AGAIN_COLUMNS], gradients)
+        seen = None if one is None else one.sums()
+        if seen is not None:
             difference = (again_quantities(sums) - again_quantities(seen)).abs()
             self._note(mismatch=difference.nan_to_num().amax((0, 1, 3)))
+
+    def saw(self, call: AttentionCall, out: Tensor, sums: Tensor, gradients: Tensor | None) -> None:
+        """Take in what a look has shown of rows, of their outputs [B, H, R, Dv] and, if it came late, of gradients."""
+        self.pending.add_forward(sums)
+        angle_in, angle_out = angle_parts(call, out)
+        self._note(angle_in=angle_in.sum(0), angle_out=angle_out.sum(0))
+        if gradients is not None:
+            self.pending.add_backward(sums[..., :AGAIN_COLUMNS], gradients)
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Squared norms per query head; a key head that several share is divided among them."""
         group = query.shape[1] // key.shape[1]
-        squares = [_squares(x) for x in (query, key, value)]
-        shared = [(x / group).repeat_interleave(group) for x in squares[1:]]
-        self._note(query_gradient=squares[0], key_gradient=shared[0], value_gradient=shared[1])
+        of_query, of_key, of_value = (_squares(x) for x in (query, key, value))
+        if group > 1:
+            of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
+        self._note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
 
     @property
     def width(self) -> int:

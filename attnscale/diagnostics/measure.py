@@ -17,27 +17,33 @@ from attnscale.gaps import TOP, empty_spectrum, largest, spectrum_of
 FLOOR = -90.0
 
 
-def look(call: AttentionCall) -> Tensor:
-    """The sums [B, H, R, C] of every row of a call, which has been cut down to the rows of interest."""
-    scores, gaps, spare = buffers(call, 3)
+def look(call: AttentionCall, gradient: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The sums [B, H, R, C] of every row of a call, which has been cut down to the rows of interest.
+
+    With the gradient of the output [B, H, R, Dv] also what `look_back` says of them.
+    """
+    scores, gaps, exponents, spare, pulls = buffers(call, 5)
     keys, beta = call.key.shape[2], call.row_beta()
     width = 7 + len(THRESHOLDS) + sum(part.shape[-1] for part in empty_spectrum(scores[:0], MIN_RANK, keys))
     found = scores.new_zeros(*call.query.shape[:3], width)
+    answers = None if gradient is None else scores.new_full((*call.query.shape[:3], 2), math.nan)
     for block in blocks(call):
         raw, size = raw_scores(call, block, scores)
-        behind, other = _like(raw, gaps), _like(raw, spare)
+        behind, powers, other = _like(raw, gaps), _like(raw, spare), _like(raw, exponents)
         squares = _dot(raw, raw, other)
-        _by_row(raw, call.group).add_(block.seen.hidden)
-        best = largest(raw, TOP)
-        torch.sub(best[..., :1], raw, out=behind)
+        torch.add(_by_row(raw, call.group), block.seen.hidden, out=_by_row(behind, call.group))
+        best = largest(behind, TOP)
+        torch.sub(best[..., :1], behind, out=behind)
         # Ones and zeros as numbers like the scores: on the CPU, adding up bools is several times slower.
         counts = tuple(torch.le(behind, threshold, out=other).sum(-1) for threshold in THRESHOLDS)
-        softmax = _softmax(call, block, best[..., :1], behind, raw, other)
+        softmax = _softmax(call, block, best[..., :1], behind, other, powers)
+        if answers is not None and gradient is not None:
+            store(answers, block.tile, _gradients(call, block, gradient, raw, powers, softmax[1], other, pulls))
         number = block.seen.number.expand(raw.shape[0], call.group, -1).reshape(raw.shape[:2])
         spectrum = spectrum_of(best, behind, MIN_RANK, keys)
         sums = Sums(*softmax, size, squares, number, rows_of(beta, block.tile, call.group), counts, spectrum)
         store(found, block.tile, sums.packed())
-    return found
+    return found, answers
 
 
 def look_back(call: AttentionCall, gradient: Tensor, seen: Tensor) -> Tensor:
@@ -46,24 +52,38 @@ def look_back(call: AttentionCall, gradient: Tensor, seen: Tensor) -> Tensor:
 
     Dropout is not replayed: these are the gradients of the weights as they were before it.
     """
-    scores, logits, powers, pulls = buffers(call, 4)
+    scores, exponents, spare, pulls = buffers(call, 4)
     found = scores.new_full((*call.query.shape[:3], 2), math.nan)
     for block in blocks(call):
         raw, _ = raw_scores(call, block, scores)
-        exponents, weights = _like(raw, logits), _like(raw, powers)
+        other, powers = _like(raw, exponents), _like(raw, spare)
         sums = rows_of(seen, block.tile, call.group)
-        best, total = sums[..., BEST : BEST + 1], sums[..., TOTAL : TOTAL + 1]
-        _exponents(call, block, best, torch.sub(best, raw, out=exponents), exponents)
-        torch.exp2(exponents, out=weights)
-        pull = products(rows_of(gradient, block.tile, call.group), keys_of(call.value, block.tile), pulls)
-        centre = _dot(weights, pull, exponents)
-        if pull.device.type != "cpu" or not math.isfinite(float(centre.sum())):
-            hide(_by_row(pull, call.group), block)  # a value that is NaN, where nobody sees it
-            centre = _dot(weights, pull, exponents)
-        dlogits = pull.sub_(centre[..., None] / total).mul_(weights)
-        both = torch.stack([_dot(dlogits, dlogits, exponents).sqrt(), _dot(dlogits, raw, exponents)], dim=-1)
-        store(found, block.tile, both / total)
+        best = sums[..., BEST : BEST + 1]
+        _exponents(call, block, best, torch.sub(best, raw, out=other), other)
+        torch.exp2(other, out=powers)
+        store(found, block.tile, _gradients(call, block, gradient, raw, powers, sums[..., TOTAL], other, pulls))
     return found
+
+
+def _gradients(
+    call: AttentionCall,
+    block: Block,
+    gradient: Tensor,
+    raw: Tensor,
+    powers: Tensor,
+    total: Tensor,
+    room: Tensor,
+    pulls: Tensor,
+) -> Tensor:
+    """‖dℓ‖ and dβ of each row, [h, g·r, 2], from raw scores, 2^((ℓ − top)/ln 2) and the sum of these; uses the room."""
+    pull = products(rows_of(gradient, block.tile, call.group), keys_of(call.value, block.tile), pulls)
+    centre = _dot(powers, pull, room)
+    if pull.device.type != "cpu" or not math.isfinite(float(centre.sum())):
+        hide(_by_row(pull, call.group), block)  # a value that is NaN, where nobody sees it
+        centre = _dot(powers, pull, room)
+    dlogits = pull.sub_((centre / total)[..., None]).mul_(powers)
+    both = torch.stack([_dot(dlogits, dlogits, room).sqrt_(), _dot(dlogits, raw, room)], dim=-1)
+    return both.div_(total[..., None])
 
 
 def _softmax(

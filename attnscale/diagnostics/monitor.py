@@ -70,11 +70,13 @@ class Monitor:
         # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
         from attnscale.diagnostics.discovery import find_attention
         from attnscale.diagnostics.layer import LayerListener
+        from attnscale.diagnostics.looks import Looks
 
         self._sinks = list(sinks)
         self._lasting: set[tuple[str, str, int]] = set()
         found = find_attention(model)
-        self.layers = {path: LayerListener(path, rows, capture=dump is not None) for path in found}
+        self._looks = Looks()
+        self.layers = {path: LayerListener(path, rows, capture=dump is not None, looks=self._looks) for path in found}
         if any(module.tap is not None for module in found.values()):
             reject("model", type(model).__name__, "a model that no other monitor is attached to")
         self._tapped = [(module, Tap(self.layers[path])) for path, module in found.items()]
@@ -129,6 +131,7 @@ class Monitor:
         from attnscale.diagnostics.dump import dump_rows
         from attnscale.diagnostics.gather import is_writer
 
+        self._looks.happen()
         records += collect(self.layers.values(), step)
         alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():

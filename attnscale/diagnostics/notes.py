@@ -7,7 +7,7 @@ recomputed tensors where activations are checkpointed.
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch.autograd import Function
 from attnscale.backends.call import AttentionCall
 from attnscale.context import Context
 from attnscale.scratch import is_watched
-from attnscale.tap import Heard, Listener, Tap
+from attnscale.tap import Heard, Listener, Tap, give_up
 
 
 def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
@@ -68,7 +68,11 @@ class _Output(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *arguments: Any) -> Tensor:
         tensors, ctx.numbers = arguments[:11], arguments[11:]
-        _operator(note_forward, _note_forward)(out, *arguments)
+        if is_watched():
+            note_forward(out, *arguments)
+        else:
+            note = functools.partial(_note_forward, lasting=ctx.needs_input_grad[0] and out.device.type == "cpu")
+            note(out, *arguments)
         ctx.save_for_backward(out, *tensors)
         return out.clone()  # an alias would forbid changing it in place
 
@@ -93,13 +97,14 @@ def _note_forward(
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
+    lasting: bool = False,
 ) -> None:
-    """Tell the listener of a ticket of a call."""
+    """Tell the listener of a ticket of a call; a graph may use the memory of its tensors for others right after."""
     listener = Tap.find(ticket)
     # A checkpoint runs the forward once more inside backward: that is not another call.
     if listener is not None and torch._C._current_graph_task_id() == -1:
         heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
-        _tell(listener, query.device, listener.forward, heard)
+        _tell(listener, query.device, listener.forward, heard._replace(lasting=lasting))
 
 
 def _note_backward(
@@ -162,8 +167,7 @@ def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             what(*arguments)
     except Exception as error:
-        listener.failed = True
-        warnings.warn(f"attnscale: a listener failed and hears no more: {error!r}", RuntimeWarning, stacklevel=2)
+        give_up(listener, error)
 
 
 def _heard(

@@ -84,8 +84,11 @@ def truth(call, upstream):
 
 
 def measured(call, upstream):
-    sums = look(call)
-    forward, backward = forward_quantities(sums), backward_quantities(sums, look_back(call, upstream, sums))
+    sums, gradients = look(call, upstream)
+    torch.testing.assert_close(look(call)[0], sums, equal_nan=True, rtol=0.0, atol=0.0)
+    forward, backward = forward_quantities(sums), backward_quantities(sums, gradients)
+    alone = backward_quantities(sums, look_back(call, upstream, sums))
+    torch.testing.assert_close(alone, backward, equal_nan=True, rtol=1e-5, atol=1e-6)
     for found in (forward, backward):
         torch.testing.assert_close(again_quantities(sums), found[: len(AGAIN)], equal_nan=True, rtol=0.0, atol=0.0)
     return dict(zip(FORWARD, forward, strict=True)) | dict(zip(BACKWARD, backward, strict=True))

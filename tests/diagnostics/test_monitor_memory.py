@@ -49,7 +49,7 @@ def test_half_a_million_keys_stay_within_the_promise():
 def test_the_benchmark_reports_what_a_step_takes_more():
     (row,) = MonitorMemory(512).measure()
     assert (row.kernel, row.metric, row.x) == ("monitor", "extra_mb", 512)
-    assert 1 < row.y < 32  # the room for a block is a few MB at any length
+    assert 0 < row.y < 32
 
 
 @pytest.mark.parametrize("attention", [ScaledDotProductAttention("log"), MultiheadAttention(16, 2, policy="log")])
