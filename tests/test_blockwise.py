@@ -200,6 +200,23 @@ def test_statistics_of_key_halves_merge_into_the_whole():
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name))
 
 
+def test_inference_leaves_nothing_that_training_cannot_use():
+    """Rows, bounds and temperatures are remembered from call to call."""
+    q, k, v = tensors((1, 4, TOKENS, 16), (1, 4, TOKENS, 16))
+    request = StatsRequest(rows=5)
+    with torch.inference_mode():
+        first = attention_with_stats(q, k, v, is_causal=True, policy="log", request=request)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    for rows in (request, StatsRequest()):
+        second = attention_with_stats(q, k, v, is_causal=True, policy="log", request=rows)
+        second.output.sum().backward()
+    second = attention_with_stats(q, k, v, is_causal=True, policy="log", request=request)
+    second.stats.rows.zero_()  # the caller's own
+    third = attention_with_stats(q, k, v, is_causal=True, policy="log", request=request).stats
+    assert third.rows.tolist() == first.stats.rows.tolist()
+    assert torch.equal(third.entropy, first.stats.entropy)
+
+
 def test_what_is_not_asked_for_is_not_computed():
     q, k, v = tensors((1, 2, 9, 8), (1, 2, 9, 8))
     request = StatsRequest(w_max=False, entropy=False, max_logit=False)

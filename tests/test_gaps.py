@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnscale import ArgumentError, StatsRequest, accumulation_scale, row_statistics
-from attnscale.gaps import bracket_accumulation, count_gaps, find_contact
+from attnscale.gaps import bracket_accumulation, count_gaps, find_contact, largest
 
 families = pytest.mark.parametrize("family", NAMES)
 EVERYTHING = StatsRequest(accumulation="exact", gap_thresholds=(0.0, 0.1, 0.5, 1.0, 5.0, math.inf))
@@ -132,6 +132,18 @@ def test_ties_single_keys_and_empty_rows_are_never_nan():
     assert stats.lse[2] == stats.max_logit[2] == -math.inf
     assert stats.w_max[2] == stats.entropy[2] == 0.0
     assert stats.gap_counts[2].sum() == 0
+
+
+@pytest.mark.parametrize("ranks", [4, 7])
+@pytest.mark.parametrize("keys", [0, 3, 31, 128, 230, 515])
+def test_the_largest_are_those_of_a_sort(keys, ranks):
+    """However they lie in the runs that are searched side by side, with ties and hidden keys among them."""
+    scores = torch.randn(64, keys, generator=torch.Generator().manual_seed(keys)).round(decimals=1)
+    scores[:, keys // 2 :][:32] = -1e30
+    scores[:8] = scores[:8].sort(-1, descending=True).values
+    expected = torch.full((64, ranks), -math.inf)
+    expected[:, :keys] = scores.sort(-1, descending=True).values[:, :ranks]
+    assert torch.equal(largest(scores, ranks), expected)
 
 
 def test_counts_are_exact_at_the_threshold():

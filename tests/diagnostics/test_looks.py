@@ -1,0 +1,134 @@
+"""When rows are looked at: all layers together where autograd keeps their tensors, at once everywhere else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny_gpt
+import torch
+
+from attnscale import Monitor
+from attnscale.attention import _bind
+from attnscale.diagnostics import looks
+from attnscale.diagnostics.measure import look
+from attnscale.diagnostics.pending import Pending, settle
+
+LAYERS = 3
+
+
+@pytest.fixture
+def model():
+    return tiny_gpt.build(layers=LAYERS)
+
+
+def reported(model, *batches):
+    with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+        for tokens in batches:
+            model.loss(tokens).backward()
+        return monitor.step(0)
+
+
+def assert_alike(records, others):
+    assert [(record.layer, record.head) for record in records] == [(record.layer, record.head) for record in others]
+    for record, other in zip(records, others, strict=True):
+        assert record.forward == other.forward
+        assert record.scalars == pytest.approx(other.scalars, rel=1e-5)
+        for name, summary in record.backward.items():
+            assert tuple(summary) == pytest.approx(tuple(other.backward[name]), rel=1e-4, abs=1e-6)
+
+
+def test_all_happen_when_backward_has_come_to_the_last(model):
+    with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+        loss = model.loss(tiny_gpt.batch())
+        assert len(monitor._looks._waiting) == LAYERS
+        loss.backward()
+        assert not monitor._looks._waiting
+        assert monitor._looks._held == 0
+
+
+@pytest.mark.parametrize("held", [0, 3_000, 20_000])
+def test_it_makes_no_difference_how_many_may_wait(model, held, monkeypatch):
+    batches = tiny_gpt.batch(0), tiny_gpt.batch(1, length=17)
+    together = reported(model, *batches)
+    most = []
+    monkeypatch.setattr(looks, "MOST_HELD", held)
+    add = looks.Looks.add
+
+    def watched(self, one):
+        add(self, one)
+        most.append(self._held)
+
+    monkeypatch.setattr(looks.Looks, "add", watched)
+    assert_alike(reported(model, *batches), together)
+    assert max(most) <= held
+    assert len(most) == 2 * LAYERS
+
+
+def test_a_forward_whose_backward_never_comes_is_reported(model):
+    with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+        model(tiny_gpt.batch())
+        records = monitor.step(0)
+    assert len(records) == 2 * LAYERS
+    assert all(record.forward["w_max"].rows == 16 and not record.backward for record in records)
+
+
+def test_nothing_waits_without_autograd_or_in_a_graph(model):
+    with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+        with torch.no_grad():
+            model(tiny_gpt.batch())
+        assert not monitor._looks._waiting
+        torch.compile(model, backend="aot_eager")(tiny_gpt.batch())
+        assert not monitor._looks._waiting
+        assert monitor.step(0)[0].forward["w_max"].rows == 32
+
+
+def test_a_look_that_fails_takes_no_other_with_it(model, monkeypatch):
+    whole = reported(model, tiny_gpt.batch())
+    number = []
+
+    def failing(call, gradient=None):
+        number.append(call)
+        if len(number) == 2:
+            raise RuntimeError("no rows today")
+        return look(call, gradient)
+
+    monkeypatch.setattr(looks, "look", failing)
+    with pytest.warns(RuntimeWarning, match="no rows today"):
+        records = reported(model, tiny_gpt.batch())
+    lost = {record.layer for record in records if not record.forward}
+    assert len(lost) == 1
+    assert_alike(
+        [record for record in records if record.layer not in lost],
+        [record for record in whole if record.layer not in lost],
+    )
+
+
+def sums_of(heads: int, length: int, batch: int = 1, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, up = (torch.randn(batch, heads, length, 8, generator=generator) for _ in range(4))
+    _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log")
+    return look(call, up)
+
+
+def test_calls_of_all_shapes_are_settled_as_each_alone():
+    found = [sums_of(2, 20), sums_of(4, 20), sums_of(2, 20, seed=2), sums_of(2, 90), sums_of(4, 9, 3), sums_of(2, 7)]
+    together, alone = ([Pending() for _ in range(3)] for _ in range(2))
+    for index, (sums, gradients) in enumerate(found):
+        for pendings in (together, alone):
+            pendings[index % 3].add_forward(sums)
+            pendings[index % 3].add_backward(sums[..., :13], gradients)
+        settle([alone[index % 3]])
+    settle(together)
+    for one, other in zip(together, alone, strict=True):
+        for phase in ("forward", "backward"):
+            for part, same in zip(getattr(one, phase), getattr(other, phase), strict=True):
+                torch.testing.assert_close(part, same, equal_nan=True, rtol=1e-6, atol=0.0)
+
+
+def test_what_is_large_does_not_wait(monkeypatch):
+    monkeypatch.setattr(Pending, "SMALL", 1000)
+    pending = Pending()
+    pending.add_forward(sums_of(2, 20)[0])
+    assert pending.forward is not None
+    assert math.isfinite(float(pending.forward.total[0].sum()))
