@@ -28,6 +28,8 @@ ROWS_AT_ONCE = 4096
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
     """The statistics with what was asked for of raw scores: gap counts, Λ and criticality."""
+    if not request.gaps:
+        return stats
     scores = _scores(call)
     if request.gap_thresholds is not None:
         stats = stats._replace(gap_counts=gap_counts(*scores, list(request.gap_thresholds)))

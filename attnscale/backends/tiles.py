@@ -148,7 +148,7 @@ def _extent(scores: Scores, stop: list[int], whole_rows: bool) -> tuple[int, int
     """
     most = max(1, min(ROWS, WHOLE // max(1, scores.key.shape[2]))) if whole_rows else ROWS
     apart = abs(stop[-1] - stop[0]) / len(stop)
-    per_head = ROWS_PER_HEAD if apart < 8 else max(32, int(4 * ROWS_PER_HEAD / apart))
+    per_head = ROWS_PER_HEAD if apart < 8 else max(64, int(4 * ROWS_PER_HEAD / apart))
     rows = max(1, min(len(stop), min(most, per_head) // scores.group))
     return max(1, min(scores.key.shape[1], most // (scores.group * rows))), rows
 
