@@ -74,22 +74,24 @@ class LayerListener:
         What is of the same tensors as in forward need not be computed again to be known.
         """
         rows = self._sampled(heard)
-        call, upstream = heard.call.select(rows), gradient.index_select(2, rows)
+        upstream = gradient.index_select(2, rows)
         self._note(output_gradient=_squares(gradient))
         one = self._unanswered.pop() if self._unanswered else None
         if one is not None and one.sources.are(*_sources(heard)):
-            self._note(mismatch=torch.zeros(call.query.shape[1], device=call.query.device))
+            self._note(mismatch=torch.zeros(gradient.shape[1], device=gradient.device))
             if one.waits and self.looks is not None:
                 self.looks.answer(one, upstream)
-                return
-            seen = one.sums()
-            if seen is not None:
-                self.pending.add_backward(seen[..., :AGAIN_COLUMNS], look_back(call, upstream, seen))
-            return
+            elif (seen := one.sums()) is not None:
+                gradients = look_back(heard.call.select(rows), upstream, seen)
+                self.pending.add_backward(seen[..., :AGAIN_COLUMNS], gradients)
+        else:
+            self._look_again(heard.call.select(rows), upstream, None if one is None else one.sums())
+
+    def _look_again(self, call: AttentionCall, upstream: Tensor, seen: Tensor | None) -> None:
+        """At rows that were recomputed, or never seen; by how much they differ, if they were."""
         sums, gradients = look(call, upstream)
         if gradients is not None:
             self.pending.add_backward(sums[..., :AGAIN_COLUMNS], gradients)
-        seen = None if one is None else one.sums()
         if seen is not None:
             difference = (again_quantities(sums) - again_quantities(seen)).abs()
             self._note(mismatch=difference.nan_to_num().amax((0, 1, 3)))

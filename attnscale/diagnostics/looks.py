@@ -39,30 +39,34 @@ class Look:
         self.viewer = viewer
         self.sources = sources
         self.gradient: Tensor | None = None  # of the output, once backward has come
-        self._out = out
-        self._call: AttentionCall | None = call
+        self._rows: tuple[AttentionCall, Tensor] | None = call, out
+        self._unchanged = Same(call.key, call.value)
         self._sums: Tensor | None = None
 
     @property
     def waits(self) -> bool:
         """Whether it is still to happen."""
-        return self._call is not None
+        return self._rows is not None
 
     @property
     def held(self) -> int:
         """Bytes that stay in memory until it has happened."""
-        if self._call is None:
+        if self._rows is None:
             return 0
-        storages = (x.untyped_storage() for x in (self._call.key, self._call.value))
+        call = self._rows[0]
+        tensors = (call.query, call.key, call.value, call.context.mask)
+        storages = [x.untyped_storage() for x in tensors if x is not None]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def happen(self) -> None:
-        """See the rows, if they have not been seen."""
-        if self._call is None:
+        """See the rows, if they have not been seen, and are still what they were."""
+        if self._rows is None:
             return
-        call, self._call = self._call, None
+        (call, out), self._rows = self._rows, None
+        if not self._unchanged.are(call.key, call.value):
+            return
         sums, gradients = look(call, self.gradient)
-        self.viewer.saw(call, self._out, sums, gradients)
+        self.viewer.saw(call, out, sums, gradients)
         # The rest is dropped with the report: copied, or it would stay with what is kept.
         self._sums = sums if sums.numel() <= Pending.SMALL else sums[..., :AGAIN_COLUMNS].clone()
 

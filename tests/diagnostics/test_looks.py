@@ -8,7 +8,7 @@ import pytest
 import tiny_gpt
 import torch
 
-from attnscale import Monitor
+from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.attention import _bind
 from attnscale.diagnostics import looks
 from attnscale.diagnostics.measure import look
@@ -71,6 +71,19 @@ def test_a_forward_whose_backward_never_comes_is_reported(model):
         records = monitor.step(0)
     assert len(records) == 2 * LAYERS
     assert all(record.forward["w_max"].rows == 16 and not record.backward for record in records)
+
+
+def test_what_has_been_changed_is_not_taken_for_what_was_attended_to():
+    attention = ScaledDotProductAttention("log")
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    with Monitor(attention, every=1, rows=8, alerts=None) as monitor:
+        key = k * 2.0
+        attention(q, key, v, is_causal=True)
+        with torch.no_grad():
+            key.add_(1.0)  # without a backward, autograd does not mind
+        assert all(not record.forward for record in monitor.step(0))
+        attention(q, key, v, is_causal=True)
+        assert all(record.forward for record in monitor.step(1))
 
 
 def test_nothing_waits_without_autograd_or_in_a_graph(model):
