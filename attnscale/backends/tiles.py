@@ -68,6 +68,8 @@ class Scores(NamedTuple):
 
         A forward need not look at the keys: a hidden score is overwritten, and a visible one spoils its own row only.
         """
+        if not keys and not value.shape[-1]:
+            return self, value
         total = value.sum() + self.key.sum() if keys else value.sum()
         if bool(torch.isfinite(total)):
             return self, value  # the usual case, at the price of a sum or two

@@ -47,7 +47,7 @@ class Plan:
     head_dim: int = 64
     rounds: tuple[int, ...] = (200, 25, 5)
     statistics_lengths: tuple[int, ...] = (2048, 4096, 8192)
-    statistics_rounds: tuple[int, ...] = (15, 9, 5)
+    statistics_rounds: tuple[int, ...] = (45, 25, 9)
     variant_lengths: tuple[int, ...] = (4096,)
     eager_lengths: tuple[int, ...] = (4096,)
     memory_lengths: tuple[int, ...] = (16384,)
