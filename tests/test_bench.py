@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,9 +299,16 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
 def test_watching_is_measured_against_the_same_training_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
 
-    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> ratio.Spread:
-        candidate()
-        baseline()
+    def fake_ratio(
+        candidate: Callable[[], object],
+        baseline: Callable[[], object],
+        rounds: int,
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> ratio.Spread:
+        for _ in range(2):
+            with around():
+                candidate()
+            baseline()
         return ratio.Spread(1.5, 1.25, 1.75)
 
     class Counting(Monitor):
@@ -313,9 +321,26 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
     monkeypatch.setattr("attnscale.bench.monitor_cost.build_gpt", lambda: build_gpt(layers=1, width=16))
     (found,) = MonitorCost(name, 16, rounds=3).measure()
     assert (found.kernel, found.provider, found.metric, found.y) == ("monitor", name, "time_ratio", 1.5)
-    # The step before those that are measured is always listened to.
-    expected = {"every_1": [True] * 2, "every_10": [True] + [False] * 9 + [True], "not_this_step": [True, False]}
-    assert reports == 2 * expected[name]  # in each of the roles
+    # The first is the step that the monitor was made in, with nothing to hear; the others are measured.
+    expected = {"every_1": [False, True], "every_10": [False] * 10 + [True], "not_this_step": [False, False]}
+    assert reports == 2 * expected[name]  # and the model alone in between
+
+
+def test_what_is_around_a_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(ratio.time, "perf_counter", lambda: now[0])
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        takes(100.0)
+        yield
+        takes(100.0)
+
+    found = interleaved_ratio(lambda: takes(3.0), lambda: takes(2.0), 4, around)
+    assert found == ratio.Spread(1.5, 1.5, 1.5)
 
 
 def test_two_models_exchange_roles() -> None:

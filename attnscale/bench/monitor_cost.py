@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from attnscale.attention import attention_weights
 from attnscale.bench.gpt import Gpt, build_gpt
 from attnscale.bench.memory import peak_bytes
-from attnscale.bench.ratio import Spread, in_both_roles, interleaved_ratio
+from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
 from attnscale.diagnostics.monitor import Monitor
@@ -32,19 +33,38 @@ class MonitorCost:
     rounds: int
 
     def measure(self) -> list[Row]:
-        ratio = in_both_roles(self._ratio, build_gpt(), build_gpt())
-        labels = label(4, 64)
-        return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *labels)]
-
-    def _ratio(self, model: Gpt, other: Gpt) -> Spread:
+        model = build_gpt()
         every, steps = WATCHED[self.name]
-        monitor = Monitor(model, every=every, rows=64, alerts=None)
-        # A monitor listens to the step it was made in; the steps that are measured come after.
-        watched, plain = training(model, self.length, monitor), training(other, self.length)
-        watched()
-        ratio = interleaved_ratio(_times(watched, steps), _times(plain, steps), self.rounds)
-        monitor.close()
-        return ratio
+        watching = Watching(model, every)
+        step = _times(training(model, self.length, watching.step), steps)
+        # The same model with and without: where a model lies in memory is worth more than a monitor that is silent.
+        ratio = interleaved_ratio(step, step, self.rounds, watching.attached)
+        return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *label(4, 64))]
+
+
+class Watching:
+    """A monitor that is there for a while; what is asked of it while it is not, it does not do."""
+
+    def __init__(self, model: Gpt, every: int) -> None:
+        self._model = model
+        self._every = every
+        self._monitor: Monitor | None = None
+        self._done = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Attach a monitor, which has the step behind it that it was made in and listens to the next `every`-th."""
+        with Monitor(self._model, every=self._every, rows=64, alerts=None) as self._monitor:
+            self._monitor.step(0)
+            self._done = 1
+            yield
+        self._monitor = None
+
+    def step(self, _: int) -> None:
+        """The end of a training step."""
+        if self._monitor is not None:
+            self._monitor.step(self._done)
+            self._done += 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class MonitorMemory:
     def measure(self) -> list[Row]:
         model = build_gpt(layers=1)
         monitor = Monitor(model, every=1, rows=64, alerts=None)
-        watched, plain = training(model, self.length, monitor), training(build_gpt(layers=1), self.length)
+        watched, plain = training(model, self.length, monitor.step), training(build_gpt(layers=1), self.length)
         extra = (peak_bytes(watched) - peak_bytes(plain)) / 2**20
         monitor.close()
         return [Row("monitor", "every_1", "training step", "extra_mb", self.length, *(extra,) * 3, *label(4, 64))]
@@ -76,7 +96,7 @@ class MatrixCost:
             block.attention = MatrixAttention(build_policy("log"))  # which is also the others'
         baseline = training(plain, self.length)
         with_matrices = interleaved_ratio(training(matrices, self.length), baseline, self.rounds)
-        with_monitor = interleaved_ratio(training(watched, self.length, monitor), baseline, self.rounds)
+        with_monitor = interleaved_ratio(training(watched, self.length, monitor.step), baseline, self.rounds)
         monitor.close()
         # Both are over the same plain step; their quartiles do not combine into one.
         times = (with_matrices.median - 1) / max(with_monitor.median - 1, 1e-3)
@@ -109,8 +129,8 @@ class MatrixAttention(nn.Module):
         return out
 
 
-def training(model: Gpt, length: int, monitor: Monitor | None = None) -> Callable[[], None]:
-    """A function that makes one training step on the same tokens."""
+def training(model: Gpt, length: int, after: Callable[[int], object] | None = None) -> Callable[[], None]:
+    """A function that makes one training step on the same tokens, and then what comes after a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0))
     done = [0]
@@ -119,9 +139,9 @@ def training(model: Gpt, length: int, monitor: Monitor | None = None) -> Callabl
         optimizer.zero_grad()
         model.loss(tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if monitor is not None:
-            monitor.step(done[0])
-            done[0] += 1
+        if after is not None:
+            after(done[0])
+        done[0] += 1
 
     return step
 

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 
@@ -18,23 +19,34 @@ class Spread(NamedTuple):
     high: float
 
 
-def interleaved_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Spread:
+def interleaved_ratio(
+    candidate: Callable[[], object],
+    baseline: Callable[[], object],
+    rounds: int,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Spread:
     """Time of `candidate` over time of `baseline`: both run in each round, in random order, after a warm-up.
 
-    What disturbs the machine for longer than a round disturbs both; the median drops what disturbs one.
+    What disturbs the machine for longer than a round disturbs both; the median drops what disturbs one. Each time the
+    candidate runs `around` something that is not part of its time.
     """
     shuffle = random.Random(0)
+
+    def seconds_of_candidate() -> float:
+        with around():
+            return _seconds(candidate)
+
     for _ in range(2):
         baseline()
-        candidate()
+        seconds_of_candidate()
     ratios = []
     for _ in range(rounds):
         if shuffle.random() < 0.5:
-            slow = _seconds(candidate)
+            slow = seconds_of_candidate()
             ratios.append(slow / _seconds(baseline))
         else:
             fast = _seconds(baseline)
-            ratios.append(_seconds(candidate) / fast)
+            ratios.append(seconds_of_candidate() / fast)
     low, median, high = statistics.quantiles(ratios, n=4)
     return Spread(median, low, high)
 
