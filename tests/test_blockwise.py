@@ -205,6 +205,7 @@ def test_inference_leaves_nothing_that_training_cannot_use():
     q, k, v = tensors((1, 4, TOKENS, 16), (1, 4, TOKENS, 16))
     request = StatsRequest(rows=5)
     with torch.inference_mode():
+        attention_with_stats(q, k, v, is_causal=True, policy="log")
         first = attention_with_stats(q, k, v, is_causal=True, policy="log", request=request)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     for rows in (request, StatsRequest()):
