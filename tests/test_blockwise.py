@@ -202,7 +202,7 @@ def test_statistics_of_key_halves_merge_into_the_whole():
 
 def test_inference_leaves_nothing_that_training_cannot_use():
     """Rows, bounds and temperatures are remembered from call to call."""
-    q, k, v = tensors((1, 4, TOKENS, 16), (1, 4, TOKENS, 16))
+    q, k, v = tensors((1, 4, TOKENS + 2, 16), (1, 4, TOKENS + 2, 16))  # a length that no other test has asked for
     request = StatsRequest(rows=5)
     with torch.inference_mode():
         attention_with_stats(q, k, v, is_causal=True, policy="log")

@@ -38,13 +38,21 @@ def assert_alike(records, others):
             assert tuple(summary) == pytest.approx(tuple(other.backward[name]), rel=1e-4, abs=1e-6)
 
 
-def test_all_happen_when_backward_has_come_to_the_last(model):
+def test_all_happen_when_backward_has_come_to_the_last(model, monkeypatch):
+    answered = []
+
+    def noting(call, gradient=None):
+        answered.append(gradient is not None)
+        return look(call, gradient)
+
+    monkeypatch.setattr(looks, "look", noting)
     with Monitor(model, every=1, rows=8, alerts=None) as monitor:
         loss = model.loss(tiny_gpt.batch())
         assert len(monitor._looks._waiting) == LAYERS
         loss.backward()
         assert not monitor._looks._waiting
         assert monitor._looks._held == 0
+    assert answered == [True] * LAYERS  # one pass for forward and backward
 
 
 @pytest.mark.parametrize("held", [0, 3_000, 20_000])
