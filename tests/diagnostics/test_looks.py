@@ -153,3 +153,15 @@ def test_what_is_large_does_not_wait(monkeypatch):
     pending.add_forward(sums_of(2, 20)[0])
     assert pending.forward is not None
     assert math.isfinite(float(pending.forward.total[0].sum()))
+
+
+def test_a_row_that_is_broken_in_one_call_is_named_whatever_the_others_are():
+    attention = ScaledDotProductAttention("log")
+    clean = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+    broken = clean.clone()
+    broken[:, :, 5] = math.nan
+    with Monitor(attention, every=1, rows=8, alerts=None) as monitor, torch.no_grad():
+        for query in (clean, broken, clean):
+            attention(query, clean, clean, is_causal=True)
+        records = monitor.step(0)
+    assert [record.scalars["broken_row"] for record in records] == [5.0, 5.0]
