@@ -29,8 +29,8 @@ UNANSWERED = 64
 class LayerListener:
     """Collects the rows of a layer's calls, over micro-batches and however many calls there are.
 
-    Tensors stay on the layer's device until they are asked for: nothing waits for it meanwhile. Rows of the last call are
-    captured where asked for, for a look at what raised an alert.
+    Tensors stay on the layer's device until they are asked for: nothing waits for it meanwhile. Where asked for, rows
+    of the last call are captured, for a look at what raised an alert.
     """
 
     def __init__(self, name: str, rows: int | None, capture: bool = False, looks: Looks | None = None) -> None:
