@@ -102,7 +102,7 @@ def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None 
 def empty_spectrum(rows: Tensor, min_rank: int, longest: int) -> Spectrum:
     """That of as many rows [...] without keys, with bins enough for rows of `longest` keys."""
     best = rows.new_full((*rows.shape, max(TOP, min_rank)), -math.inf)
-    return Spectrum(best, rows.new_zeros(*rows.shape, _bins(longest, min_rank) + 2))
+    return Spectrum(best, rows.new_zeros(*rows.shape, histogram_width(longest, min_rank)))
 
 
 def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
@@ -144,7 +144,7 @@ def largest(x: Tensor, ranks: int) -> Tensor:
     """
     runs, keys = 4, x.shape[-1]
     width = keys // runs
-    if width < 8 * ranks:
+    if width < 64 * ranks:
         found = x.topk(min(ranks, keys), dim=-1).values
         return found if keys >= ranks else pad(found, (0, ranks - keys), value=-math.inf)
     side_by_side = x[..., : runs * width].view(*x.shape[:-1], runs, width)
@@ -166,6 +166,11 @@ def _bins(longest: int, min_rank: int) -> int:
     reach = max(1.0, math.log(max(longest, 1)) / math.log(max(TOP, min_rank)))
     octave = int(math.log2(reach))
     return STEPS_PER_OCTAVE * octave + int(STEPS_PER_OCTAVE * (reach / 2**octave - 1)) + 1
+
+
+def histogram_width(longest: int, min_rank: int) -> int:
+    """How many numbers the histogram of a row of at most so many keys has: the bins, what is before and what beyond."""
+    return _bins(longest, min_rank) + 2
 
 
 def _histogram(ratios: Tensor, bins: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,24 +11,26 @@ from torch import Tensor
 from attnscale.backends.call import AttentionCall
 
 
-def angle_parts(call: AttentionCall, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs; each [B, H].
+def angle_parts(calls: Sequence[AttentionCall], outs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs [B, H, R, Dv] of calls
+    of one kin; each [N, B, H].
 
     The ratio of the two is the angle ratio: 1 where attention leaves angles as they are, 0 where all rows become one.
     NaN where a row has no slot of its own among the keys, as across sequences.
     """
+    values = torch.stack([_own_values(call) for call in calls])
+    return _spread(values).repeat_interleave(calls[0].group, dim=2), _spread(torch.stack(list(outs)))
+
+
+def _own_values(call: AttentionCall) -> Tensor:
+    """The values [B, Hkv, R, Dv] in the slots of the rows themselves; NaN where one has none."""
     slots, keys = call.context.slots(), call.key.shape[2]
     own = slots.clamp(0, max(keys - 1, 0))
     if own.shape[0] == 1:
         value = call.value.index_select(2, own[0])
     else:
         value = torch.take_along_dim(call.value, own[:, None, :, None], dim=2)
-    group = call.query.shape[1] // call.value.shape[1]
-    if group == 1 and value.shape == out.shape:
-        before, after = _spread(torch.stack([value, out]))
-    else:
-        before, after = _spread(value).repeat_interleave(group, dim=1), _spread(out)
-    return torch.where((own == slots).all(), before, math.nan), after
+    return torch.where((own == slots).all(), value, math.nan)
 
 
 def _spread(x: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
-from attnscale.diagnostics.angles import angle_parts
 from attnscale.diagnostics.gather import Spread
-from attnscale.diagnostics.looks import Look, Looks
+from attnscale.diagnostics.looks import Look, Looks, see
 from attnscale.diagnostics.measure import look, look_back
 from attnscale.diagnostics.pending import Pending
 from attnscale.diagnostics.rows import AGAIN_COLUMNS, BACKWARD, FORWARD, again_quantities
@@ -24,6 +24,8 @@ SUMS = ("angle_in", "angle_out", "query_gradient", "key_gradient", "value_gradie
 LARGEST = ("mismatch", "broken_row")
 
 UNANSWERED = 64
+# Of rows that are in memory at a time.
+NORMS = 2**20
 
 
 class LayerListener:
@@ -62,7 +64,7 @@ class LayerListener:
         if heard.lasting and self.looks is not None:
             self.looks.add(one)
         else:
-            one.happen()
+            see([one])
         if self.capture:
             slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
             key = heard.call.key[:, :, slots]
@@ -89,18 +91,20 @@ class LayerListener:
 
     def _look_again(self, call: AttentionCall, upstream: Tensor, seen: Tensor | None) -> None:
         """At rows that were recomputed, or never seen; by how much they differ, if they were."""
-        sums, gradients = look(call, upstream)
+        sums, gradients = look([call], [upstream])
+        again = sums[0, ..., :AGAIN_COLUMNS]
         if gradients is not None:
-            self.pending.add_backward(sums[..., :AGAIN_COLUMNS], gradients)
+            self.pending.add_backward(again, gradients[0])
         if seen is not None:
-            difference = (again_quantities(sums) - again_quantities(seen)).abs()
+            difference = (again_quantities(again) - again_quantities(seen)).abs()
             self._note(mismatch=difference.nan_to_num().amax((0, 1, 3)))
 
-    def saw(self, call: AttentionCall, out: Tensor, sums: Tensor, gradients: Tensor | None) -> None:
-        """Take in what a look has shown of rows, of their outputs [B, H, R, Dv] and, if it came late, of gradients."""
+    def saw(self, sums: Tensor, angles: tuple[Tensor, Tensor], gradients: Tensor | None) -> None:
+        """Take in what a look has shown of rows, [B, H, R, ·], of their angles, [B, H], and, if it came late, of
+        gradients.
+        """
         self.pending.add_forward(sums)
-        angle_in, angle_out = angle_parts(call, out)
-        self._note(angle_in=angle_in.sum(0), angle_out=angle_out.sum(0))
+        self._note(angle_in=angles[0].sum(0), angle_out=angles[1].sum(0))
         if gradients is not None:
             self.pending.add_backward(sums[..., :AGAIN_COLUMNS], gradients)
 
@@ -171,8 +175,15 @@ def _sources(heard: Heard) -> list[Tensor]:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-    return norms.square().sum((0, 2))
+    rows = max(1, NORMS // math.prod(x.shape[:2]))
+    return reduce(torch.add, (_squares_of(part) for part in torch.split(x, rows, dim=2)))
+
+
+def _squares_of(x: Tensor) -> Tensor:
+    # In the order of memory, where projections leave heads side by side: that is twice as fast.
+    beside = x.stride(1) < x.stride(2)
+    norms: Tensor = torch.linalg.vector_norm(x.transpose(1, 2) if beside else x, dim=-1, dtype=torch.float32)
+    return norms.square_().sum((0, 1) if beside else (0, 2))
 
 
 def _first_broken(out: Tensor) -> Tensor:

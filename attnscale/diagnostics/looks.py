@@ -7,6 +7,8 @@ until backward has come to all, and one pass serves forward and backward.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Sequence
 from threading import RLock
 from typing import Protocol
 
@@ -14,21 +16,24 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
+from attnscale.diagnostics.angles import angle_parts
 from attnscale.diagnostics.measure import look
-from attnscale.diagnostics.pending import Pending
 from attnscale.diagnostics.rows import AGAIN_COLUMNS
 from attnscale.diagnostics.same import Same
+from attnscale.diagnostics.stack import kin
 from attnscale.tap import Listener, give_up
 
 # Bytes of keys and values that may be held for a while; where there are more, nothing waits.
 MOST_HELD = 20 * 2**20
+# Rows of calls in one look, unless one alone has more: what it leaves of them takes memory too.
+TOGETHER = 2**13
 
 
 class Viewer(Listener, Protocol):
     """A listener that is told what a look has shown."""
 
-    def saw(self, call: AttentionCall, out: Tensor, sums: Tensor, gradients: Tensor | None) -> None:
-        """Rows, their outputs, their sums and, if it was asked for, what backward says of them."""
+    def saw(self, sums: Tensor, angles: tuple[Tensor, Tensor], gradients: Tensor | None) -> None:
+        """The sums of rows, how far apart they point before and after and, if asked for, what backward says of them."""
         ...
 
 
@@ -42,6 +47,7 @@ class Look:
         self._rows: tuple[AttentionCall, Tensor] | None = call, out
         self._unchanged = Same(call.key, call.value)
         self._sums: Tensor | None = None
+        self.size = math.prod(call.query.shape[:3])  # rows, over heads and sequences
 
     @property
     def waits(self) -> bool:
@@ -58,22 +64,41 @@ class Look:
         storages = [x.untyped_storage() for x in tensors if x is not None]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
-    def happen(self) -> None:
-        """See the rows, if they have not been seen, and are still what they were."""
-        if self._rows is None:
-            return
-        (call, out), self._rows = self._rows, None
-        if not self._unchanged.are(call.key, call.value):
-            return
-        sums, gradients = look(call, self.gradient)
-        self.viewer.saw(call, out, sums, gradients)
-        # The rest is dropped with the report: copied, or it would stay with what is kept.
-        self._sums = sums if sums.numel() <= Pending.SMALL else sums[..., :AGAIN_COLUMNS].clone()
+    def rows(self) -> tuple[AttentionCall, Tensor] | None:
+        """What is to be seen, if it has not been, and is still what it was."""
+        if self._rows is not None and not self._unchanged.are(self._rows[0].key, self._rows[0].value):
+            self.drop()
+        return self._rows
+
+    def drop(self) -> None:
+        """It will not happen any more."""
+        self._rows = None
+
+    def saw(self, sums: Tensor, angles: tuple[Tensor, Tensor], gradients: Tensor | None) -> None:
+        """It has happened."""
+        self.drop()
+        if gradients is None:  # backward is to come; copied, or all of the sums would stay with what is kept
+            self._sums = sums[..., :AGAIN_COLUMNS].clone()
+        self.viewer.saw(sums, angles, gradients)
 
     def sums(self) -> Tensor | None:
         """What backward will want to know of the rows, [B, H, R, C]; None if they could not be seen."""
-        self.happen()
+        see([self])
         return self._sums
+
+
+def see(looks: Sequence[Look]) -> None:
+    """Let looks happen that are of one kin, and that backward has come to, or to none of them."""
+    found = [(one, rows) for one in looks if (rows := one.rows()) is not None]
+    if not found:
+        return
+    calls, outs = [call for _, (call, _) in found], [out for _, (_, out) in found]
+    upstream = [one.gradient for one, _ in found if one.gradient is not None]
+    sums, gradients = look(calls, upstream or None)
+    angles = angle_parts(calls, outs)
+    for index, (one, _) in enumerate(found):
+        answer = None if gradients is None else gradients[index]
+        one.saw(sums[index], (angles[0][index], angles[1][index]), answer)
 
 
 class Looks:
@@ -91,7 +116,7 @@ class Looks:
             if self._held + held > MOST_HELD:
                 self.happen()
             if held > MOST_HELD:
-                one.happen()
+                see([one])
             else:
                 self._waiting.append(one)
                 self._held += held
@@ -107,8 +132,25 @@ class Looks:
         """Nothing waits any more; a listener whose look fails is given up."""
         with self._lock, torch.no_grad(), torch.autocast("cpu", enabled=False):
             waiting, self._waiting, self._held = self._waiting, [], 0
+            alike: dict[Hashable, list[Look]] = {}
             for one in waiting:
-                try:
-                    one.happen()
-                except Exception as error:
-                    give_up(one.viewer, error)
+                if (rows := one.rows()) is not None:
+                    alike.setdefault((kin(rows[0]), one.gradient is None), []).append(one)
+            for looks in alike.values():
+                number = max(1, TOGETHER // looks[0].size)
+                for at in range(0, len(looks), number):
+                    _try(looks[at : at + number])
+
+
+def _try(looks: Sequence[Look]) -> None:
+    """Let looks happen together, or those that can be."""
+    try:
+        see(looks)
+    except Exception as error:
+        left = [one for one in looks if one.waits]
+        if len(looks) > 1:
+            for one in left:
+                _try([one])
+        else:
+            looks[0].drop()
+            give_up(looks[0].viewer, error)

@@ -1,49 +1,47 @@
-"""A look at the rows of one attention call: their sums, forward, and the gradients of their scores, backward."""
+"""A look at the rows of attention calls: their sums, forward, and the gradients of their scores, backward."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.backends.call import AttentionCall
-from attnscale.backends.tiles import HIDDEN, LOG2E, keys_of, rows_of, store
-from attnscale.diagnostics.blocks import Block, blocks, buffers, hide, products, raw_scores
-from attnscale.diagnostics.rows import BEST, MIN_RANK, THRESHOLDS, TOTAL, Sums
-from attnscale.gaps import TOP, empty_spectrum, largest, spectrum_of
+from attnscale.backends.tiles import LOG2E
+from attnscale.diagnostics.pieces import Piece, Pieces, Pulled
+from attnscale.diagnostics.rows import MIN_RANK, THRESHOLDS, Sums, columns
+from attnscale.diagnostics.stack import Block, Stack
+from attnscale.gaps import TOP, largest, spectrum_of
 
 # Smaller powers of two are taken for this one: those of −10³⁰ are several times slower on the CPU, and no sum can tell.
 FLOOR = -90.0
 
 
-def look(call: AttentionCall, gradient: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The sums [B, H, R, C] of every row of a call, which has been cut down to the rows of interest.
+def look(calls: Sequence[AttentionCall], gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+    """The sums [N, B, H, R, C] of every row of calls of one kin, which have been cut down to the rows of interest.
 
-    With the gradient of the output [B, H, R, Dv] also what `look_back` says of them.
+    With the gradients of their outputs, each [B, H, R, Dv], also what `look_back` says of them, [N, B, H, R, 2].
     """
-    scores, gaps, exponents, spare, pulls = buffers(call, 5)
-    keys, beta = call.key.shape[2], call.row_beta()
-    width = 7 + len(THRESHOLDS) + sum(part.shape[-1] for part in empty_spectrum(scores[:0], MIN_RANK, keys))
-    found = scores.new_zeros(*call.query.shape[:3], width)
-    answers = None if gradient is None else scores.new_full((*call.query.shape[:3], 2), math.nan)
-    for block in blocks(call):
-        raw, size = raw_scores(call, block, scores)
-        behind, powers, other = _like(raw, gaps), _like(raw, spare), _like(raw, exponents)
-        squares = _dot(raw, raw, other)
-        torch.add(_by_row(raw, call.group), block.seen.hidden, out=_by_row(behind, call.group))
-        best = largest(behind, TOP)
-        torch.sub(best[..., :1], behind, out=behind)
-        # Ones and zeros as numbers like the scores: on the CPU, adding up bools is several times slower.
-        counts = tuple(torch.le(behind, threshold, out=other).sum(-1) for threshold in THRESHOLDS)
-        softmax = _softmax(call, block, best[..., :1], behind, other, powers)
-        if answers is not None and gradient is not None:
-            store(answers, block.tile, _gradients(call, block, gradient, raw, powers, softmax[1], other, pulls))
-        number = block.seen.number.expand(raw.shape[0], call.group, -1).reshape(raw.shape[:2])
-        spectrum = spectrum_of(best, behind, MIN_RANK, keys)
-        sums = Sums(*softmax, size, squares, number, rows_of(beta, block.tile, call.group), counts, spectrum)
-        store(found, block.tile, sums.packed())
-    return found, answers
+    stack = Stack(calls)
+    upstream = None if gradients is None else stack.over_rows(gradients)
+    found = stack.empty(columns(stack.keys))
+    answers = stack.empty(2, fill=math.nan)
+    for block in stack.blocks():
+        pieces = Pieces(stack, block)
+        level = _level(stack, block, pieces)
+        of_pieces = [_part(stack, piece, level, upstream) for piece in pieces]
+        *parts, centre = (_sum(part) for part in zip(*of_pieces, strict=True))
+        sums = Sums(*level[:3], *parts)
+        if stack.sinks is not None:
+            sums = sums.with_sink(block.of(stack.sinks))
+        block.put(found, sums.packed())
+        if upstream is not None:
+            block.put(answers, _answer(pieces, level, upstream, sums.total, centre))
+    return stack.by_call(found), None if upstream is None else stack.by_call(answers)
 
 
 def look_back(call: AttentionCall, gradient: Tensor, seen: Tensor) -> Tensor:
@@ -52,86 +50,104 @@ def look_back(call: AttentionCall, gradient: Tensor, seen: Tensor) -> Tensor:
 
     Dropout is not replayed: these are the gradients of the weights as they were before it.
     """
-    scores, exponents, spare, pulls = buffers(call, 4)
-    found = scores.new_full((*call.query.shape[:3], 2), math.nan)
-    for block in blocks(call):
-        raw, _ = raw_scores(call, block, scores)
-        other, powers = _like(raw, exponents), _like(raw, spare)
-        sums = rows_of(seen, block.tile, call.group)
-        best = sums[..., BEST : BEST + 1]
-        _exponents(call, block, best, torch.sub(best, raw, out=other), other)
-        torch.exp2(other, out=powers)
-        store(found, block.tile, _gradients(call, block, gradient, raw, powers, sums[..., TOTAL], other, pulls))
-    return found
+    stack = Stack([call])
+    upstream = stack.over_rows([gradient])
+    found, seen = stack.empty(2, fill=math.nan), seen.view(*stack.query.shape[:4], -1)
+    for block in stack.blocks():
+        sums, pieces = Sums.unpacked(block.of(seen)), Pieces(stack, block)
+        level = Level(sums.best, sums.top, sums.beta, _may_fall(sums.beta))
+        centre = _sum(_pulled(piece, level, upstream).centre for piece in pieces)
+        block.put(found, _answer(pieces, level, upstream, sums.total, centre))
+    return stack.by_call(found)[0]
 
 
-def _gradients(
-    call: AttentionCall,
-    block: Block,
-    gradient: Tensor,
-    raw: Tensor,
-    powers: Tensor,
-    total: Tensor,
-    room: Tensor,
-    pulls: Tensor,
-) -> Tensor:
-    """‖dℓ‖ and dβ of each row, [h, g·r, 2], from raw scores, 2^((ℓ − top)/ln 2) and the sum of these; uses the room."""
-    pull = products(rows_of(gradient, block.tile, call.group), keys_of(call.value, block.tile), pulls)
-    centre = _dot(powers, pull, room)
+class Level(NamedTuple):
+    """What the scores of rows [l, g·r] are measured from."""
+
+    best: Tensor  # the largest raw scores, [l, g·r, ranks]
+    top: Tensor  # the largest logit
+    beta: Tensor
+    may_fall: bool  # whether β may be negative: then the best score has not the largest logit
+
+
+def _may_fall(beta: Tensor) -> bool:
+    """Elsewhere than on the CPU, asking would be waiting."""
+    return beta.device.type != "cpu" or float(beta.min()) < 0.0
+
+
+def _level(stack: Stack, block: Block, pieces: Pieces) -> Level:
+    beta = block.of(stack.beta)
+    may_fall, bests, lowest = _may_fall(beta), [], []
+    for piece in pieces:
+        bests.append(largest(piece.masked, TOP))
+        if may_fall:
+            visible = torch.sub(piece.by_row(piece.raw), piece.seen.hidden, out=piece.by_row(piece.room(2)))
+            lowest.append(visible.flatten(1, 2).amin(-1))
+    best = bests[0] if len(bests) == 1 else largest(torch.cat(bests, dim=-1), TOP)
+    top = best[..., 0] * beta
+    if may_fall:
+        top = torch.where(beta < 0.0, torch.stack(lowest).amin(0) * beta, top)
+    return Level(best, top, beta, may_fall)
+
+
+def _part(stack: Stack, piece: Piece, level: Level, gradient: Tensor | None) -> tuple[Tensor, ...]:
+    """What a piece adds to the sums of its rows: the additive fields of `Sums` and, with a gradient, Σ 2^x·⟨dO, v⟩."""
+    squares = torch.linalg.vector_norm(piece.raw, dim=-1).square_()
+    behind, other = torch.sub(level.best[..., :1], piece.masked, out=piece.masked), piece.room(2)
+    # Ones and zeros as numbers like the scores: on the CPU, adding up bools is several times slower.
+    counts = [torch.le(behind, threshold, out=other).sum(-1) for threshold in THRESHOLDS]
+    exponents, powers = _powers(piece, level, behind)
+    total, moment = powers.sum(-1), exponents.mul_(powers).sum(-1).div_(LOG2E)
+    number = piece.seen.number.expand(total.shape[0], stack.group, -1).reshape(total.shape)
+    histogram = spectrum_of(level.best, behind, MIN_RANK, stack.keys).counts
+    centre = total if gradient is None else _pull(piece, powers, gradient).centre
+    return total, moment, piece.size, squares, number, torch.stack(counts, dim=-1), histogram, centre
+
+
+def _answer(pieces: Pieces, level: Level, gradient: Tensor, total: Tensor, centre: Tensor) -> Tensor:
+    """‖dℓ‖ and dβ of each row, [l, g·r, 2], from Σ 2^x and Σ 2^x·⟨dO, v⟩ of it."""
+    squares, products, share = [], [], (centre / total)[..., None]
+    for piece in pieces:
+        powers, pulled, _ = _pulled(piece, level, gradient)
+        dlogits = torch.addcmul(pulled, powers, share, value=-1, out=pulled)
+        squares.append(torch.linalg.vector_norm(dlogits, dim=-1).square_())
+        products.append(torch.mul(dlogits, piece.raw, out=piece.room(1)).sum(-1))
+    return torch.stack([_sum(squares).sqrt(), _sum(products)], dim=-1).div_(total[..., None])
+
+
+def _pulled(piece: Piece, level: Level, gradient: Tensor) -> Pulled:
+    if piece.pulled is not None:
+        return piece.pulled
+    behind = torch.sub(level.best[..., :1], piece.masked, out=piece.masked)
+    return _pull(piece, _powers(piece, level, behind)[1], gradient)
+
+
+def _pull(piece: Piece, powers: Tensor, gradient: Tensor) -> Pulled:
+    pull = piece.products(gradient, "value", 1)
+    products = torch.mul(powers, pull, out=piece.room(2))
+    centre = products.sum(-1)
     if pull.device.type != "cpu" or not math.isfinite(float(centre.sum())):
-        hide(_by_row(pull, call.group), block)  # a value that is NaN, where nobody sees it
-        centre = _dot(powers, pull, room)
-    dlogits = pull.sub_((centre / total)[..., None]).mul_(powers)
-    both = torch.stack([_dot(dlogits, dlogits, room).sqrt_(), _dot(dlogits, raw, room)], dim=-1)
-    return both.div_(total[..., None])
+        piece.hide(pull)  # a value that is NaN, where nobody sees it
+        centre = torch.mul(powers, pull, out=products).sum(-1)
+    piece.pulled = Pulled(powers, products, centre)
+    return piece.pulled
 
 
-def _softmax(
-    call: AttentionCall, block: Block, best: Tensor, behind: Tensor, exponents: Tensor, powers: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row [h, g·r] the largest logit of a key, Σ e^(ℓ − top) and Σ e^(ℓ − top)·(ℓ − top), with a sink in both.
+def _powers(piece: Piece, level: Level, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """(ℓ − top)/ln 2 of each key, not below the floor, and two to the power of it.
 
-    Overwrites the last two arguments.
+    From how far each raw score lies behind the best: unless β is negative, that has the largest logit.
     """
-    top = _exponents(call, block, best, behind, exponents)
-    torch.exp2(exponents, out=powers)
-    total, moment = powers.sum(-1), _dot(powers, exponents, exponents) / LOG2E
-    if call.sinks is not None:
-        sinks = call.sinks.to(total.dtype)[None, :, None].expand(call.query.shape[:3])
-        beyond = rows_of(sinks, block.tile, call.group) - top
-        total, moment = total + beyond.exp(), moment + beyond.exp() * beyond
-    return top, total, moment
+    unit, exponents = level.beta * -LOG2E, piece.room(2)
+    if level.may_fall:
+        behind = torch.sub(level.best[..., :1], piece.raw, out=exponents)  # finite where hidden
+    torch.addcmul(piece.seen.hidden, piece.by_row(behind), piece.by_row(unit[..., None]), out=piece.by_row(exponents))
+    if level.may_fall:
+        exponents.sub_((level.top * LOG2E + level.best[..., 0] * unit)[..., None])
+    exponents.clamp_(min=FLOOR)
+    return exponents, torch.exp2(exponents, out=piece.room(3))
 
 
-def _exponents(call: AttentionCall, block: Block, best: Tensor, behind: Tensor, out: Tensor) -> Tensor:
-    """(ℓ − top)/ln 2 of each key, not below the floor, and top, the largest logit of a key [h, g·r].
-
-    From the best raw score [h, g·r, 1] and how far each lies behind it, [h, g·r, K]: unless β is negative, the best has
-    the largest logit.
-    """
-    beta = rows_of(call.row_beta(), block.tile, call.group)[..., None].to(behind.dtype)
-    top = best * beta
-    by_row, unit = _by_row(out, call.group), _by_row(beta * -LOG2E, call.group)
-    if behind.device.type == "cpu" and float(beta.min()) >= 0.0:
-        torch.addcmul(block.seen.hidden, _by_row(behind, call.group), unit, out=by_row)
-    else:
-        logits = torch.where(block.seen.visible > 0, _by_row((best - behind) * beta, call.group), HIDDEN)
-        top = torch.where(beta < 0.0, logits.flatten(1, 2).amax(-1, keepdim=True), top)
-        torch.mul(logits - _by_row(top, call.group), LOG2E, out=by_row)
-    out.clamp_(min=FLOOR)
-    return top[..., 0]
-
-
-def _dot(x: Tensor, y: Tensor, room: Tensor) -> Tensor:
-    """⟨x, y⟩ of rows [..., K]; torch's own would make memory for the products."""
-    return torch.mul(x, y, out=room).sum(-1)
-
-
-def _like(x: Tensor, room: Tensor) -> Tensor:
-    """As many numbers of a buffer, in the shape of a tensor."""
-    return room[: x.numel()].view(x.shape)
-
-
-def _by_row(x: Tensor, group: int) -> Tensor:
-    """[h, g·r, K] as [h, g, r, K]."""
-    return x.view(x.shape[0], group, -1, x.shape[-1])
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    """Of pieces; nothing is done where there is only one."""
+    return reduce(torch.add, parts)

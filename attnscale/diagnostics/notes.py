@@ -7,7 +7,6 @@ recomputed tensors where activations are checkpointed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Ten
     """`run(call)`, with what goes in and comes out noted under a ticket, there and back."""
     query, key, value = _Inputs.apply(ticket, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
     out = run(replace(call, query=query, key=key, value=value))
-    start, stop = call.context.bounds()
+    context, slot = call.context, call.context.slot
     result: Tensor = _Output.apply(  # type: ignore[no-untyped-call]
         out,
         ticket,
@@ -36,12 +35,15 @@ def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Ten
         key.detach(),
         value.detach(),
         call.row_beta().detach(),
-        start,
-        stop,
-        call.context.slots(),
-        call.context.padding,
-        None if call.context.mask is None else call.context.mask.detach(),
+        slot if isinstance(slot, Tensor) else None,
+        context.first,
+        context.last,
+        context.padding,
+        None if context.mask is None else context.mask.detach(),
         None if call.sinks is None else call.sinks.detach(),
+        0 if isinstance(slot, Tensor) else slot,
+        context.causal,
+        *context.window,
         call.scale,
         call.softcap,
     )
@@ -67,68 +69,33 @@ class _Output(Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *arguments: Any) -> Tensor:
-        tensors, ctx.numbers = arguments[:11], arguments[11:]
+        tensors, ctx.numbers = arguments[:TENSORS], arguments[TENSORS:]
         if is_watched():
             note_forward(out, *arguments)
         else:
-            note = functools.partial(_note_forward, lasting=ctx.needs_input_grad[0] and out.device.type == "cpu")
-            note(out, *arguments)
+            _note_forward(out, *arguments, lasting=ctx.needs_input_grad[0] and out.device.type == "cpu")
         ctx.save_for_backward(out, *tensors)
         return out.clone()  # an alias would forbid changing it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _operator(note_backward, _note_backward)(gradient, *ctx.saved_tensors, *ctx.numbers)
-        return gradient, *(None,) * 13
+        return gradient, *(None,) * (TENSORS + len(ctx.numbers))
 
 
-def _note_forward(
-    out: Tensor,
-    ticket: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    slots: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    lasting: bool = False,
-) -> None:
+def _note_forward(out: Tensor, ticket: Tensor, *rest: Any, lasting: bool = False) -> None:
     """Tell the listener of a ticket of a call; a graph may use the memory of its tensors for others right after."""
     listener = Tap.find(ticket)
     # A checkpoint runs the forward once more inside backward: that is not another call.
     if listener is not None and torch._C._current_graph_task_id() == -1:
-        heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
-        _tell(listener, query.device, listener.forward, heard._replace(lasting=lasting))
+        _tell(listener, out.device, listener.forward, Heard(_call(*rest), out, lasting))
 
 
-def _note_backward(
-    gradient: Tensor,
-    out: Tensor,
-    ticket: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    slots: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> None:
+def _note_backward(gradient: Tensor, out: Tensor, ticket: Tensor, *rest: Any) -> None:
     """Tell the listener of a ticket of a call that backward has come to."""
     listener = Tap.find(ticket)
     if listener is not None:
-        heard = _heard(out, query, key, value, beta, start, stop, slots, padding, mask, sinks, scale, softcap)
-        _tell(listener, query.device, listener.backward, heard, gradient)
+        _tell(listener, out.device, listener.backward, Heard(_call(*rest), out), gradient)
 
 
 def _note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -138,8 +105,20 @@ def _note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -
         _tell(listener, query.device, listener.gradients, query, key, value)
 
 
-note_forward = torch.library.custom_op("attnscale::note_forward", _note_forward, mutates_args=())
-note_backward = torch.library.custom_op("attnscale::note_backward", _note_backward, mutates_args=())
+# Of a call besides its output: `TENSORS` tensors, and the numbers.
+_CALL = (
+    "Tensor ticket, Tensor query, Tensor key, Tensor value, Tensor beta, Tensor? slots, Tensor? first, Tensor? last, "
+    "Tensor? padding, Tensor? mask, Tensor? sinks, "
+    "SymInt slot, bool causal, SymInt? left, SymInt? right, float scale, float? softcap"
+)
+TENSORS = 11
+
+note_forward = torch.library.custom_op(
+    "attnscale::note_forward", _note_forward, mutates_args=(), schema=f"(Tensor out, {_CALL}) -> ()"
+)
+note_backward = torch.library.custom_op(
+    "attnscale::note_backward", _note_backward, mutates_args=(), schema=f"(Tensor gradient, Tensor out, {_CALL}) -> ()"
+)
 note_gradients = torch.library.custom_op("attnscale::note_gradients", _note_gradients, mutates_args=())
 
 
@@ -170,22 +149,26 @@ def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *
         give_up(listener, error)
 
 
-def _heard(
-    out: Tensor,
+def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     beta: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
+    first: Tensor | None,
+    last: Tensor | None,
     padding: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
+    slot: int,
+    causal: bool,
+    left: int | None,
+    right: int | None,
     scale: float,
     softcap: float | None,
-) -> Heard:
-    rules = {"slot": slots, "first": start, "last": stop, "padding": padding, "mask": mask}
-    context = Context(query.shape[2], key.shape[2], query.device, **rules)  # type: ignore[arg-type]
-    call = AttentionCall(query, key, value, context, beta, 1.0, scale, 0.0, softcap, sinks)
-    return Heard(call, out)
+) -> AttentionCall:
+    place = slot if slots is None else slots
+    context = Context(
+        query.shape[2], key.shape[2], query.device, causal, place, (left, right), first, last, padding, mask
+    )
+    return AttentionCall(query, key, value, context, beta, 1.0, scale, 0.0, softcap, sinks)

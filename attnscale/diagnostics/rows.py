@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.gaps import TOP, Spectrum, bracket
+from attnscale.gaps import TOP, Spectrum, bracket, histogram_width
 
 # Gaps at which N(t) is counted: in units of raw scores, from a tie to the whole row.
 THRESHOLDS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -32,37 +32,49 @@ BACKWARD = (*AGAIN, "score_gradient", "beta_gradient")
 class Sums(NamedTuple):
     """What a look at rows leaves of each, [...]: enough for every quantity, and small."""
 
+    best: Tensor  # the largest raw scores, [..., ranks]
     top: Tensor  # the largest logit of a key
+    beta: Tensor
     total: Tensor  # Σ e^(ℓ − top), over keys and sink
     moment: Tensor  # Σ e^(ℓ − top)·(ℓ − top)
     size: Tensor  # Σ s, of raw scores
     squares: Tensor  # Σ s²
     visible: Tensor
-    beta: Tensor
-    counts: tuple[Tensor, ...]  # N(t) of each threshold
-    spectrum: Spectrum
+    counts: Tensor  # N(t) of each threshold, [..., T]
+    histogram: Tensor  # of gaps, [..., bins]: with the best scores, the spectrum of a row
+
+    def with_sink(self, sink: Tensor) -> Sums:
+        """The same with one more logit, which is not a key's."""
+        beyond = sink - self.top
+        weight = beyond.exp()
+        return self._replace(total=self.total + weight, moment=self.moment + weight * beyond)
 
     def packed(self) -> Tensor:
         """As one tensor [..., C]."""
-        return torch.cat([torch.stack([*self[:7], *self.counts], dim=-1), *self.spectrum], dim=-1)
+        return torch.cat([self.best, torch.stack(self[1:8], dim=-1), self.counts, self.histogram], dim=-1)
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> Sums:
         """The way back."""
-        top, total, moment, size, squares, visible, beta, *counts = packed[..., :BEST].unbind(-1)
-        spectrum = Spectrum(packed[..., BEST : BEST + TOP], packed[..., BEST + TOP :])
-        return cls(top, total, moment, size, squares, visible, beta, tuple(counts), spectrum)
+        best, numbers, counts = torch.split(packed[..., :AGAIN_COLUMNS], [TOP, 7, len(THRESHOLDS)], dim=-1)
+        top, beta, total, moment, size, squares, visible = numbers.unbind(-1)
+        histogram = packed[..., AGAIN_COLUMNS:]
+        return cls(best, top, beta, total, moment, size, squares, visible, counts, histogram)
 
 
-# Where the columns are that backward reads, and how many of the first are enough for it.
-TOTAL, BEST = 1, 7 + len(THRESHOLDS)
-AGAIN_COLUMNS = BEST + 1
+# How many of the first columns are enough for backward, which has no use for the histogram.
+AGAIN_COLUMNS = TOP + 7 + len(THRESHOLDS)
+
+
+def columns(longest: int) -> int:
+    """How many there are for rows of at most so many keys."""
+    return AGAIN_COLUMNS + histogram_width(longest, MIN_RANK)
 
 
 def forward_quantities(packed: Tensor) -> Tensor:
     """Each quantity of `FORWARD` [Q, ...] of sums [..., C]."""
     sums = Sums.unpacked(packed)
-    accumulation = bracket(sums.spectrum, MIN_RANK).middle
+    accumulation = bracket(Spectrum(sums.best, sums.histogram), MIN_RANK).middle
     # Rows of one key or a tie at the top have none: Λ is 0 or infinite there, and would spoil any mean.
     accumulation = torch.where((accumulation < math.inf) & (accumulation > 0), accumulation, math.nan)
     again = _again(sums)
@@ -86,7 +98,7 @@ def backward_quantities(packed: Tensor, gradients: Tensor) -> Tensor:
 
 
 def _again(sums: Sums) -> list[Tensor]:
-    return [1 / sums.total, sums.total.log() - sums.moment / sums.total, *sums.counts]
+    return [1 / sums.total, sums.total.log() - sums.moment / sums.total, *sums.counts.unbind(-1)]
 
 
 def _prominence(sums: Sums) -> Tensor:
@@ -97,7 +109,7 @@ def _prominence(sums: Sums) -> Tensor:
     mean = sums.size / sums.visible
     deviation = (sums.squares / sums.visible - mean.square()).clamp(min=0.0).sqrt()
     reach = deviation * (2 * sums.visible.clamp(min=2).log()).sqrt()
-    return torch.where((sums.visible > 2) & (reach > 0), (sums.spectrum.best[..., 0] - mean) / reach, math.nan)
+    return torch.where((sums.visible > 2) & (reach > 0), (sums.best[..., 0] - mean) / reach, math.nan)
 
 
 def _where_seen(sums: Sums, quantities: list[Tensor]) -> Tensor:

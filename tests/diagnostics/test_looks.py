@@ -13,6 +13,7 @@ from attnscale.attention import _bind
 from attnscale.diagnostics import looks
 from attnscale.diagnostics.measure import look
 from attnscale.diagnostics.pending import Pending, settle
+from attnscale.diagnostics.rows import AGAIN_COLUMNS
 
 LAYERS = 3
 
@@ -41,9 +42,9 @@ def assert_alike(records, others):
 def test_all_happen_when_backward_has_come_to_the_last(model, monkeypatch):
     answered = []
 
-    def noting(call, gradient=None):
-        answered.append(gradient is not None)
-        return look(call, gradient)
+    def noting(calls, gradients=None):
+        answered.append(None if gradients is None else len(gradients))
+        return look(calls, gradients)
 
     monkeypatch.setattr(looks, "look", noting)
     with Monitor(model, every=1, rows=8, alerts=None) as monitor:
@@ -52,7 +53,7 @@ def test_all_happen_when_backward_has_come_to_the_last(model, monkeypatch):
         loss.backward()
         assert not monitor._looks._waiting
         assert monitor._looks._held == 0
-    assert answered == [True] * LAYERS  # one pass for forward and backward
+    assert answered == [LAYERS]  # one pass for all of them, forward and backward
 
 
 @pytest.mark.parametrize("held", [0, 3_000, 20_000])
@@ -108,11 +109,11 @@ def test_a_look_that_fails_takes_no_other_with_it(model, monkeypatch):
     whole = reported(model, tiny_gpt.batch())
     number = []
 
-    def failing(call, gradient=None):
-        number.append(call)
-        if len(number) == 2:
+    def failing(calls, gradients=None):
+        number.extend(call for call in calls if all(call is not other for other in number))
+        if any(call is number[1] for call in calls):
             raise RuntimeError("no rows today")
-        return look(call, gradient)
+        return look(calls, gradients)
 
     monkeypatch.setattr(looks, "look", failing)
     with pytest.warns(RuntimeWarning, match="no rows today"):
@@ -129,7 +130,7 @@ def sums_of(heads: int, length: int, batch: int = 1, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     q, k, v, up = (torch.randn(batch, heads, length, 8, generator=generator) for _ in range(4))
     _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log")
-    return look(call, up)
+    return [found[0] for found in look([call], [up])]
 
 
 def test_calls_of_all_shapes_are_settled_as_each_alone():
@@ -138,7 +139,7 @@ def test_calls_of_all_shapes_are_settled_as_each_alone():
     for index, (sums, gradients) in enumerate(found):
         for pendings in (together, alone):
             pendings[index % 3].add_forward(sums)
-            pendings[index % 3].add_backward(sums[..., :13], gradients)
+            pendings[index % 3].add_backward(sums[..., :AGAIN_COLUMNS], gradients)
         settle([alone[index % 3]])
     settle(together)
     for one, other in zip(together, alone, strict=True):
