@@ -24,8 +24,8 @@ SUMS = ("angle_in", "angle_out", "query_gradient", "key_gradient", "value_gradie
 LARGEST = ("mismatch", "broken_row")
 
 UNANSWERED = 64
-# Of rows that are in memory at a time.
-NORMS = 2**20
+# Numbers of a gradient whose norms are taken at a time: they may have to be widened.
+NUMBERS = 2**20
 
 
 class LayerListener:
@@ -175,7 +175,7 @@ def _sources(heard: Heard) -> list[Tensor]:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
-    rows = max(1, NORMS // math.prod(x.shape[:2]))
+    rows = max(1, NUMBERS // (x.shape[0] * x.shape[1] * x.shape[3]))
     return reduce(torch.add, (_squares_of(part) for part in torch.split(x, rows, dim=2)))
 
 

@@ -17,12 +17,12 @@ from attnscale.tap import Heard
 MOST = 32 * 2**20
 
 
-def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32) -> int:
+def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, group: int = 1) -> int:
     """The peak of a listener that hears one causal call, forward and backward; what it is told of is not counted."""
     generator = torch.Generator().manual_seed(0)
     q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
-    k, v = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(2))
-    _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log")
+    k, v = (torch.randn(1, heads // group, length, 16, generator=generator).to(dtype) for _ in range(2))
+    _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
     listener, heard = LayerListener("layer", rows=64), Heard(call, out)
 
     def step() -> None:
@@ -42,9 +42,14 @@ def test_memory_does_not_grow_with_the_rows_times_the_keys(length, heads, dtype)
     assert listening_peak(length, heads, dtype) < 16 * 2**20
 
 
-def test_half_a_million_keys_stay_within_the_promise():
-    """Beyond, a block is a single row, of which a few copies exist at a time."""
-    assert listening_peak(2**19, 1) < MOST
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_million_keys_take_no_more(dtype):
+    """A row of them, in a few copies, would."""
+    assert listening_peak(2**20, 1, dtype) < 16 * 2**20
+
+
+def test_heads_that_share_a_key_head_take_no_more():
+    assert listening_peak(2**17, 8, group=8) < 16 * 2**20
 
 
 def test_the_benchmark_reports_what_a_step_takes_more(monkeypatch):
