@@ -34,7 +34,7 @@ class Listener(Protocol):
         """A call, in forward."""
         ...
 
-    def backward(self, heard: Heard, gradient: Tensor) -> None:
+    def backward(self, call: AttentionCall, gradient: Tensor) -> None:
         """The same call as backward sees it, and the gradient of its output."""
         ...
 

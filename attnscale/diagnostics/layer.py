@@ -56,10 +56,10 @@ class LayerListener:
 
     def forward(self, heard: Heard) -> None:
         """Look at the sampled rows of a call."""
-        rows = self._sampled(heard)
+        rows = self._sampled(heard.call)
         call = heard.call.select(rows)
         self._note(broken_row=_first_broken(heard.out))
-        one = Look(self, call, heard.out.index_select(2, rows), Same(*_sources(heard)))
+        one = Look(self, call, heard.out.index_select(2, rows), Same(*_sources(heard.call)))
         self._unanswered.append(one)
         if heard.lasting and self.looks is not None:
             self.looks.add(one)
@@ -70,24 +70,24 @@ class LayerListener:
             key = heard.call.key[:, :, slots]
             self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
 
-    def backward(self, heard: Heard, gradient: Tensor) -> None:
+    def backward(self, call: AttentionCall, gradient: Tensor) -> None:
         """Look at the same rows as backward sees them; calls are answered last first.
 
         What is of the same tensors as in forward need not be computed again to be known.
         """
-        rows = self._sampled(heard)
+        rows = self._sampled(call)
         upstream = gradient.index_select(2, rows)
         self._note(output_gradient=_squares(gradient))
         one = self._unanswered.pop() if self._unanswered else None
-        if one is not None and one.sources.are(*_sources(heard)):
+        if one is not None and one.sources.are(*_sources(call)):
             self._note(mismatch=torch.zeros(gradient.shape[1], device=gradient.device))
             if one.waits and self.looks is not None:
                 self.looks.answer(one, upstream)
             elif (seen := one.sums()) is not None:
-                gradients = look_back(heard.call.select(rows), upstream, seen)
-                self.pending.add_backward(seen[..., :AGAIN_COLUMNS], gradients)
+                gradients = look_back(call.select(rows), upstream, seen)
+                self.pending.add_backward(seen, gradients)
         else:
-            self._look_again(heard.call.select(rows), upstream, None if one is None else one.sums())
+            self._look_again(call.select(rows), upstream, None if one is None else one.sums())
 
     def _look_again(self, call: AttentionCall, upstream: Tensor, seen: Tensor | None) -> None:
         """At rows that were recomputed, or never seen; by how much they differ, if they were."""
@@ -131,8 +131,8 @@ class LayerListener:
         scalars = [self._scalar(name).cpu() for name in (*SUMS, *LARGEST)]
         return torch.cat([*parts, torch.stack(scalars, dim=1)], dim=1)
 
-    def _sampled(self, heard: Heard) -> Tensor:
-        queries, device = heard.call.query.shape[2], heard.call.query.device
+    def _sampled(self, call: AttentionCall) -> Tensor:
+        queries, device = call.query.shape[2], call.query.device
         return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
 
     def _note(self, **numbers: Tensor) -> None:
@@ -167,10 +167,10 @@ def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
     return spreads[0], spreads[1], torch.cat([sums, largest], dim=-1).T
 
 
-def _sources(heard: Heard) -> list[Tensor]:
+def _sources(call: AttentionCall) -> list[Tensor]:
     """What scores and logits are made of."""
-    mask = heard.call.context.mask
-    return [heard.call.query, heard.call.key, heard.call.row_beta(), *([] if mask is None else [mask])]
+    mask = call.context.mask
+    return [call.query, call.key, call.row_beta(), *([] if mask is None else [mask])]
 
 
 def _squares(x: Tensor) -> Tensor:

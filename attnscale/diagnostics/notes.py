@@ -1,8 +1,8 @@
-"""How a tap hears: operators that note what passes forward, and what comes back as gradients.
+"""How a tap hears what passes forward, and what comes back as gradients.
 
-They have no results, so that a compiled graph holds them and they run, or return at once, as the moment asks: turning a
-listener on and off changes no graph. Everything noted in backward comes from what autograd saved, and so from
-recomputed tensors where activations are checkpointed.
+Everything noted in backward comes from what autograd saved, and so from recomputed tensors where activations are
+checkpointed. In a compiled graph operators note it that have no results: they run, or return at once, as the moment
+asks, and turning a listener on and off changes no graph.
 """
 
 from __future__ import annotations
@@ -25,15 +25,28 @@ from attnscale.tap import Heard, Listener, Tap, give_up
 
 def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
     """`run(call)`, with what goes in and comes out noted under a ticket, there and back."""
-    query, key, value = _Inputs.apply(ticket, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
+    noted = _noted(call)
+    if is_watched():
+        query, key, value = _Inputs.apply(ticket, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
+        out = run(replace(call, query=query, key=key, value=value))
+        result: Tensor = _Output.apply(out, ticket, *noted)  # type: ignore[no-untyped-call]
+        return result
+    arrived: list[Tensor] = []
+    query, key, value = _Passage.apply(arrived, call.query, call.key, call.value, ticket, *noted)  # type: ignore[no-untyped-call]
     out = run(replace(call, query=query, key=key, value=value))
+    _note_forward(out, ticket, *noted, lasting=out.requires_grad and out.device.type == "cpu")
+    if out.requires_grad:
+        out.register_hook(arrived.append)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _noted(call: AttentionCall) -> tuple[Tensor | float | None, ...]:
+    """All that is noted of a call besides its output: tensors, and after them numbers."""
     context, slot = call.context, call.context.slot
-    result: Tensor = _Output.apply(  # type: ignore[no-untyped-call]
-        out,
-        ticket,
-        query.detach(),
-        key.detach(),
-        value.detach(),
+    return (
+        call.query.detach(),
+        call.key.detach(),
+        call.value.detach(),
         call.row_beta().detach(),
         slot if isinstance(slot, Tensor) else None,
         context.first,
@@ -47,11 +60,34 @@ def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Ten
         call.scale,
         call.softcap,
     )
-    return result
+
+
+class _Passage(Function):
+    """Query, key and value. On the way back, the gradient that has arrived at the output and theirs are noted.
+
+    A hook on the output leaves it there. Had the output passed through a function too, it would have to be a copy, and
+    autograd would keep both: one more activation a layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, arrived: list[Tensor], query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, *noted: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.arrived, ctx.numbers = arrived, noted[TENSORS:]
+        ctx.save_for_backward(ticket, *noted[:TENSORS])
+        return query.view_as(query), key.view_as(key), value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ticket, *tensors = ctx.saved_tensors
+        if ctx.arrived:
+            _note_backward(ctx.arrived.pop(), ticket, *tensors, *ctx.numbers)
+            _note_gradients(ticket, *gradients)
+        return None, *gradients, *(None,) * (1 + len(tensors) + len(ctx.numbers))
 
 
 class _Inputs(Function):
-    """Query, key and value, whose gradients are noted."""
+    """Query, key and value in a graph, whose gradients are noted."""
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -60,42 +96,39 @@ class _Inputs(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _operator(note_gradients, _note_gradients)(*ctx.saved_tensors, *gradients)
+        note_gradients(*ctx.saved_tensors, *gradients)
         return None, *gradients
 
 
 class _Output(Function):
-    """The output, noted with the call that made it; again in backward, from what was saved, with its gradient."""
+    """The output in a graph, noted with the call that made it; again in backward, from what was saved."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *arguments: Any) -> Tensor:
-        tensors, ctx.numbers = arguments[:TENSORS], arguments[TENSORS:]
-        if is_watched():
-            note_forward(out, *arguments)
-        else:
-            _note_forward(out, *arguments, lasting=ctx.needs_input_grad[0] and out.device.type == "cpu")
-        ctx.save_for_backward(out, *tensors)
+    def forward(ctx: Any, out: Tensor, ticket: Tensor, *noted: Any) -> Tensor:
+        ctx.numbers = noted[TENSORS:]
+        note_forward(out, ticket, *noted)
+        ctx.save_for_backward(ticket, *noted[:TENSORS])
         return out.clone()  # an alias would forbid changing it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _operator(note_backward, _note_backward)(gradient, *ctx.saved_tensors, *ctx.numbers)
-        return gradient, *(None,) * (TENSORS + len(ctx.numbers))
+        note_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+        return gradient, *(None,) * (1 + TENSORS + len(ctx.numbers))
 
 
-def _note_forward(out: Tensor, ticket: Tensor, *rest: Any, lasting: bool = False) -> None:
+def _note_forward(out: Tensor, ticket: Tensor, *noted: Any, lasting: bool = False) -> None:
     """Tell the listener of a ticket of a call; a graph may use the memory of its tensors for others right after."""
     listener = Tap.find(ticket)
     # A checkpoint runs the forward once more inside backward: that is not another call.
     if listener is not None and torch._C._current_graph_task_id() == -1:
-        _tell(listener, out.device, listener.forward, Heard(_call(*rest), out, lasting))
+        _tell(listener, out.device, listener.forward, Heard(_call(*noted), out, lasting))
 
 
-def _note_backward(gradient: Tensor, out: Tensor, ticket: Tensor, *rest: Any) -> None:
+def _note_backward(gradient: Tensor, ticket: Tensor, *noted: Any) -> None:
     """Tell the listener of a ticket of a call that backward has come to."""
     listener = Tap.find(ticket)
     if listener is not None:
-        _tell(listener, out.device, listener.backward, Heard(_call(*rest), out), gradient)
+        _tell(listener, gradient.device, listener.backward, _call(*noted), gradient)
 
 
 def _note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -105,19 +138,19 @@ def _note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -
         _tell(listener, query.device, listener.gradients, query, key, value)
 
 
-# Of a call besides its output: `TENSORS` tensors, and the numbers.
+# A ticket, and what `_noted` gives: so many tensors, and the numbers.
+TENSORS = 10
 _CALL = (
     "Tensor ticket, Tensor query, Tensor key, Tensor value, Tensor beta, Tensor? slots, Tensor? first, Tensor? last, "
     "Tensor? padding, Tensor? mask, Tensor? sinks, "
     "SymInt slot, bool causal, SymInt? left, SymInt? right, float scale, float? softcap"
 )
-TENSORS = 11
 
 note_forward = torch.library.custom_op(
     "attnscale::note_forward", _note_forward, mutates_args=(), schema=f"(Tensor out, {_CALL}) -> ()"
 )
 note_backward = torch.library.custom_op(
-    "attnscale::note_backward", _note_backward, mutates_args=(), schema=f"(Tensor gradient, Tensor out, {_CALL}) -> ()"
+    "attnscale::note_backward", _note_backward, mutates_args=(), schema=f"(Tensor gradient, {_CALL}) -> ()"
 )
 note_gradients = torch.library.custom_op("attnscale::note_gradients", _note_gradients, mutates_args=())
 
@@ -131,13 +164,6 @@ def _nothing(*_: Any) -> None:
 
 for _name in ("note_forward", "note_backward", "note_gradients"):
     _register_effectful_op(f"attnscale::{_name}", EffectType.ORDERED)
-
-
-def _operator(operator: Callable[..., None], function: Callable[..., None]) -> Callable[..., None]:
-    """What notes here and now: the operator where a graph is made or a mode looks on, else the function, which is
-    faster by a fifth of a millisecond.
-    """
-    return operator if is_watched() else function
 
 
 def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *arguments: Any) -> None:

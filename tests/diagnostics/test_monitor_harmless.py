@@ -11,7 +11,7 @@ import pytest
 import tiny_gpt
 import torch
 
-from attnscale import ArgumentError, ArgumentTypeError, Monitor
+from attnscale import ArgumentError, ArgumentTypeError, Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink, Thresholds
 from attnscale.diagnostics.layer import LayerListener
 from attnscale.diagnostics.pending import settle
@@ -72,16 +72,30 @@ def test_what_is_saved_and_copied_knows_nothing_of_the_monitor():
             other.loss(tiny_gpt.batch()).backward()
 
 
-def test_the_output_may_be_changed_in_place():
-    model = tiny_gpt.build()
-    attention = model.blocks[0].attention
-    q = torch.randn(1, 2, 8, 8, requires_grad=True)
-    with Monitor(model, every=1) as monitor:
-        out = attention(q, q, q, is_causal=True)
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "blockwise"])
+def test_the_output_may_be_changed_in_place_where_it_may_be_without_a_monitor(backend):
+    """A backend that keeps its output for backward has autograd forbid it."""
+    attention = ScaledDotProductAttention("log")
+
+    def gradient():
+        q, k, v = torch.randn(3, 1, 2, 8, 8, generator=torch.Generator().manual_seed(0)).unbind()
+        out = attention(q.requires_grad_(), k, v, is_causal=True, backend=backend)
         out.mul_(2.0)
-        out.sum().backward()
-        (record, *_) = monitor.step(0)
-        assert record.backward
+        try:
+            out.sum().backward()
+        except RuntimeError:
+            return None
+        return q.grad
+
+    plain = gradient()
+    with Monitor(attention, every=1) as monitor:
+        watched = gradient()
+        records = monitor.step(0)
+    assert (plain is None) == (backend != "reference")
+    assert (watched is None) == (plain is None)
+    if plain is not None:
+        assert torch.equal(watched, plain)
+        assert records[0].backward
 
 
 class Failing:

@@ -28,7 +28,7 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
     def step() -> None:
         listener.reset()
         listener.forward(heard)
-        listener.backward(heard, gradient)
+        listener.backward(call, gradient)
         listener.gradients(q, k, v)
 
     return peak_bytes(step)
