@@ -82,3 +82,25 @@ def test_nothing_is_held_from_step_to_step_but_the_room_for_a_block(attention):
         (layer,) = monitor.layers.values()
         assert not layer._unanswered
         assert layer.captured == {}
+
+
+def kept_by_autograd(model: torch.nn.Module, tokens: torch.Tensor) -> int:
+    """Bytes of all memory that is saved for backward."""
+    storages = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, or its place could be another's
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.loss(tokens)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_no_layer_keeps_another_activation():
+    model, tokens = build_gpt(), torch.zeros(1, 257, dtype=torch.int64)
+    plain = kept_by_autograd(model, tokens)
+    with Monitor(model, every=1, alerts=None):
+        watched = kept_by_autograd(model, tokens)
+    assert plain > 2**20
+    assert watched - plain < 4 * 256 * 4  # less than β of every row and head
