@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from attnscale.diagnostics.gather import KEPT, join_processes, processes
-from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, unflatten
+from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, pack, unpack
 from attnscale.diagnostics.pending import settle
 from attnscale.diagnostics.records import Record
 from attnscale.diagnostics.rows import BACKWARD, FORWARD
@@ -22,20 +21,20 @@ def collect(layers: Iterable[LayerListener], step: int) -> list[Record]:
     # Processes must agree on a shape without asking each other; one alone keeps what there is.
     sample = max(8, KEPT // processes()) if processes() > 1 else max(1, *(layer.width for layer in layers))
     heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]  # none where it was not called
-    return _records_of(step, heads, join_processes(torch.cat([layer.flat(sample) for layer in layers])), sample)
+    return _records_of(step, heads, join_processes(pack(layers, sample)), sample)
 
 
 def _records_of(step: int, heads: list[tuple[str, int]], flats: Tensor, sample: int) -> list[Record]:
-    forward, backward, scalars = unflatten(flats, sample)
-    phases = [(forward.summaries(), FORWARD), (backward.summaries(), BACKWARD)]
+    spread, scalars = unpack(flats, sample)
+    named = list(zip((*FORWARD, *BACKWARD), spread.summaries(), strict=True))
+    phases = named[: len(FORWARD)], named[len(FORWARD) :]
     records = []
     for index, ((layer, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
-        found = [
-            {name: summary for name, of_heads in zip(names, summaries, strict=True) if (summary := of_heads[index])}
-            for summaries, names in phases
-        ]
-        named = dict(zip((*SUMS, *LARGEST), numbers, strict=True))
-        records.append(Record(step, layer, head, found[0], found[1], _scalars_of(named, bool(found[1]))))
+        forward, backward = (
+            {name: summary for name, of_heads in phase if (summary := of_heads[index])} for phase in phases
+        )
+        found = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
+        records.append(Record(step, layer, head, forward, backward, found))
     return records
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 
 from attnscale.diagnostics.records import Summary
 
@@ -45,11 +47,16 @@ class Spread(NamedTuple):
             _thin(torch.cat([self.sample, other.sample], dim=-1), 4 * KEPT),
         )
 
+    @classmethod
+    def beside(cls, spreads: Sequence[Spread]) -> Spread:
+        """Of the heads of all, one behind the other, where the first is."""
+        device, width = spreads[0].number.device, max(spread.sample.shape[-1] for spread in spreads)
+        alike = [spread._replace(sample=_wide(spread.sample, width)) for spread in spreads]
+        return cls(*(torch.cat([part.to(device) for part in parts], dim=1) for parts in zip(*alike, strict=True)))
+
     def flat(self, sample: int) -> Tensor:
         """As one tensor [Q, H, 4 + sample], the same shape whatever has come in."""
-        thin = _thin(self.sample, sample)
-        missing = thin.new_full((*thin.shape[:-1], sample - thin.shape[-1]), math.nan)
-        return torch.cat([torch.stack(self[:4], dim=-1), thin, missing], dim=-1)
+        return torch.cat([torch.stack(self[:4], dim=-1), _wide(_thin(self.sample, sample), sample)], dim=-1)
 
     @classmethod
     def join(cls, flats: Tensor) -> Spread:
@@ -101,6 +108,12 @@ def join_processes(flat: Tensor) -> Tensor:
     everywhere = here.new_empty((processes(), *here.shape))
     distributed.all_gather_into_tensor(everywhere.view(-1), here.contiguous().view(-1))
     return everywhere.to(flat.device)
+
+
+def _wide(rows: Tensor, width: int) -> Tensor:
+    """As many rows [..., N], with NaN for those that are missing."""
+    missing = width - rows.shape[-1]
+    return pad(rows, (0, missing), value=math.nan) if missing else rows
 
 
 def _thin(rows: Tensor, most: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -122,14 +123,23 @@ class LayerListener:
         spreads = (self.pending.forward, self.pending.backward)
         return max((spread.sample.shape[-1] for spread in spreads if spread is not None), default=0)
 
-    def flat(self, sample: int) -> Tensor:
-        """All of it as one tensor [H, ·] on the CPU, of a shape that does not depend on what was heard."""
-        parts, heads = [], self.heads
-        for spread, names in ((self.pending.forward, FORWARD), (self.pending.backward, BACKWARD)):
-            spread = Spread.of(torch.full((len(names), heads, 1), math.nan)) if spread is None else spread
-            parts.append(spread.flat(sample).cpu().movedim(1, 0).flatten(1))
-        scalars = [self._scalar(name).cpu() for name in (*SUMS, *LARGEST)]
-        return torch.cat([*parts, torch.stack(scalars, dim=1)], dim=1)
+    def spreads(self) -> tuple[Spread, Spread]:
+        """Of the quantities of forward and backward, with nothing in it where nothing was heard."""
+        forward, backward = self.pending.forward, self.pending.backward
+        return (
+            Spread.of(torch.full((len(FORWARD), self.heads, 1), math.nan)) if forward is None else forward,
+            Spread.of(torch.full((len(BACKWARD), self.heads, 1), math.nan)) if backward is None else backward,
+        )
+
+    def scalar(self, name: str) -> Tensor:
+        """What a head has one of, of all calls together, [H]."""
+        noted = self._noted.get(name)
+        if not noted:
+            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0)
+        if len(noted) == 1:
+            return noted[0]
+        together = torch.stack(noted)
+        return together.sum(0) if name in SUMS else together.amax(0)
 
     def _sampled(self, call: AttentionCall) -> Tensor:
         queries, device = call.query.shape[2], call.query.device
@@ -141,30 +151,23 @@ class LayerListener:
             noted = self._noted.setdefault(name, [])
             noted.append(value.to(torch.float32))
             if len(noted) > UNANSWERED:
-                self._noted[name] = [self._scalar(name)]
-
-    def _scalar(self, name: str) -> Tensor:
-        """Of all calls together, [H]."""
-        noted = self._noted.get(name)
-        if not noted:
-            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0)
-        if len(noted) == 1:
-            return noted[0]
-        together = torch.stack(noted)
-        return together.sum(0) if name in SUMS else together.amax(0)
+                self._noted[name] = [self.scalar(name)]
 
 
-def unflatten(flats: Tensor, sample: int) -> tuple[Spread, Spread, Tensor]:
-    """Forward and backward of all processes, and the scalars [SUMS + LARGEST, H], from [P, H, ·]."""
-    width = 4 + sample
-    sizes = [len(FORWARD) * width, len(BACKWARD) * width, len(SUMS) + len(LARGEST)]
-    first, second, scalars = torch.split(flats, sizes, dim=-1)
-    spreads = [
-        Spread.join(part.reshape(*part.shape[:2], len(names), width).movedim(2, 1))
-        for part, names in ((first, FORWARD), (second, BACKWARD))
-    ]
-    sums, largest = scalars[..., : len(SUMS)].sum(0), scalars[..., len(SUMS) :].amax(0)
-    return spreads[0], spreads[1], torch.cat([sums, largest], dim=-1).T
+def pack(layers: Sequence[LayerListener], sample: int) -> Tensor:
+    """What all layers have heard as one tensor [H, ·] on the CPU, of a shape that does not depend on what it was."""
+    phases = zip(*(layer.spreads() for layer in layers), strict=True)
+    rows = torch.cat([Spread.beside(spreads).flat(sample) for spreads in phases])  # [Q, H, ·]
+    scalars = [layer.scalar(name).to(rows.device) for name in (*SUMS, *LARGEST) for layer in layers]
+    return torch.cat([rows.movedim(1, 0).flatten(1), torch.cat(scalars).view(len(SUMS + LARGEST), -1).T], dim=1).cpu()
+
+
+def unpack(flats: Tensor, sample: int) -> tuple[Spread, Tensor]:
+    """Quantities of forward and backward, of all processes, and scalars [SUMS + LARGEST, H], from [P, H, ·]."""
+    quantities, width = len(FORWARD) + len(BACKWARD), 4 + sample
+    rows, sums, largest = torch.split(flats, [quantities * width, len(SUMS), len(LARGEST)], dim=-1)
+    spread = Spread.join(rows.reshape(*rows.shape[:2], quantities, width).movedim(2, 1))
+    return spread, torch.cat([sums.sum(0), largest.amax(0)], dim=-1).T
 
 
 def _sources(call: AttentionCall) -> list[Tensor]:
