@@ -49,10 +49,10 @@ class Spread(NamedTuple):
 
     @classmethod
     def beside(cls, spreads: Sequence[Spread]) -> Spread:
-        """Of the heads of all, one behind the other, where the first is."""
-        device, width = spreads[0].number.device, max(spread.sample.shape[-1] for spread in spreads)
+        """Of the heads of all, one behind the other."""
+        width = max(spread.sample.shape[-1] for spread in spreads)
         alike = [spread._replace(sample=_wide(spread.sample, width)) for spread in spreads]
-        return cls(*(torch.cat([part.to(device) for part in parts], dim=1) for parts in zip(*alike, strict=True)))
+        return cls(*(torch.cat(parts, dim=1) for parts in zip(*alike, strict=True)))
 
     def flat(self, sample: int) -> Tensor:
         """As one tensor [Q, H, 4 + sample], the same shape whatever has come in."""

@@ -44,7 +44,7 @@ class LayerListener:
         self.listening = False
         self.failed = False
         self.seed = 0
-        self.heads = 0  # as last seen
+        self.heads, self.device = 0, torch.device("cpu")  # as last seen
         self.reset()
 
     def reset(self) -> None:
@@ -127,15 +127,15 @@ class LayerListener:
         """Of the quantities of forward and backward, with nothing in it where nothing was heard."""
         forward, backward = self.pending.forward, self.pending.backward
         return (
-            Spread.of(torch.full((len(FORWARD), self.heads, 1), math.nan)) if forward is None else forward,
-            Spread.of(torch.full((len(BACKWARD), self.heads, 1), math.nan)) if backward is None else backward,
+            self._no_rows(FORWARD) if forward is None else forward,
+            self._no_rows(BACKWARD) if backward is None else backward,
         )
 
     def scalar(self, name: str) -> Tensor:
         """What a head has one of, of all calls together, [H]."""
         noted = self._noted.get(name)
         if not noted:
-            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0)
+            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
         if len(noted) == 1:
             return noted[0]
         together = torch.stack(noted)
@@ -145,9 +145,12 @@ class LayerListener:
         queries, device = call.query.shape[2], call.query.device
         return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
 
+    def _no_rows(self, names: Sequence[str]) -> Spread:
+        return Spread.of(torch.full((len(names), self.heads, 1), math.nan, device=self.device))
+
     def _note(self, **numbers: Tensor) -> None:
         for name, value in numbers.items():
-            self.heads = value.shape[0]
+            self.heads, self.device = value.shape[0], value.device
             noted = self._noted.setdefault(name, [])
             noted.append(value.to(torch.float32))
             if len(noted) > UNANSWERED:
@@ -156,10 +159,21 @@ class LayerListener:
 
 def pack(layers: Sequence[LayerListener], sample: int) -> Tensor:
     """What all layers have heard as one tensor [H, ·] on the CPU, of a shape that does not depend on what it was."""
+    by_device: dict[torch.device, list[LayerListener]] = {}
+    for layer in layers:
+        by_device.setdefault(layer.device, []).append(layer)
+    packed: dict[str, Tensor] = {}
+    for group in by_device.values():  # each of which the host waits for once
+        parts = torch.split(_pack(group, sample).cpu(), [layer.heads for layer in group])
+        packed |= zip((layer.name for layer in group), parts, strict=True)
+    return torch.cat([packed[layer.name] for layer in layers])
+
+
+def _pack(layers: Sequence[LayerListener], sample: int) -> Tensor:
     phases = zip(*(layer.spreads() for layer in layers), strict=True)
     rows = torch.cat([Spread.beside(spreads).flat(sample) for spreads in phases])  # [Q, H, ·]
-    scalars = [layer.scalar(name).to(rows.device) for name in (*SUMS, *LARGEST) for layer in layers]
-    return torch.cat([rows.movedim(1, 0).flatten(1), torch.cat(scalars).view(len(SUMS + LARGEST), -1).T], dim=1).cpu()
+    scalars = torch.cat([layer.scalar(name) for name in (*SUMS, *LARGEST) for layer in layers])
+    return torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)
 
 
 def unpack(flats: Tensor, sample: int) -> tuple[Spread, Tensor]:

@@ -125,6 +125,34 @@ def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
     assert_measured(*call_of(RULES[rule], torch.bfloat16), rtol=2e-4)  # as many widened keys as a block has numbers
 
 
+@pytest.mark.parametrize("numbers", [24, 300, 2**18])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("mask", "bias")])
+def test_calls_of_one_kin_are_seen_together_as_each_alone(rule, numbers, monkeypatch):
+    monkeypatch.setattr(stack, "NUMBERS", numbers)
+    call, upstream = call_of(RULES[rule], kv_heads=2)
+    sinks = [None if call.sinks is None else call.sinks + index for index in range(3)]
+    tensors = [{"query": call.query * (1 + i), "key": call.key.flip(i), "value": call.value - i} for i in range(3)]
+    calls = [replace(call, **tensors[i], beta=0.5 + i, sinks=sinks[i]) for i in range(3)]
+    assert len({stack.kin(one) for one in calls}) == 1
+    ups = [upstream, -upstream, upstream.flip(2)]
+    together, answers = look(calls, ups)
+    for index, one in enumerate(calls):
+        alone, answer = look([one], [ups[index]])
+        # The last column is of keys out of reach, hidden ones among them: of these a wider block has more.
+        torch.testing.assert_close(together[index][..., :-1], alone[0][..., :-1], equal_nan=True, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(answers[index], answer[0], equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_calls_that_see_otherwise_are_not_of_one_kin():
+    call, _ = call_of(RULES["causal"])
+    others = [call_of(RULES[rule])[0] for rule in RULES if rule != "causal"]
+    others += [call_of(RULES["causal"], kv_heads=2)[0], call_of(RULES["causal"], torch.bfloat16)[0]]
+    others += [replace(call, scale=0.1), call.select(torch.arange(5)), *(call_of(RULES["mask"])[0] for _ in range(2))]
+    kins = [stack.kin(one) for one in (call, *others)]
+    assert len(set(kins)) == len(kins)
+    assert stack.kin(call_of(RULES["causal"])[0]) == kins[0]
+
+
 def test_accumulation_lies_within_its_bracket_of_the_exact_one():
     call, upstream = call_of(RULES["causal"])
     scores = call.query.double() @ call.key.double().mT * call.scale

@@ -1,0 +1,109 @@
+"""A model on two devices: the same numbers as on one, and nothing waits for a device before the report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+COMMON = textwrap.dedent(
+    """
+    import sys
+    import other_device
+    import pytest
+    import tiny_gpt
+    import torch
+    from attnscale import Monitor
+
+    def build(*elsewhere):
+        model = tiny_gpt.build(layers=3)
+        for index in elsewhere:
+            block = model.blocks[index].to("other:0")
+            block.register_forward_pre_hook(lambda module, arguments: (arguments[0].to("other:0"),))
+            block.register_forward_hook(lambda module, arguments, out: out.to("cpu"))
+        return model
+    """
+)
+
+NUMBERS = COMMON + textwrap.dedent(
+    """
+    def reported(model, recompute):
+        model.recompute = recompute
+        with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+            for seed in range(2):
+                model.loss(tiny_gpt.batch(seed)).backward()
+            return monitor.step(0)
+
+    for recompute in (None, "reentrant", "non-reentrant"):
+        expected = reported(build(), recompute)
+        assert len(expected) == 6 and all(record.backward for record in expected)
+        for elsewhere in ((1,), (0, 2), (0, 1, 2)):
+            for record, other in zip(expected, reported(build(*elsewhere), recompute), strict=True):
+                assert (record.layer, record.head) == (other.layer, other.head)
+                assert record.scalars == pytest.approx(other.scalars, rel=1e-4, abs=1e-6)
+                for phase in ("forward", "backward"):
+                    assert getattr(record, phase).keys() == getattr(other, phase).keys()
+                    for name, summary in getattr(record, phase).items():
+                        # A tie of two scores, or nearly one, is a matter of rounding in the layers before.
+                        close = 0.05 if name in ("accumulation", "criticality") else 2e-4
+                        assert summary == pytest.approx(getattr(other, phase)[name], rel=close, abs=1e-6), name
+    """
+)
+
+WAITS = COMMON + textwrap.dedent(
+    """
+    def waits_of(act):
+        other_device.waits.clear()
+        act()
+        return list(other_device.waits)
+
+    model = build(0, 1)
+    plain = waits_of(lambda: model.loss(tiny_gpt.batch()).backward())
+    with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+        assert waits_of(lambda: model.loss(tiny_gpt.batch()).backward()) == plain
+        assert waits_of(lambda: monitor.step(0)) == ["aten::_to_copy"]
+    """
+)
+
+LOOKS = COMMON + textwrap.dedent(
+    """
+    from dataclasses import replace
+    from test_measure import RULES, call_of
+    from attnscale.diagnostics.measure import look, look_back
+
+    def moved(call):
+        fields = {name: getattr(call, name) for name in ("query", "key", "value", "beta", "sinks")}
+        context = call.context
+        rules = {name: getattr(context, name) for name in ("slot", "first", "last", "padding", "mask")}
+        there = lambda x: x.to("other:0") if isinstance(x, torch.Tensor) else x
+        context = replace(context, device=other_device.DEVICE, **{name: there(x) for name, x in rules.items()})
+        return replace(call, context=context, **{name: there(x) for name, x in fields.items()})
+
+    for rule, arguments in RULES.items():
+        for beta in (None, -1.5):
+            call, upstream = call_of(arguments, kv_heads=2)
+            call = call if beta is None else replace(call, beta=beta)
+            sums, gradients = look([call], [upstream])
+            there = moved(call)
+            found, answers = look([there], [upstream.to("other:0")])
+            back = look_back(there, upstream.to("other:0"), found[0])
+            assert found.device == answers.device == back.device == other_device.DEVICE
+            for one, other in ((sums, found), (gradients, answers), (gradients[0], back)):
+                torch.testing.assert_close(one, other.cpu(), equal_nan=True, rtol=1e-5, atol=1e-5)
+
+    with pytest.raises(RuntimeError, match="two devices"):
+        look([replace(there, value=call.value)], [upstream.to("other:0")])
+    """
+)
+
+
+@pytest.mark.parametrize("script", [NUMBERS, WAITS, LOOKS], ids=["numbers", "waits", "looks"])
+def test_on_two_devices(script):
+    paths = f"import sys; sys.path[:0] = {[str(TESTS), str(TESTS / 'diagnostics')]!r}\n"
+    done = subprocess.run([sys.executable, "-c", paths + script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

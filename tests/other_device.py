@@ -1,0 +1,85 @@
+"""A second device on a machine that has none: for tests of where tensors are, in a process of their own.
+
+Its tensors hold ordinary ones and compute with them, but say that they are on `other:0`, and refuse to meet a tensor of
+the CPU as those of a GPU do. What has the host wait for the device is noted. Registering it is for the whole process,
+which then has an accelerator: never import this in the process of the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+# Operators whose result the host needs to go on; `bincount` asks for the largest.
+WAITING = {
+    f"aten::{name}"
+    for name in ("_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select", "nonzero", "unique")
+}
+MOVING = {"aten::_to_copy", "aten::copy_"}
+
+waits: list[str] = []
+
+
+class _Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_setup_privateuseone_for_python_backend("other", backend_module=_Module())
+DEVICE, CPU = torch.device("other:0"), torch.device("cpu")
+
+
+class Elsewhere(Tensor):
+    """A tensor on the other device."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Elsewhere:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        return Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        given, spec = tree_flatten((args, kwargs))
+        strangers = [x for x in given if isinstance(x, Tensor) and not isinstance(x, Elsewhere) and x.dim() > 0]
+        if strangers and name not in MOVING:
+            raise RuntimeError(f"{func} has tensors on two devices")
+        leaves = name == "aten::_to_copy" and kwargs.get("device") == CPU
+        if name in WAITING or leaves:
+            waits.append(name)
+        inner = [_inside(x) for x in given]
+        inner_args, inner_kwargs = tree_unflatten(inner, spec)
+        out = func(*inner_args, **inner_kwargs)
+        for x, tensor in zip(given, inner, strict=True):
+            if tensor is out and isinstance(x, Tensor):
+                return x  # changed in place
+        return out if leaves else tree_map_only(Tensor, Elsewhere, out)
+
+
+def _inside(x: Any) -> Any:
+    if isinstance(x, Elsewhere):
+        return x.inner
+    return CPU if isinstance(x, torch.device) else x
+
+
+def _empty(size: list[int], dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return Elsewhere(torch.empty(size, dtype=dtype, device=CPU))
+
+
+def _empty_strided(size: list[int], stride: list[int], dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return Elsewhere(torch.empty_strided(size, stride, dtype=dtype, device=CPU))
+
+
+# All other factories are made of these two.
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("empty.memory_format", _empty, "PrivateUse1")
+_library.impl("empty_strided", _empty_strided, "PrivateUse1")
