@@ -131,16 +131,19 @@ def test_calls_of_one_kin_are_seen_together_as_each_alone(rule, numbers, monkeyp
     monkeypatch.setattr(stack, "NUMBERS", numbers)
     call, upstream = call_of(RULES[rule], kv_heads=2)
     sinks = [None if call.sinks is None else call.sinks + index for index in range(3)]
-    tensors = [{"query": call.query * (1 + i), "key": call.key.flip(i), "value": call.value - i} for i in range(3)]
-    calls = [replace(call, **tensors[i], beta=0.5 + i, sinks=sinks[i]) for i in range(3)]
+    tensors = [{"query": call.query * (1 - i / 4), "key": call.key.flip(i), "value": call.value - i} for i in range(3)]
+    calls = [replace(call, **tensors[i], beta=1 - i / 4, sinks=sinks[i]) for i in range(3)]
     assert len({stack.kin(one) for one in calls}) == 1
     ups = [upstream, -upstream, upstream.flip(2)]
     together, answers = look(calls, ups)
     for index, one in enumerate(calls):
-        alone, answer = look([one], [ups[index]])
-        # The last column is of keys out of reach, hidden ones among them: of these a wider block has more.
-        torch.testing.assert_close(together[index][..., :-1], alone[0][..., :-1], equal_nan=True, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(answers[index], answer[0], equal_nan=True, rtol=1e-5, atol=1e-5)
+        alone, answer = (found[0] for found in look([one], [ups[index]]))
+        torch.testing.assert_close(answers[index], answer, equal_nan=True, rtol=1e-5, atol=1e-5)
+        found, expected = (forward_quantities(sums) for sums in (together[index], alone))
+        for name, x, y in zip(FORWARD, found, expected, strict=True):
+            # A key at the edge of a bin is on one side or the other by a rounding, which the bracket allows for.
+            rtol = 0.032 if name in ("accumulation", "criticality") else 1e-5
+            torch.testing.assert_close(x, y, equal_nan=True, rtol=rtol, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
 def test_calls_that_see_otherwise_are_not_of_one_kin():
