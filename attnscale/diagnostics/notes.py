@@ -8,6 +8,7 @@ asks, and turning a listener on and off changes no graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -169,7 +170,9 @@ for _name in ("note_forward", "note_backward", "note_gradients"):
 def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *arguments: Any) -> None:
     """Whatever happens to a listener must not happen to the run: it is not told any more."""
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        # Not every device knows autocast, and turning off what is not on takes its time.
+        on = torch.is_autocast_enabled(device.type)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False) if on else nullcontext():
             what(*arguments)
     except Exception as error:
         give_up(listener, error)
