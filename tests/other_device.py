@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 # Operators whose result the host needs to go on; `bincount` asks for the largest.
 WAITING = {
@@ -24,7 +24,12 @@ MOVING = {"aten::_to_copy", "aten::copy_"}
 waits: list[str] = []
 
 
-_setup_privateuseone_for_python_backend("other")
+class _Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # torch's checkpoints ask
+        return [torch.bfloat16, torch.float16]
+
+
+_setup_privateuseone_for_python_backend("other", backend_module=_Module())
 DEVICE, CPU = torch.device("other:0"), torch.device("cpu")
 
 
