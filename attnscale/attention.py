@@ -200,13 +200,22 @@ def explain_dispatch(
 
 def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy]:
     """The call that `scaled_dot_product_attention` would make of its arguments, with backend and policy."""
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _arguments(*args, **kwargs)
     backend, policy = given.pop("backend"), _resolve(given.pop("policy"))
     dispatch.check_backend(backend)
     layout = read_layout(given["query"], given["key"], given["value"], given.pop("enable_gqa"))
     return layout, _prepare(layout, policy=policy, **given), backend, policy
+
+
+def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Those of `scaled_dot_product_attention` by name; several times faster than binding its signature."""
+    by_place = dict(zip(_DEFAULTS, args, strict=False))
+    given = {**_DEFAULTS, **by_place, **kwargs}
+    missing = any(given[name] is inspect.Parameter.empty for name in ("query", "key", "value"))
+    unclear = len(given) > len(_DEFAULTS) or by_place.keys() & kwargs.keys()
+    if missing or unclear or len(args) > _PLACES:
+        _SIGNATURE.bind(*args, **kwargs)  # which says what is wrong
+    return given
 
 
 def _prepare(
@@ -278,3 +287,5 @@ def _check_numbers(
 
 
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)
+_DEFAULTS = {name: parameter.default for name, parameter in _SIGNATURE.parameters.items()}
+_PLACES = sum(parameter.kind == parameter.POSITIONAL_OR_KEYWORD for parameter in _SIGNATURE.parameters.values())

@@ -13,6 +13,7 @@ from attnscale import (
     BackendError,
     StatsRequest,
     attention_weights,
+    attention_with_stats,
     build_policy,
     explain_dispatch,
     scaled_dot_product_attention,
@@ -219,3 +220,20 @@ def test_bad_input_is_named_quoted_and_answered(arguments, kwargs, kind, message
         scaled_dot_product_attention(*arguments, **kwargs)
     assert isinstance(raised.value, AttnScaleError)
     assert isinstance(raised.value, (ValueError, TypeError))
+
+
+@pytest.mark.parametrize("other", [attention_with_stats, explain_dispatch])
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((Q, Q), {}),
+        ((Q, Q, Q), {"casual": True}),
+        ((Q, Q, Q, None, 0.0, True, None, False, "log"), {}),
+        ((Q, Q, Q, None), {"attn_mask": None}),
+        ((Q, Q), {"key": Q, "value": Q}),
+    ],
+)
+def test_arguments_that_python_refuses_are_refused_wherever_they_are_taken(other, args, kwargs):
+    for function in (scaled_dot_product_attention, other):
+        with pytest.raises(TypeError, match=r"argument"):
+            function(*args, **kwargs)

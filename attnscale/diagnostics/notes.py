@@ -43,12 +43,12 @@ def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Ten
 
 def _noted(call: AttentionCall) -> tuple[Tensor | float | None, ...]:
     """All that is noted of a call besides its output: tensors, and after them numbers."""
-    context, slot = call.context, call.context.slot
+    context, slot, beta = call.context, call.context.slot, call.beta
     return (
         call.query.detach(),
         call.key.detach(),
         call.value.detach(),
-        call.row_beta().detach(),
+        beta.detach() if isinstance(beta, Tensor) else torch.full((1, 1, 1), beta, device=call.query.device),
         slot if isinstance(slot, Tensor) else None,
         context.first,
         context.last,

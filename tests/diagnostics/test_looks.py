@@ -56,6 +56,20 @@ def test_all_happen_when_backward_has_come_to_the_last(model, monkeypatch):
     assert answered == [LAYERS]  # one pass for all of them, forward and backward
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(1, [1, 1, 1]), (2 * 2 * 2 * 8, [2, 1]), (2**13, [3])])
+def test_one_look_is_of_so_many_rows(model, rows, sizes, monkeypatch):
+    expected, found = reported(model, tiny_gpt.batch()), []
+
+    def noting(calls, gradients=None):
+        found.append(len(calls))
+        return look(calls, gradients)
+
+    monkeypatch.setattr(looks, "look", noting)
+    monkeypatch.setattr(looks, "TOGETHER", rows)
+    assert_alike(reported(model, tiny_gpt.batch()), expected)
+    assert found == sizes
+
+
 @pytest.mark.parametrize("held", [0, 3_000, 20_000])
 def test_it_makes_no_difference_how_many_may_wait(model, held, monkeypatch):
     batches = tiny_gpt.batch(0), tiny_gpt.batch(1, length=17)
