@@ -125,7 +125,7 @@ def _seen(stack: Stack, block: Block) -> Seen:
     if not (stack.alike and small and stack.start.device.type == "cpu") or is_watched():
         return _look_up(stack, block)
     lists = (tuple(bound[0, rows].tolist()) for bound in (stack.start, stack.stop))
-    key = *lists, block.left, block.right, stack.dtype, torch.is_inference_mode_enabled()
+    key = *lists, block.left, block.right, stack.dtype
     if key not in _memory:
         _memory[key] = _look_up(stack, block)
         if len(_memory) > REMEMBERED:

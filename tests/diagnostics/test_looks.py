@@ -96,6 +96,48 @@ def test_a_forward_whose_backward_never_comes_is_reported(model):
     assert all(record.forward["w_max"].rows == 16 and not record.backward for record in records)
 
 
+def test_calls_with_and_without_a_backward_are_told_apart(model, monkeypatch):
+    found = []
+
+    def noting(calls, gradients=None):
+        found.append((len(calls), gradients is not None))
+        return look(calls, gradients)
+
+    def some():
+        with Monitor(model, every=1, rows=8, alerts=None) as monitor:
+            model.loss(tiny_gpt.batch(1))
+            model.loss(tiny_gpt.batch()).backward()
+            return monitor.step(0)
+
+    monkeypatch.setattr(looks, "look", noting)
+    together = some()
+    assert found == [(LAYERS, False), (LAYERS, True)]
+    assert all(record.forward["w_max"].rows == 32 for record in together)
+    assert all(record.backward["w_max"].rows == 16 for record in together)
+    monkeypatch.setattr(looks, "MOST_HELD", 0)
+    assert_alike(some(), together)
+
+
+def test_each_backward_of_a_graph_is_noted_with_its_own_gradient():
+    attention = ScaledDotProductAttention("log")
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    with Monitor(attention, every=1, rows=8, alerts=None) as monitor:
+        out = attention(q, k, v, is_causal=True)
+        out.backward(torch.full_like(out, 3.0), retain_graph=True)
+        out.backward(torch.full_like(out, 4.0))
+        records = monitor.step(0)
+    assert [record.scalars["output_gradient"] for record in records] == pytest.approx([5 * math.sqrt(16 * 8)] * 2)
+
+
+@pytest.mark.parametrize(("keys", "known"), [(16, True), (15, False), (40, True)])
+def test_angles_are_told_of_rows_that_have_a_slot_of_their_own(keys, known):
+    attention = ScaledDotProductAttention("log")
+    q, k = torch.randn(1, 2, 16, 8), torch.randn(1, 2, keys, 8)
+    with Monitor(attention, every=1, rows=None, alerts=None) as monitor:
+        attention(q, k, k)
+        assert all(("angle_ratio" in record.scalars) == known for record in monitor.step(0))
+
+
 def test_what_has_been_changed_is_not_taken_for_what_was_attended_to():
     attention = ScaledDotProductAttention("log")
     q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))

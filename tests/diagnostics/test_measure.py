@@ -33,6 +33,7 @@ RULES = {
     "window": {"is_causal": True, "window": 7},
     "padding": {"is_causal": True, "key_padding": torch.arange(LENGTH) % 5 == 2},
     "documents": {"is_causal": True, "document_ids": torch.arange(LENGTH) // 12},
+    "own documents": {"is_causal": True, "document_ids": torch.arange(LENGTH) // torch.tensor([[12], [7]])},
     "mask": {"attn_mask": SEEN},
     "bias": {"attn_mask": torch.where(SEEN, torch.linspace(-2, 2, LENGTH), -math.inf)},
     "softcap": {"is_causal": True, "softcap": 0.8},
@@ -121,6 +122,8 @@ def test_a_temperature_that_was_learned_may_have_any_sign(beta):
 def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
     monkeypatch.setattr(stack, "NUMBERS", numbers)
     monkeypatch.setattr(stack, "ROWS", 5)
+    call, upstream = call_of(RULES[rule])
+    assert_measured(replace(call, beta=-0.5), upstream)
     assert_measured(*call_of(RULES[rule], kv_heads=2))
     assert_measured(*call_of(RULES[rule], torch.bfloat16), rtol=2e-4)  # as many widened keys as a block has numbers
 
