@@ -11,7 +11,8 @@ from torch import Tensor
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.tiles import Tile
 
-# Scores of a block: few enough that they and what is made of them stay in a cache. A row of more is taken in pieces.
+# Scores of a block, for one call and for several: few enough that they and what is made of them stay in a cache, and
+# enough that operators are not all overhead. A row of more is taken in pieces.
 NUMBERS = 2**18
 SHARES = 3
 # Rows of a block: at most, since sampled rows end far apart and a block is as wide as its widest; and, where heads can
