@@ -1,8 +1,8 @@
 """A second device on a machine that has none: for tests of where tensors are, in a process of their own.
 
 Its tensors hold ordinary ones and compute with them, but say that they are on `other:0`, and refuse to meet a tensor of
-the CPU as those of a GPU do. What has the host wait for the device is noted. Registering it is for the whole process,
-which then has an accelerator: never import this in the process of the tests.
+the CPU as those of a GPU do. What has the host wait for the device is noted. To `register` it is for the whole process,
+which then has an accelerator: never in that of the tests.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ MOVING = {"aten::_to_copy", "aten::copy_"}
 waits: list[str] = []
 
 
-class _Module(_DummyBackendModule):
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # torch's checkpoints ask
-        return [torch.bfloat16, torch.float16]
-
-
-_setup_privateuseone_for_python_backend("other", backend_module=_Module())
-DEVICE, CPU = torch.device("other:0"), torch.device("cpu")
+CPU, PLACE = torch.device("cpu"), "other:0"
 
 
 class Elsewhere(Tensor):
@@ -41,7 +35,7 @@ class Elsewhere(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> Elsewhere:
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        return Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
+        return Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=torch.device(PLACE))
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
@@ -79,7 +73,15 @@ def _empty_strided(size: list[int], stride: list[int], dtype: torch.dtype | None
     return Elsewhere(torch.empty_strided(size, stride, dtype=dtype, device=CPU))
 
 
-# All other factories are made of these two.
-_library = torch.library.Library("aten", "IMPL")
-_library.impl("empty.memory_format", _empty, "PrivateUse1")
-_library.impl("empty_strided", _empty_strided, "PrivateUse1")
+class _Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # torch's checkpoints ask
+        return [torch.bfloat16, torch.float16]
+
+
+def register() -> torch.library.Library:
+    """Make the device known for as long as what is returned is held."""
+    _setup_privateuseone_for_python_backend("other", backend_module=_Module())
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")  # all other factories are made of these two
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    return library

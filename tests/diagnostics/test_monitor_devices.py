@@ -20,11 +20,13 @@ COMMON = textwrap.dedent(
     import torch
     from attnscale import Monitor
 
+    registered = other_device.register()
+
     def build(*elsewhere):
         model = tiny_gpt.build(layers=3)
         for index in elsewhere:
-            block = model.blocks[index].to("other:0")
-            block.register_forward_pre_hook(lambda module, arguments: (arguments[0].to("other:0"),))
+            block = model.blocks[index].to(other_device.PLACE)
+            block.register_forward_pre_hook(lambda module, arguments: (arguments[0].to(other_device.PLACE),))
             block.register_forward_hook(lambda module, arguments, out: out.to("cpu"))
         return model
     """
@@ -80,8 +82,9 @@ LOOKS = COMMON + textwrap.dedent(
         fields = {name: getattr(call, name) for name in ("query", "key", "value", "beta", "sinks")}
         context = call.context
         rules = {name: getattr(context, name) for name in ("slot", "first", "last", "padding", "mask")}
-        there = lambda x: x.to("other:0") if isinstance(x, torch.Tensor) else x
-        context = replace(context, device=other_device.DEVICE, **{name: there(x) for name, x in rules.items()})
+        there = lambda x: x.to(other_device.PLACE) if isinstance(x, torch.Tensor) else x
+        rules = {name: there(x) for name, x in rules.items()}
+        context = replace(context, device=torch.device(other_device.PLACE), **rules)
         return replace(call, context=context, **{name: there(x) for name, x in fields.items()})
 
     for rule, arguments in RULES.items():
@@ -90,14 +93,14 @@ LOOKS = COMMON + textwrap.dedent(
             call = call if beta is None else replace(call, beta=beta)
             sums, gradients = look([call], [upstream])
             there = moved(call)
-            found, answers = look([there], [upstream.to("other:0")])
-            back = look_back(there, upstream.to("other:0"), found[0])
-            assert found.device == answers.device == back.device == other_device.DEVICE
+            found, answers = look([there], [upstream.to(other_device.PLACE)])
+            back = look_back(there, upstream.to(other_device.PLACE), found[0])
+            assert found.device == answers.device == back.device == torch.device(other_device.PLACE)
             for one, other in ((sums, found), (gradients, answers), (gradients[0], back)):
                 torch.testing.assert_close(one, other.cpu(), equal_nan=True, rtol=1e-5, atol=1e-5)
 
     with pytest.raises(RuntimeError, match="two devices"):
-        look([replace(there, value=call.value)], [upstream.to("other:0")])
+        look([replace(there, value=call.value)], [upstream.to(other_device.PLACE)])
     """
 )
 
