@@ -128,6 +128,14 @@ def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
     assert_measured(*call_of(RULES[rule], torch.bfloat16), rtol=2e-4)  # as many widened keys as a block has numbers
 
 
+@pytest.mark.parametrize("rule", ["window", "padding", "mask"])
+def test_pieces_of_a_single_slot_give_the_same(rule, monkeypatch):
+    monkeypatch.setattr(stack, "NUMBERS", 1)
+    rows = torch.tensor([0, 20, LENGTH - 1])
+    call, upstream = call_of(RULES[rule], kv_heads=2)
+    assert_measured(call.select(rows), upstream[:, :, rows])
+
+
 @pytest.mark.parametrize("numbers", [24, 300, 2**18])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("mask", "bias")])
 def test_calls_of_one_kin_are_seen_together_as_each_alone(rule, numbers, monkeypatch):
