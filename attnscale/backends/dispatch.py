@@ -56,12 +56,11 @@ def run(call: AttentionCall, backend: str) -> Tensor:
 
 def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
     """Output and statistics. Sampled rows are computed once more by themselves, beside an output without statistics."""
-    if request.rows is None or request.rows >= call.query.shape[2]:
+    if request.rows is None or not _is_sampled(call, request):
         return _choose_measuring(call, backend).measure(call, request)
     rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
     output, sampled = run(call, backend), call.detached().select(rows)
-    observer = "auto" if backend == "sdpa" else backend  # which gives none itself
-    return AttentionOutput(output, statistics(sampled, request, observer)._replace(rows=rows.clone()))
+    return AttentionOutput(output, statistics(sampled, request, _observer(backend))._replace(rows=rows.clone()))
 
 
 def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
@@ -81,7 +80,9 @@ def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
             return BACKENDS[name]
         if backend != "auto":
             raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
-    raise BackendError(f"no backend can compute this call:\n{explain(call, measuring=measuring)}")
+    raise BackendError(
+        f"no backend can compute this call:\n{explain(call, request=StatsRequest() if measuring else None)}"
+    )
 
 
 def _why_not(name: str, call: AttentionCall, measuring: bool) -> str | None:
@@ -90,12 +91,16 @@ def _why_not(name: str, call: AttentionCall, measuring: bool) -> str | None:
     return BACKENDS[name].why_not(call)
 
 
-def explain(call: AttentionCall, backend: str = "auto", *, measuring: bool = False) -> Dispatch:
-    """What would compute a call, and why; `chosen` is "none" where the answer is an error."""
+def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None) -> Dispatch:
+    """What would compute a call, and why; `chosen` is "none" where the answer is an error.
+
+    With a request, what `measure` would use: sampled rows are measured beside an output that is computed as without.
+    """
+    sampled = request is not None and _is_sampled(call, request)
     verdicts = []
     chosen = "none"
     for name, candidate in BACKENDS.items():
-        reason = _why_not(name, call, measuring)
+        reason = _why_not(name, call, measuring=request is not None and not sampled)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
         elif backend not in ("auto", name):
@@ -106,7 +111,17 @@ def explain(call: AttentionCall, backend: str = "auto", *, measuring: bool = Fal
             verdicts.append(Verdict(name, True, f"usable, but {chosen} comes first"))
         else:
             chosen = name
-            verdicts.append(
-                Verdict(name, True, "chosen: the first usable one" if backend == "auto" else "chosen: asked for")
-            )
+            why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
+            if sampled:
+                why += f"; {_choose(call, _observer(backend), measuring=True).name} measures the sampled rows"
+            verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
+
+
+def _is_sampled(call: AttentionCall, request: StatsRequest) -> bool:
+    return request.rows is not None and request.rows < call.query.shape[2]
+
+
+def _observer(backend: str) -> str:
+    """Who measures sampled rows: torch's attention gives no statistics."""
+    return "auto" if backend == "sdpa" else backend

@@ -1,0 +1,136 @@
+"""A temperature policy for code that calls torch's attention and cannot be edited."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnscale.attention import attention_weights, scaled_dot_product_attention
+from attnscale.policies import Policy, PolicySpec, build_policy
+
+_ATTENTION = "scaled_dot_product_attention"
+_MULTIHEAD = "multi_head_attention_forward"
+
+
+def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
+    """Give every call of torch's `scaled_dot_product_attention` a policy, until `remove()` or the end of a `with` block.
+
+    It reaches the function wherever a module has it by name (`from torch.nn.functional import ...`), and
+    `torch.nn.MultiheadAttention` with and without weights; torch's fused inference path for encoders, which would skip
+    the policy, is closed meanwhile. All calls share one policy, so one that learns is that of the whole program. Code
+    that computes its softmax itself, and graphs that were compiled before, are not reached.
+
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> with patch_torch("log", reference_length=4):
+    ...     sharper = F.scaled_dot_product_attention(q, q, q)
+    >>> torch.equal(sharper, F.scaled_dot_product_attention(q, q, q))
+    False
+    """
+    return TorchPatch(build_policy(policy, **parameters))
+
+
+class TorchPatch:
+    """What `patch_torch` did. `remove()` undoes it and is idempotent; as a context manager it does so at the end.
+
+    Patches may be removed in any order: one that lies below another passes calls on from then on.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.active = True
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._fused = torch.backends.mha.get_fastpath_enabled()
+        self._captured = threading.local()
+        self._replace(_ATTENTION, self._attention(F.scaled_dot_product_attention))
+        if policy.uniform != 1.0:
+            self._replace(_MULTIHEAD, self._multihead(F.multi_head_attention_forward))
+            torch.backends.mha.set_fastpath_enabled(False)
+
+    def remove(self) -> None:
+        """Put torch's functions back, to the object, wherever they were replaced. Idempotent."""
+        if not self.active:
+            return
+        self.active = False
+        for namespace, name, before, ours in self._replaced:
+            if namespace.get(name) is ours:
+                namespace[name] = before
+        self._replaced = []
+        if self.policy.uniform != 1.0:
+            torch.backends.mha.set_fastpath_enabled(self._fused)
+
+    def __enter__(self) -> TorchPatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _replace(self, function: str, ours: Callable[..., Any]) -> None:
+        """Put our function wherever a module outside of torch holds torch's, and into `torch.nn.functional`."""
+        before = getattr(F, function)
+        for module_name, module in list(sys.modules.items()):
+            foreign = not module_name.startswith(("torch.", "attnscale.")) or module is F
+            namespace = getattr(module, "__dict__", None)
+            if not foreign or not isinstance(namespace, dict):
+                continue
+            for name, value in list(namespace.items()):
+                if value is before:
+                    self._replaced.append((namespace, name, value, ours))
+                    namespace[name] = ours
+
+    def _attention(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(scaled_dot_product_attention, assigned=("__doc__",), updated=())
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            arguments = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if not self.active:
+                return before(query, key, value, *arguments)
+            if getattr(self._captured, "wanted", False):
+                rules = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+                self._captured.weights = attention_weights(query, key, policy=self.policy, **rules)
+            return scaled_dot_product_attention(query, key, value, *arguments, policy=self.policy)
+
+        attend.replaces = before  # type: ignore[attr-defined]
+        return attend
+
+    def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
+        """torch's function writes attention out where weights are wanted; it is asked for the output without them, and
+        they are computed from the call of attention that it makes. They are those before dropout.
+        """
+
+        names = list(inspect.signature(before).parameters)
+
+        @functools.wraps(before)
+        def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if not self.active or not given.get("need_weights", True):
+                return before(*args, **kwargs)
+            self._captured.wanted = True
+            try:
+                output, _ = before(**(given | {"need_weights": False}))
+                weights = self._captured.__dict__.pop("weights")  # [B, H, Tq, Tk]
+            finally:
+                self._captured.wanted = False
+            if given.get("average_attn_weights", True):
+                weights = weights.mean(1)
+            return output, weights.to(output.dtype) if output.dim() == 3 else weights[0].to(output.dtype)
+
+        return forward
