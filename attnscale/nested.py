@@ -1,4 +1,4 @@
-"""Jagged nested tensors: their sequences are packed documents."""
+"""Nested tensors: to packed documents for attention, to padded batches for a module, and back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attnscale.errors import ArgumentTypeError, reject
 
@@ -43,6 +44,20 @@ def attend_nested(
     out = attend(*packed, is_causal=is_causal, cu_seqlens=edges[0] if alike else (edges[0], edges[1]))
     tokens = out[0].transpose(0, 1)  # [tokens, H, Dv]
     return torch.nested.nested_tensor_from_jagged(tokens, edges[0]).transpose(1, 2)
+
+
+def pad_nested(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences [N, tokens, E] padded with zeros to [N, T, E], and which tokens [N, T] are padding."""
+    sequences = list(x.unbind())
+    padded = pad_sequence(sequences, batch_first=True)
+    lengths = torch.tensor([sequence.shape[0] for sequence in sequences], device=padded.device)
+    return padded, torch.arange(padded.shape[1], device=padded.device) >= lengths[:, None]
+
+
+def nest_like(x: Tensor, padded: Tensor) -> Tensor:
+    """A padded batch [N, T, E] as a nested tensor with the lengths and the layout of another."""
+    sequences = [row[: like.shape[0]] for row, like in zip(padded.unbind(), x.unbind(), strict=True)]
+    return torch.nested.as_nested_tensor(sequences, layout=x.layout)
 
 
 def _packed(name: str, x: Any) -> Tensor:

@@ -22,7 +22,7 @@ _MULTIHEAD = "multi_head_attention_forward"
 
 
 def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
-    """Give every call of torch's `scaled_dot_product_attention` a policy, until `remove()` or the end of a `with` block.
+    """Give every call of torch's `scaled_dot_product_attention` a policy, until `remove()` or the end of `with`.
 
     It reaches the function wherever a module has it by name (`from torch.nn.functional import ...`), and
     `torch.nn.MultiheadAttention` with and without weights; torch's fused inference path for encoders, which would skip
