@@ -16,7 +16,7 @@ from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.sdpa import TORCH_ATTENTION, attend, fold
-from attnscale.causal_bias import is_causal_bias
+from attnscale.causal_bias import is_causal_bias, read_causal_bias
 from attnscale.checks import check_flag, read_number
 from attnscale.context import Window
 from attnscale.describe import Packing, check_mask, describe, per_row
@@ -24,7 +24,7 @@ from attnscale.errors import BackendError, TensorError, reject, reject_type
 from attnscale.layout import Layout, read_layout
 from attnscale.nested import attend_nested
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
-from attnscale.statistics import AttentionOutput, StatsRequest
+from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
 from attnscale.tap import Tap, listen
 from attnscale.temperature import short_temperature, temperature
 
@@ -112,6 +112,12 @@ def scaled_dot_product_attention(
         return attend_nested(same, query, key, value, is_causal, dense_only)
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, softcap = _read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
+    if torchs and is_causal_bias(attn_mask):
+        rule = read_causal_bias(
+            attn_mask, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, aligned=False
+        )
+        if rule is not None and isinstance(rule.slot, int) and rule.slot == 0:
+            attn_mask, is_causal = None, True
     if torchs and _is_torchs_mask(layout, query, key, attn_mask, is_causal):
         # The calls that models make, kept short: torch's own, to the bit, or one product more.
         if visible is not None:
@@ -169,7 +175,7 @@ def attention_with_stats(
     >>> stats.entropy.shape, bool((stats.w_max <= 1).all())
     (torch.Size([1, 2, 16]), True)
     """
-    request = _checked_request(request)
+    request = checked_request(request)
     layout, call, backend, policy = _bind(query, key, value, *args, **kwargs)
     output, stats = dispatch.measure(call, request, backend)
     ceiling = getattr(policy, "ceiling", None)
@@ -226,7 +232,7 @@ def explain_dispatch(
     reference  yes     usable, where asked for by name
     """
     _, call, backend, _ = _bind(query, key, value, *args, **kwargs)
-    return dispatch.explain(call, backend, None if request is None else _checked_request(request))
+    return dispatch.explain(call, backend, None if request is None else checked_request(request))
 
 
 def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy]:
@@ -234,7 +240,11 @@ def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy
     given = _arguments(*args, **kwargs)
     backend, policy = given.pop("backend"), _resolve(given.pop("policy"))
     dispatch.check_backend(backend)
-    layout = read_layout(given["query"], given["key"], given["value"], given.pop("enable_gqa"))
+    enable_gqa = given.pop("enable_gqa")
+    layout = read_layout(given["query"], given["key"], given["value"], enable_gqa)
+    numbers = (given.pop("scale"), given.pop("dropout_p"), given.pop("softcap"))
+    scale, dropout_p, softcap = _read_numbers(*numbers, given["is_causal"], enable_gqa)
+    given |= {"scale": scale, "dropout_p": dropout_p, "softcap": softcap}
     return layout, _prepare(layout, policy=policy, **given), backend, policy
 
 
@@ -265,7 +275,6 @@ def _prepare(
     **rules: Any,
 ) -> AttentionCall:
     _refuse_tracing(policy)
-    scale, dropout_p, softcap = _read_numbers(scale, dropout_p, softcap, is_causal, False)
     _check_sinks(layout, sinks, query.device)
     context = describe(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
@@ -357,14 +366,6 @@ def _check_sinks(layout: Layout, sinks: Tensor | None, device: torch.device) -> 
         raise TensorError(
             f"sinks of shape {list(sinks.shape)}, {sinks.dtype}, on {sinks.device} is not accepted: expected {accepted}"
         )
-
-
-def _checked_request(request: StatsRequest | None) -> StatsRequest:
-    if request is None:
-        return StatsRequest()
-    if not isinstance(request, StatsRequest):
-        reject_type("request", request, "a StatsRequest or None")
-    return request
 
 
 # Whoever replaces torch's function by ours (`attnscale.patch_torch` does it properly) does not make it call itself.

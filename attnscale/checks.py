@@ -7,7 +7,7 @@ import numbers
 import torch
 from torch import Tensor
 
-from attnscale.errors import reject_type
+from attnscale.errors import DtypeError, TensorError, reject_type
 
 
 def read_number(argument: str, value: object, accepted: str = "a number") -> float:
@@ -37,3 +37,32 @@ def check_flag(argument: str, value: object) -> None:
     """Refuse anything but a bool: 1 or "no" would be taken for True."""
     if not isinstance(value, (bool, torch.SymBool)):
         reject_type(argument, value, "True or False")
+
+
+def check_scores(scores: object, mask: object) -> None:
+    """Refuse what is not a matrix of scores [..., Tk] with, if at all, a bool mask that broadcasts to it."""
+    if not isinstance(scores, Tensor):
+        reject_type("scores", scores, "a floating tensor [..., keys]")
+    if not scores.dtype.is_floating_point:
+        raise DtypeError(f"scores of {scores.dtype} is not accepted: expected a floating dtype")
+    if scores.dim() == 0:
+        raise TensorError("scores of shape [] is not accepted: expected [..., keys]")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        reject_type("mask", mask, "a bool tensor (True: visible) or None")
+    if mask.dtype != torch.bool:
+        raise DtypeError(
+            f"mask of {mask.dtype} is not accepted: expected bool (True: visible); add a bias to the scores"
+        )
+    check_broadcasts("mask", mask, scores.shape)
+
+
+def check_broadcasts(argument: str, value: Tensor, shape: torch.Size) -> None:
+    """Refuse a tensor that does not broadcast to a shape."""
+    missing = len(shape) - value.dim()
+    pairs = zip(value.shape, shape[missing:], strict=True) if missing >= 0 else ()
+    if missing < 0 or any(extent not in (1, full) for extent, full in pairs):
+        raise TensorError(
+            f"{argument} of shape {list(value.shape)} is not accepted: expected one that broadcasts to {list(shape)}"
+        )

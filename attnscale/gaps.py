@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnscale.checks import check_scores
 from attnscale.errors import reject
 
 # For the bracket: ranks taken exactly, and the bins behind them, sixteen to the octave. A bin is at most 1/16 wide, so
@@ -207,6 +208,7 @@ def count_within(gaps: Tensor, edges: Tensor) -> Tensor:
 
 def prepared(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Scores detached, in fp32 at least, and −∞ where hidden."""
+    check_scores(scores, mask)
     scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 

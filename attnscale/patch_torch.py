@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,28 +44,36 @@ class TorchPatch:
     Patches may be removed in any order: one that lies below another passes calls on from then on.
     """
 
+    # Patches that keep torch's fused path closed, and whether it was open before the first of them.
+    _closing: ClassVar[list[TorchPatch]] = []
+    _fused_path_was_open: ClassVar[bool] = True
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.active = True
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._fused = torch.backends.mha.get_fastpath_enabled()
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._captured = threading.local()
-        self._replace(_ATTENTION, self._attention(F.scaled_dot_product_attention))
+        self._replace(_ATTENTION, self._attention)
         if policy.uniform != 1.0:
-            self._replace(_MULTIHEAD, self._multihead(F.multi_head_attention_forward))
-            torch.backends.mha.set_fastpath_enabled(False)
+            self._replace(_MULTIHEAD, self._multihead)
+            if not TorchPatch._closing:
+                TorchPatch._fused_path_was_open = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            TorchPatch._closing.append(self)
 
     def remove(self) -> None:
         """Put torch's functions back, to the object, wherever they were replaced. Idempotent."""
         if not self.active:
             return
         self.active = False
-        for namespace, name, before, ours in self._replaced:
+        for namespace, name, ours in self._replaced:
             if namespace.get(name) is ours:
-                namespace[name] = before
+                namespace[name] = _before(ours)
         self._replaced = []
-        if self.policy.uniform != 1.0:
-            torch.backends.mha.set_fastpath_enabled(self._fused)
+        if self in TorchPatch._closing:
+            TorchPatch._closing.remove(self)
+            if not TorchPatch._closing:
+                torch.backends.mha.set_fastpath_enabled(TorchPatch._fused_path_was_open)
 
     def __enter__(self) -> TorchPatch:
         return self
@@ -75,9 +83,11 @@ class TorchPatch:
     ) -> None:
         self.remove()
 
-    def _replace(self, function: str, ours: Callable[..., Any]) -> None:
-        """Put our function wherever a module outside of torch holds torch's, and into `torch.nn.functional`."""
+    def _replace(self, function: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put a function of ours wherever a module outside of torch holds torch's, and into `torch.nn.functional`."""
         before = getattr(F, function)
+        ours: Any = make(before)
+        ours.replaces, ours.patch = before, self
         for module_name, module in list(sys.modules.items()):
             foreign = not module_name.startswith(("torch.", "attnscale.")) or module is F
             namespace = getattr(module, "__dict__", None)
@@ -85,7 +95,7 @@ class TorchPatch:
                 continue
             for name, value in list(namespace.items()):
                 if value is before:
-                    self._replaced.append((namespace, name, value, ours))
+                    self._replaced.append((namespace, name, ours))
                     namespace[name] = ours
 
     def _attention(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -97,18 +107,20 @@ class TorchPatch:
             attn_mask: Tensor | None = None,
             dropout_p: float = 0.0,
             is_causal: bool = False,
+            *,
             scale: float | None = None,
             enable_gqa: bool = False,
         ) -> Tensor:
-            arguments = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             if not self.active:
-                return before(query, key, value, *arguments)
+                return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
-                rules = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-                self._captured.weights = attention_weights(query, key, policy=self.policy, **rules)
-            return scaled_dot_product_attention(query, key, value, *arguments, policy=self.policy)
+                self._captured.weights = attention_weights(
+                    query, key, attn_mask=attn_mask, is_causal=is_causal, **options
+                )
+            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
-        attend.replaces = before  # type: ignore[attr-defined]
         return attend
 
     def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
@@ -134,3 +146,10 @@ class TorchPatch:
             return output, weights.to(output.dtype) if output.dim() == 3 else weights[0].to(output.dtype)
 
         return forward
+
+
+def _before(function: Any) -> Any:
+    """What a function of ours replaced, past patches that were removed meanwhile."""
+    while hasattr(function, "patch") and not function.patch.active:
+        function = function.replaces
+    return function

@@ -7,6 +7,7 @@ from raw scores s (after softcap and bias, before β).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale.checks import check_broadcasts, check_scores, read_number
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
 from attnscale.scratch import is_watched
@@ -43,9 +45,13 @@ class StatsRequest:
             if not isinstance(getattr(self, name), bool):
                 reject_type(name, getattr(self, name), "True or False")
         if self.gap_thresholds is not None:
-            object.__setattr__(self, "gap_thresholds", tuple(float(t) for t in self.gap_thresholds))
-            if not self.gap_thresholds or min(self.gap_thresholds) < 0 or math.nan in self.gap_thresholds:
-                reject("gap_thresholds", self.gap_thresholds, "one or more numbers >= 0")
+            given = self.gap_thresholds
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                reject_type("gap_thresholds", given, "one or more numbers >= 0, as a tuple")
+            thresholds = tuple(read_number("gap_thresholds", t, "one or more numbers >= 0") for t in given)
+            if not thresholds or not all(t >= 0 for t in thresholds):
+                reject("gap_thresholds", thresholds, "one or more numbers >= 0")
+            object.__setattr__(self, "gap_thresholds", thresholds)
         if self.accumulation not in (None, "bracket", "exact"):
             reject("accumulation", self.accumulation, "None, 'bracket' or 'exact'")
         if isinstance(self.min_rank, bool) or not isinstance(self.min_rank, int) or self.min_rank < 2:
@@ -62,6 +68,15 @@ class StatsRequest:
     def gaps(self) -> bool:
         """Whether anything is asked for that needs the gaps of raw scores."""
         return self.gap_thresholds is not None or self.accumulation is not None
+
+
+def checked_request(request: object) -> StatsRequest:
+    """The request itself, or the default one for None; anything else is refused."""
+    if request is None:
+        return StatsRequest()
+    if not isinstance(request, StatsRequest):
+        reject_type("request", request, "a StatsRequest or None")
+    return request
 
 
 class RowStats(NamedTuple):
@@ -130,9 +145,12 @@ def row_statistics(
     >>> row_statistics(torch.zeros(1, 4)).entropy
     tensor([1.3863])
     """
-    request = StatsRequest() if request is None else request
+    request = checked_request(request)
+    check_scores(scores, mask)
     scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
-    beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach().expand(scores.shape[:-1])
+    beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach()
+    check_broadcasts("beta", beta, scores.shape[:-1])
+    beta = beta.expand(scores.shape[:-1])
     if mask is None:
         mask = torch.ones((), dtype=torch.bool, device=scores.device)
     mask = mask.expand(scores.shape)
