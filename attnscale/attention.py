@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
@@ -91,7 +92,7 @@ def scaled_dot_product_attention(
         if chosen.uniform == 1.0:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if _is_short(chosen, query, scale, dropout_p):
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            scale = default_scale(query) if scale is None else scale
             beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
             if isinstance(beta, Tensor):
                 query, scale = fold(query, beta, scale, chosen.peak)
@@ -150,20 +151,29 @@ def attention_with_stats(
     return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
 
 
-def attention_through(tap: Tap | None, weights: Tensor | None = None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
-
-    With weights [..., H, Tq, Tk] that are known already, these times the value.
-    """
+def attention_through(tap: Tap | None) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open."""
     if tap is None or not tap.open:
-        return scaled_dot_product_attention if weights is None else lambda _, __, value, **___: weights @ value
+        return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         layout, call, backend, _ = _bind(*args, **kwargs)
-        run = (lambda call: dispatch.run(call, backend)) if weights is None else (lambda call: weights @ call.value)
-        return layout.restore(listen(tap, call, run))
+        return layout.restore(listen(tap, call, lambda call: dispatch.run(call, backend)))
 
     return attend
+
+
+def attention_and_weights(
+    tap: Tap | None, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and, after dropout, the weights [..., H, Tq, Tk] that it is made of; heard by a tap that is open."""
+    layout, call, _, _ = _bind(query, key, value, **arguments)
+    weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
+    if tap is None or not tap.open:
+        output = reference.mix(weights, call)
+    else:
+        output = listen(tap, call, lambda call: reference.mix(weights, call))
+    return layout.restore(output), layout.restore(weights)
 
 
 def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
@@ -245,12 +255,17 @@ def _prepare(
         context=context,
         beta=1.0,
         peak=policy.peak,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        scale=default_scale(query) if scale is None else float(scale),
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
     )
     return replace(call, beta=temperature(policy, call))
+
+
+def default_scale(query: Tensor) -> float:
+    """1/√D; heads without dimensions have scores of 0 at any scale."""
+    return 1 / math.sqrt(max(1, query.shape[-1]))
 
 
 def _is_short(policy: Policy, query: Tensor, scale: float | None, dropout_p: float) -> TypeGuard[FormulaPolicy]:

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         """Statistics [B, H, Tq, ...] with the leading dimensions of the query."""
 
         def shaped(x: Any) -> Any:
-            if x is None or x is stats.rows:
+            if x is None or x is stats.rows or isinstance(x, bool):
                 return x
             if isinstance(x, Tensor):
                 # `restore` expects one axis behind the rows, which gap counts have and the others do not.

@@ -24,8 +24,7 @@ def adaptive_temperature(policy: ScorePolicy, call: AttentionCall) -> Tensor:
 def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
     """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of the two scores in contact; none where Λ is 0 or ∞."""
     contact = find_contacts(call, min_rank)
-    group = call.query.shape[1] // call.key.shape[1]
-    keys = call.key.repeat_interleave(group, dim=1)
+    keys = call.key.repeat_interleave(call.group, dim=1)
     first, other = (_score_of(call, keys, at) for at in (contact.first, contact.key))
     usable = (contact.value > 0) & torch.isfinite(contact.value)
     gap = torch.where(usable, first - other, 1.0)
