@@ -100,7 +100,7 @@ def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: 
         max_logit=top if request.max_logit else None,
         w_max=largest_weight(top, lse) if request.w_max else None,
         entropy=entropy if request.entropy else None,
-        with_sink=call.sinks is not None,
+        with_sink=call.sinks is not None and request.softmax,
     )
 
 

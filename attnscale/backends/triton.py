@@ -48,6 +48,8 @@ class TritonBackend:
             return "query, key and value have different dtypes"
         if call.key.shape[1] != call.value.shape[1]:
             return "key and value have different numbers of heads"
+        if call.key.shape[1] == 0:
+            return "triton kernels take one head or more"
         if max(call.query.shape[-1], call.value.shape[-1]) > WIDEST_HEAD:
             return f"triton kernels take heads of up to {WIDEST_HEAD} dimensions"
         if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():

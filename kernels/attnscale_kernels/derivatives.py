@@ -5,6 +5,8 @@ To torch such an operator is a constant in forward mode: the tangent of its resu
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -19,8 +21,8 @@ def other_derivative(*tensors: object) -> str | None:
     >>> x = torch.ones(2)
     >>> other_derivative(x) is None
     True
-    >>> torch.func.jvp(lambda x: (print(other_derivative(x)), x)[1], (x,), (x,))[1]
-    torch.func.jvp
+    >>> torch.func.grad(lambda x: (print(other_derivative(x)), x.sum())[1])(x)
+    torch.func.grad
     tensor([1., 1.])
     """
     if torch._C._functorch.maybe_current_level() is not None:
@@ -32,6 +34,18 @@ def other_derivative(*tensors: object) -> str | None:
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
         return "forward-mode differentiation (torch.autograd.forward_ad)"
     return None
+
+
+def refuse_others(*tensors: object) -> None:
+    """Raise where a derivative is being taken of these tensors that is not that of one backward pass."""
+    derivative = other_derivative(*tensors)
+    if derivative is not None:
+        raise RuntimeError(f"these kernels have one backward pass, and no {derivative}: use plain torch there")
+
+
+def refuse_second(*_: Any) -> NoReturn:
+    """The gradient of a backward pass."""
+    raise RuntimeError("these kernels have no second derivative: use plain torch for it")
 
 
 def _has_tangent(x: object) -> bool:
