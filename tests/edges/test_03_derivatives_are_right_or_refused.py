@@ -93,7 +93,7 @@ def test_a_backend_with_one_backward_pass_refuses_by_name(derivative, backend):
         q, k, v = (x.float() for x in (q, k, v))  # which the kernels take
         return scaled_dot_product_attention(q, k, v, backend=backend, **RULES)
 
-    with pytest.raises(BackendError, match=f"backend='{backend}' cannot .* backend='reference' has"):
+    with pytest.raises(BackendError, match=rf"backend='{backend}' cannot .* backend='reference' has"):
         DERIVATIVES[derivative](attend)
 
 
