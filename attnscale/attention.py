@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
@@ -185,20 +186,29 @@ def attention_with_stats(
     return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
 
 
-def attention_through(tap: Tap | None, weights: Tensor | None = None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
-
-    With weights [..., H, Tq, Tk] that are known already, these times the value.
-    """
+def attention_through(tap: Tap | None) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open."""
     if tap is None or not tap.open:
-        return scaled_dot_product_attention if weights is None else lambda _, __, value, **___: weights @ value
+        return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         layout, call, backend, _ = _bind(*args, **kwargs)
-        run = (lambda call: dispatch.run(call, backend)) if weights is None else (lambda call: weights @ call.value)
-        return layout.restore(listen(tap, call, run))
+        return layout.restore(listen(tap, call, lambda call: dispatch.run(call, backend)))
 
     return attend
+
+
+def attention_and_weights(
+    tap: Tap | None, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and, after dropout, the weights [..., H, Tq, Tk] that it is made of; heard by a tap that is open."""
+    layout, call, _, _ = _bind(query, key, value, **arguments)
+    weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
+    if tap is None or not tap.open:
+        output = reference.mix(weights, call)
+    else:
+        output = listen(tap, call, lambda call: reference.mix(weights, call))
+    return layout.restore(output), layout.restore(weights)
 
 
 def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:

@@ -45,8 +45,9 @@ class Contact(NamedTuple):
 def accumulation_scale(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Tensor:
     """Λ [...] of raw scores [..., Tk]: the largest ln k / Δ_k over ranks k ≥ `min_rank`, Δ_k the gap of the k-th best.
 
-    The mask broadcasts to the scores (True: visible). A tie at the top gives ∞, fewer than `min_rank` keys give 0.
-    A row's Λ is heavy-tailed through its first ranks; a `min_rank` of 8 or 16 tames it.
+    The mask broadcasts to the scores (True: visible). A tie at the top gives ∞ (−0.0 and 0.0 tie), fewer than
+    `min_rank` keys give 0, and a NaN among the visible scores gives NaN. A row's Λ is heavy-tailed through its first
+    ranks; a `min_rank` of 8 or 16 tames it.
 
     >>> accumulation_scale(torch.tensor([[0.0, -1.0, -1.0, -1.0], [5.0, 5.0, 1.0, 0.0]]))
     tensor([1.3863,    inf])
@@ -70,6 +71,8 @@ def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) 
 
 def count_gaps(scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | None = None) -> Tensor:
     """N(t) [..., thresholds] as int64: visible keys with s* − s ≤ t, the best one included.
+
+    0 at every t in a row without visible keys, and in one with a NaN among them, which has no best key.
 
     >>> count_gaps(torch.tensor([3.0, 2.5, 0.0]), (0.0, 0.5, 10.0))
     tensor([1, 2, 3])
@@ -214,10 +217,11 @@ def prepared(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _slopes(ordered: Tensor, min_rank: int) -> Tensor:
-    """ln k / Δ_k of scores in falling order, from `min_rank` on: ∞ for a tie, 0 for a hidden key."""
+    """ln k / Δ_k of scores in falling order, from `min_rank` on: ∞ for a tie, 0 for a hidden key, NaN beside a NaN."""
     ranks = torch.arange(min_rank, ordered.shape[-1] + 1, dtype=ordered.dtype, device=ordered.device)
     later = ordered[..., min_rank - 1 :]
-    return torch.where(later > -FAR, ranks.log() / (ordered[..., :1] - later), 0.0)
+    gaps = (ordered[..., :1] - later).abs()  # never negative, but −0.0 − 0.0 is −0.0 and would give −∞ for a tie
+    return torch.where(later <= -FAR, 0.0, ranks.log() / gaps)
 
 
 def _check_rank(min_rank: object) -> None:

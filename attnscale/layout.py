@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         """Statistics [B, H, Tq, ...] with the leading dimensions of the result."""
 
         def shaped(x: Any) -> Any:
-            if x is None or x is stats.rows:
+            if x is None or x is stats.rows or isinstance(x, bool):
                 return x
             if isinstance(x, Tensor):
                 return x.reshape(*self.lead, *x.shape[2:])

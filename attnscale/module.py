@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnscale.attention import attention_through, attention_weights
+from attnscale.attention import attention_and_weights, attention_through
 from attnscale.causal_bias import is_causal_bias
 from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
 from attnscale.nested import nest_like, pad_nested
@@ -168,9 +168,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         rules: dict[str, Any] = {"attn_mask": mask, "key_padding": padding, "is_causal": is_causal}
         weights = None
         if need_weights:
-            weights = attention_weights(q, k, policy=self.policy, **rules).to(q.dtype)
-            weights = F.dropout(weights, dropout)
-            attended = attention_through(self.tap, weights)(q, k, v, policy=self.policy, **rules)
+            attended, weights = attention_and_weights(self.tap, q, k, v, dropout_p=dropout, policy=self.policy, **rules)
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         else:

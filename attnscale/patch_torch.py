@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale.attention import attention_weights, scaled_dot_product_attention
+from attnscale.attention import attention_and_weights, scaled_dot_product_attention
 from attnscale.policies import Policy, PolicySpec, build_policy
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -116,16 +116,16 @@ class TorchPatch:
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
             options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
-                self._captured.weights = attention_weights(
-                    query, key, attn_mask=attn_mask, is_causal=is_causal, **options
-                )
+                rules = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+                output, self._captured.weights = attention_and_weights(None, query, key, value, **rules, **options)
+                return output
             return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
         return attend
 
     def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
-        """torch's function writes attention out where weights are wanted; it is asked for the output without them, and
-        they are computed from the call of attention that it makes. They are those before dropout.
+        """torch's function writes attention out by itself where weights are wanted. So it is asked for the output alone,
+        and the call of attention that it then makes, in this thread, leaves the weights here.
         """
 
         names = list(inspect.signature(before).parameters)

@@ -84,7 +84,8 @@ class RowStats(NamedTuple):
 
     An attention sink is an outcome of the softmax but not a key: `lse` contains it, `entropy` is that of keys and sink
     together (so up to ln(n + 1)), `max_logit` and `w_max` look at keys only (so `w_max` may be below 1/n), and it has
-    no part in `visible`, gaps or Λ. A row that sees nothing has lse = max_logit = −∞ and zero elsewhere.
+    no part in `visible`, gaps or Λ. A row that sees nothing has lse = max_logit = −∞ and zero elsewhere. A row that
+    sees a NaN has NaN everywhere but in `visible`, where that key counts, and in `gap_counts`, which are 0.
     """
 
     visible: Tensor
@@ -97,18 +98,22 @@ class RowStats(NamedTuple):
     criticality: Tensor | None = None  # β/Λ, with the middle of the bracket
     at_ceiling: Tensor | None = None  # bool: an adaptive β was cut off there, and has lost its certificate
     rows: Tensor | None = None  # [R], which rows were sampled
+    with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
+    visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
 
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
 
-        Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
-        cannot be merged.
+        A sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge
+        them in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all
+        keys already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
+        `common_maximum`. Λ cannot be merged.
+
+        >>> scores = torch.randn(3, 10)
+        >>> parts = row_statistics(scores[:, :4]), row_statistics(scores[:, 4:])
+        >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
         """
-        for name in ("lse", "max_logit", "entropy"):
-            if (getattr(self, name) is None) != (getattr(other, name) is None):
-                raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
-        if self.entropy is not None and self.lse is None:
-            raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
+        check_mergeable(self, other, common_maximum)
         lse = entropy = max_logit = counts = None
         if self.lse is not None and other.lse is not None:
             lse = torch.logaddexp(self.lse, other.lse)
@@ -118,8 +123,17 @@ class RowStats(NamedTuple):
             max_logit = torch.maximum(self.max_logit, other.max_logit)
         if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             counts = self.gap_counts + other.gap_counts
-        w_max = None if max_logit is None or lse is None else largest_weight(max_logit, lse)
-        return RowStats(self.visible + other.visible, lse, max_logit, w_max, entropy, counts, rows=self.rows)
+        return RowStats(
+            visible=self.visible if self.visible_given else self.visible + other.visible,
+            lse=lse,
+            max_logit=max_logit,
+            w_max=None if max_logit is None or lse is None else largest_weight(max_logit, lse),
+            entropy=entropy,
+            gap_counts=counts,
+            rows=self.rows,
+            with_sink=self.with_sink or other.with_sink,
+            visible_given=self.visible_given,
+        )
 
 
 class AttentionOutput(NamedTuple):
@@ -164,7 +178,7 @@ def row_statistics(
         if request.entropy:
             weights = torch.exp(extended - finite(lse)[..., None])
             # 0·(−∞) is 0 here: a hidden key, or one so far below that its weight is.
-            surprise = torch.where(weights > 0, weights * (lse[..., None] - extended), 0.0)
+            surprise = torch.where(weights == 0, 0.0, weights * (lse[..., None] - extended))
             entropy = surprise.sum(-1)
     counts = accumulation = None
     if request.gap_thresholds is not None:
@@ -183,6 +197,7 @@ def row_statistics(
         gap_counts=counts,
         accumulation=accumulation,
         criticality=None if accumulation is None else criticality(beta, accumulation),
+        with_sink=sinks is not None and request.softmax,
     )
 
 
@@ -199,6 +214,46 @@ def criticality(beta: Tensor | float, accumulation: Accumulation) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """x with −∞ replaced by 0, so that a row without keys can be subtracted from."""
     return x.masked_fill(x == -math.inf, 0.0)
+
+
+def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
+    """Refuse two sets of statistics that do not belong to the same rows, or that contain the same thing twice."""
+    names = ["lse", "max_logit", "entropy", *(["gap_counts"] if common_maximum else [])]
+    for name in names:
+        if (getattr(a, name) is None) != (getattr(b, name) is None):
+            raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
+    if a.entropy is not None and a.lse is None:
+        raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
+    for name in ("visible", *names):
+        shapes = [list(x.shape) for x in (getattr(a, name), getattr(b, name)) if x is not None]
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            raise ArgumentError(
+                f"{name} of shapes {shapes[0]} and {shapes[1]} is not accepted: expected statistics of the same rows "
+                "over different keys"
+            )
+    if not _same_rows(a.rows, b.rows):
+        first, second = ("all rows" if x is None else f"rows {x.tolist()}" for x in (a.rows, b.rows))
+        raise ArgumentError(
+            f"statistics of {first} and of {second} are not accepted: expected those of the same rows (for sampled "
+            "ones, the same StatsRequest.rows and seed, of as many queries)"
+        )
+    if a.with_sink and b.with_sink:
+        raise ArgumentError(
+            "statistics that both contain an attention sink are not accepted, as it would count twice: expected it on "
+            "one side at most, so compute all parts but one without `sinks`"
+        )
+    if a.visible_given != b.visible_given:
+        raise ArgumentError(
+            "visible is not accepted as given (`visible=`) on one side and counted on the other: expected the n of all "
+            "keys on both, or on neither"
+        )
+
+
+def _same_rows(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two samples are of the same rows. A graph and the meta device have no values to compare."""
+    if a is None or b is None or a is b:
+        return a is b
+    return a.shape == b.shape and (is_watched() or a.is_meta or torch.equal(a, b.to(a.device)))
 
 
 def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
@@ -226,7 +281,7 @@ def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
     for side, entropy in sides:
         share = largest_weight(side, lse)
         total = total + share * entropy + torch.special.entr(share)
-    return total
+    return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing
 
 
 def _amax(x: Tensor) -> Tensor:

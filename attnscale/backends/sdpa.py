@@ -22,6 +22,7 @@ class SdpaBackend:
 
     name = "sdpa"
     automatic = True
+    plain = True
 
     def why_not(self, call: AttentionCall) -> str | None:
         if call.softcap is not None:
