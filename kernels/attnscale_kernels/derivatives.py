@@ -25,7 +25,9 @@ def other_derivative(*tensors: object) -> str | None:
     torch.func.grad
     tensor([1., 1.])
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling():
+            return "torch.func transform"  # a graph cannot ask which one
         wrapped = any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
         for interpreter in torch._C._functorch.get_interpreter_stack() or () if wrapped else ():
             if interpreter.key().name not in _HARMLESS:
