@@ -22,7 +22,7 @@ from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, B
 from attnscale.gaps import accumulation_scale
 from attnscale.lengths import visible_keys
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
-from attnscale.policies import LengthPolicy, Policy, build_policy
+from attnscale.policies import LengthPolicy, Policy, build_policy, register_policy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
 __version__ = "0.1.0"
@@ -48,6 +48,7 @@ __all__ = [
     "doctor",
     "explain_dispatch",
     "observe",
+    "register_policy",
     "row_statistics",
     "scaled_dot_product_attention",
     "visible_keys",

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import attend, fold
+from attnscale.backends.sdpa import attend, attend_by_row, torch_dtype
 from attnscale.context import Window
 from attnscale.describe import Packing, describe
 from attnscale.errors import reject, reject_type
@@ -93,12 +93,11 @@ def scaled_dot_product_attention(
         if _is_short(chosen, query, scale, dropout_p):
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
-            if isinstance(beta, Tensor):
-                query, scale = fold(query, beta, scale, chosen.peak)
-            elif beta is not None:
-                scale *= beta
-            if beta is not None:
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if isinstance(beta, float):
+                return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
+            # Other devices have a better backend for float16: dispatch decides.
+            if beta is not None and (query.device.type == "cpu" or torch_dtype(query) != torch.float16):
+                return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _prepare(
         layout,
         query,
@@ -244,7 +243,6 @@ def _prepare(
         value=layout.flatten(value),
         context=context,
         beta=1.0,
-        peak=policy.peak,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         dropout_p=dropout_p,
         softcap=softcap,

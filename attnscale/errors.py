@@ -17,6 +17,10 @@ class ArgumentTypeError(AttnScaleError, TypeError):
     """An argument has the wrong type or dtype."""
 
 
+class FrozenPolicyError(ArgumentError, AttributeError):
+    """A field of a policy was to be changed after the policy was built."""
+
+
 class BackendError(AttnScaleError, RuntimeError):
     """The backend asked for cannot compute this call, or no backend can."""
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnscale.backends.blockwise import BlockwiseBackend
 from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend
 from attnscale.backends.reference import ReferenceBackend
-from attnscale.backends.sdpa import SdpaBackend
+from attnscale.backends.sdpa import SdpaBackend, torch_dtype
 from attnscale.backends.triton import TritonBackend
 from attnscale.errors import BackendError, reject
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
 
-# In order of preference for "auto".
+# In order of preference for "auto", but for what `_preference` says.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (SdpaBackend(), TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
@@ -74,7 +75,7 @@ def _choose_measuring(call: AttentionCall, backend: str) -> MeasuringBackend:
 
 
 def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
-    names = [name for name in BACKENDS if BACKENDS[name].automatic] if backend == "auto" else [backend]
+    names = [name for name in _preference(call) if BACKENDS[name].automatic] if backend == "auto" else [backend]
     for name in names:
         reason = _why_not(name, call, measuring)
         if reason is None:
@@ -82,6 +83,14 @@ def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
         if backend != "auto":
             raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
     raise BackendError(f"no backend can compute this call:\n{explain(call, measuring=measuring)}")
+
+
+def _preference(call: AttentionCall) -> list[str]:
+    """All backends, the preferred ones first: triton before an sdpa that would have to compute float16 in float32."""
+    names = list(BACKENDS)
+    if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and torch_dtype(call.query) == torch.float16:
+        names.sort(key=lambda name: name != "triton")
+    return names
 
 
 def _why_not(name: str, call: AttentionCall, measuring: bool) -> str | None:
@@ -94,7 +103,8 @@ def explain(call: AttentionCall, backend: str = "auto", *, measuring: bool = Fal
     """What would compute a call, and why; `chosen` is "none" where the answer is an error."""
     verdicts = []
     chosen = "none"
-    for name, candidate in BACKENDS.items():
+    for name in _preference(call):
+        candidate = BACKENDS[name]
         reason = _why_not(name, call, measuring)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
