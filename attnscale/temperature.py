@@ -56,8 +56,6 @@ def short_temperature(
     """
     batch, heads, rows, _ = query.shape
     keys = key.shape[-2]
-    if is_watched():
-        return None
     if visible is None and mask is None and rows == 1:
         return _of_one_row(policy, min(1, keys) if is_causal else keys, None)
     if visible is None and mask is None and is_causal:

@@ -90,8 +90,8 @@ def _is_sharp(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> bool:
     if query.device.type != "cpu" or is_watched() or not query.numel() or not key.numel():
         return False
     with torch.no_grad():
-        sizes = [torch.linalg.vector_norm(x).item() / math.sqrt(x.numel()) for x in (query, key)]
-        largest = torch.linalg.vector_norm(beta, ord=math.inf).item()
+        sizes = [float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel()) for x in (query, key)]
+        largest = float(torch.linalg.vector_norm(beta, ord=math.inf))
     return largest * sizes[0] * sizes[1] * math.sqrt(key.shape[-1]) * abs(scale) > SHARPEST_ROUNDED
 
 

@@ -82,8 +82,8 @@ class LengthPolicy(nn.Module):
     def _refuse_change(self, name: str, what: str) -> None:
         if any(field.init and field.name == name for field in dataclasses.fields(self)):
             raise FrozenPolicyError(
-                f"{what} is not accepted on a finished policy {self!r}: its fields are fixed; build a new one with "
-                f"build_policy, or with dataclasses.replace(policy, {name}=...)"
+                f"{what} is not accepted by a finished {type(self).__name__}: its fields are fixed; build a new one "
+                f"with build_policy, or with dataclasses.replace(policy, {name}=...)"
             )
 
     def validate(self) -> None:
@@ -100,7 +100,8 @@ class LengthPolicy(nn.Module):
 
     def longest_beta(self) -> float:
         """β at 2²⁰ keys as far as construction can know it; a policy where it is not finite is refused."""
-        return float(self(LONGEST_USUAL_CONTEXT))
+        beta: Tensor = self(LONGEST_USUAL_CONTEXT).detach()
+        return 1.0 if beta.is_meta else float(beta.abs().max())
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
         """β in fp32 for n visible keys; see the class."""
