@@ -23,7 +23,7 @@ from attnscale.gaps import accumulation_scale
 from attnscale.lengths import visible_keys
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 from attnscale.patch_torch import patch_torch
-from attnscale.policies import LengthPolicy, Policy, build_policy
+from attnscale.policies import LengthPolicy, Policy, build_policy, register_policy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
 __version__ = "0.1.0"
@@ -50,6 +50,7 @@ __all__ = [
     "explain_dispatch",
     "observe",
     "patch_torch",
+    "register_policy",
     "row_statistics",
     "scaled_dot_product_attention",
     "visible_keys",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import TORCH_ATTENTION, attend, fold
+from attnscale.backends.sdpa import TORCH_ATTENTION, attend, attend_by_row, torch_dtype
 from attnscale.causal_bias import is_causal_bias, read_causal_bias
 from attnscale.checks import check_flag, read_number
 from attnscale.context import Window
@@ -25,6 +25,7 @@ from attnscale.errors import BackendError, TensorError, reject, reject_type
 from attnscale.layout import Layout, read_layout
 from attnscale.nested import attend_nested
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
+from attnscale.scratch import is_watched
 from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
 from attnscale.tap import Tap, listen
 from attnscale.temperature import short_temperature, temperature
@@ -129,12 +130,11 @@ def scaled_dot_product_attention(
         if _is_short(chosen, query):
             scale = default_scale(query) if scale is None else scale
             beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
-            if isinstance(beta, Tensor):
-                query, scale = fold(query, beta, scale, chosen.peak)
-            elif beta is not None:
-                scale *= beta
-            if beta is not None:
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if isinstance(beta, float):
+                return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
+            # Other devices have a better backend for float16: dispatch decides.
+            if beta is not None and (query.device.type == "cpu" or torch_dtype(query) != torch.float16):
+                return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _prepare(
         layout,
         query,
@@ -295,7 +295,6 @@ def _prepare(
         value=layout.flatten_key(value),
         context=context,
         beta=1.0,
-        peak=policy.peak,
         scale=default_scale(query) if scale is None else scale,
         dropout_p=dropout_p,
         softcap=softcap,
@@ -311,12 +310,7 @@ def default_scale(query: Tensor) -> float:
 
 def _is_short(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
     """Whether a call in torch's words may need no more than a remembered β."""
-    return (
-        isinstance(policy, FormulaPolicy)
-        and policy.uniform is None
-        and query.dim() == 4
-        and not torch.compiler.is_compiling()
-    )
+    return isinstance(policy, FormulaPolicy) and policy.uniform is None and query.dim() == 4 and not is_watched()
 
 
 def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:

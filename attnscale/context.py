@@ -7,12 +7,11 @@ padded ones; so a row is described by two integers, and nothing of size Tq × Tk
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from attnscale.scratch import is_watched
+from attnscale.memory import Memory
 
 # An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
 HIDDEN_BELOW = -1e4
@@ -88,8 +87,8 @@ class Context:
 
         Not to be changed: the layers of a model ask for the same ones.
         """
-        if self.is_causal_alone and not is_watched():
-            return _causal_bounds(self.queries, self.keys, self.device, torch.is_inference_mode_enabled())
+        if self.is_causal_alone and not torch.compiler.is_compiling():
+            return _CAUSAL_BOUNDS.recall((self.queries, self.keys), self.device, self._bounds)
         return self._bounds()
 
     def _bounds(self) -> tuple[Tensor, Tensor]:
@@ -136,10 +135,7 @@ class Context:
         return visible
 
 
-@lru_cache(maxsize=8)
-def _causal_bounds(queries: int, keys: int, device: torch.device, _inference: bool) -> tuple[Tensor, Tensor]:
-    """Remembered; a tensor of inference mode, which autograd may not save, is another one."""
-    return Context(queries, keys, device, causal=True)._bounds()
+_CAUSAL_BOUNDS: Memory[tuple[Tensor, Tensor]] = Memory(most=8)
 
 
 def shown(mask: Tensor) -> Tensor:

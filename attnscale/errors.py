@@ -25,6 +25,10 @@ class DtypeError(ArgumentTypeError, RuntimeError):
     """A dtype that attention does not take: where torch's raises RuntimeError."""
 
 
+class FrozenPolicyError(ArgumentError, AttributeError):
+    """A field of a policy was to be changed after the policy was built."""
+
+
 class BackendError(AttnScaleError, RuntimeError):
     """The backend asked for cannot compute this call, or no backend can."""
 

@@ -12,6 +12,8 @@ import threading
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 # What is larger is made afresh: attention over it takes so long that this does not show.
 MOST_BYTES = 32 * 2**20
@@ -30,7 +32,7 @@ def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Ten
     key = (shape, like.dtype, torch.is_inference_mode_enabled())
     found = buffers.get(purpose)
     if found is None or found[0] != key:
-        found = buffers[purpose] = (key, torch.empty(shape, dtype=like.dtype))
+        found = buffers[purpose] = (key, torch.empty(shape, dtype=like.dtype, device="cpu"))
     buffer: Tensor = found[1]
     return buffer
 
@@ -49,13 +51,21 @@ def multiply(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def is_watched() -> bool:
-    """Whether torch.compile, a dispatch mode, a functional transform or forward-mode AD stands between us and kernels.
+    """Whether something stands between us and the kernels, so that tensors made now are not what they are elsewhere.
 
-    Dual numbers, which torch takes under no_grad too, have no part in what is written with `out=`.
+    That is torch.compile, `torch.jit.trace`, a dispatch mode (FakeTensorMode, make_fx), a functional transform,
+    forward-mode differentiation (dual numbers have no part in what is written with `out=`), or a function mode. A
+    default device, which torch sets by a function mode too, is not: whoever keeps a tensor names the device of it.
     """
     return (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_function_stack() > 0 and not _only_default_devices())
     )
+
+
+def _only_default_devices() -> bool:
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from attnscale.checks import check_broadcasts, check_scores, read_number
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
+from attnscale.memory import Memory
 from attnscale.scratch import is_watched
 
 
@@ -262,16 +262,21 @@ def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Ten
     >>> sample_rows(1000, 4, 0, torch.device("cpu")).tolist() == sample_rows(1000, 4, 0, torch.device("cpu")).tolist()
     True
     """
-    draw = _draw_rows.__wrapped__ if is_watched() else _draw_rows
-    found: Tensor = draw(queries, min(rows, queries), seed, device)
-    return found
+    rows = min(rows, queries)
+    if torch.compiler.is_compiling():
+        return _draw_rows(queries, rows, seed, device)
+    return _SAMPLES.recall((queries, rows, seed), device, lambda: _draw_rows(queries, rows, seed, device))
 
 
-@lru_cache(maxsize=64)
+_SAMPLES: Memory[Tensor] = Memory(most=64)
+
+
 def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
-    edges = torch.arange(rows + 1, dtype=torch.int64) * queries // rows
+    # On the host whatever the default device, so that a seed draws the same rows everywhere.
+    edges = torch.arange(rows + 1, dtype=torch.int64, device="cpu") * queries // rows
     width = edges[1:] - edges[:-1]
-    draw = torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    draw = torch.rand(rows, generator=generator, dtype=torch.float64, device="cpu")
     return (edges[:-1] + (draw * width).to(torch.int64)).to(device)
 
 

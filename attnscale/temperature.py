@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, MutableMapping
-from weakref import WeakKeyDictionary
+import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnscale.backends.call import AttentionCall
 from attnscale.context import Context
 from attnscale.errors import ArgumentError
 from attnscale.lengths import count_visible, find_positions, same_for_every_row
+from attnscale.memory import Memory
 from attnscale.policies import FormulaPolicy, Policy
 from attnscale.policies.adaptive import ScorePolicy
 from attnscale.prepass import adaptive_temperature
+from attnscale.scratch import is_watched
 
-_REMEMBERED = 8
-_memory: WeakKeyDictionary[FormulaPolicy, OrderedDict[Hashable, Tensor]] = WeakKeyDictionary()
-_of_one_row: OrderedDict[Hashable, float | None] = OrderedDict()
-_of_given: MutableMapping[Tensor, dict[Hashable, Tensor]] = WeakTensorKeyDictionary()
+# β of formula policies by their identity and the rule that gives n: the layers and steps of a model ask for the same.
+# A float is that of the one row of a decoding step; None says that β of one row is no number that the host knows.
+_BETAS: Memory[Any] = Memory(most=64)
+_HOST = torch.device("cpu")
+
+_COUNT = "_attnscale_count"
+_numbers = itertools.count()
 
 
 def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
@@ -31,15 +34,15 @@ def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
         return policy.uniform
     if isinstance(policy, ScorePolicy) and policy.needs_scores:
         return _checked(adaptive_temperature(policy, call), query)
-    if not policy.needs_query and not torch.compiler.is_compiling() and context.positions is None:
+    if not policy.needs_query and context.positions is None and not is_watched():
         n = same_for_every_row(context)
-        shared = None if n is None else _temperature_of_one_row(policy, n, _host_position(context))
+        shared = None if n is None else _of_one_row(policy, n, _host_position(context))
         if shared is not None:
             return shared
         if isinstance(policy, FormulaPolicy) and context.visible is not None:
-            return _checked(_temperature_of_given(policy, context.visible), query)
+            return _checked(_of_counted(policy, context.visible), query)
         if isinstance(policy, FormulaPolicy) and context.is_causal_alone:
-            return _checked(_plain_temperature(policy, context.queries, context.keys, context.device), query)
+            return _checked(_of_causal(policy, context.queries, context.keys, context.device), query)
     arguments = {"query": query} if policy.needs_query else {}
     return _checked(policy(count_visible(context), positions=find_positions(context), **arguments), query)
 
@@ -54,65 +57,67 @@ def short_temperature(
     batch, heads, rows, _ = query.shape
     keys = key.shape[-2]
     if visible is None and mask is None and rows == 1:
-        return _temperature_of_one_row(policy, min(1, keys) if is_causal else keys, None)
+        return _of_one_row(policy, min(1, keys) if is_causal else keys, None)
     if visible is None and mask is None and is_causal:
-        return _plain_temperature(policy, rows, keys, query.device)
+        return _of_causal(policy, rows, keys, query.device)
     if visible is None or mask is None or mask.dtype != torch.bool:
         return None
     fits = visible.dim() == 3 and visible.dtype == torch.int64 and visible.shape[2] == rows
     if fits and visible.shape[0] in (1, batch) and visible.shape[1] in (1, heads):
-        return _temperature_of_given(policy, visible)
+        return _of_counted(policy, visible)
     return None
 
 
-def _plain_temperature(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
+def mark_counted(visible: Tensor) -> Tensor:
+    """Say that an n will never be changed in place, so that β of it may be remembered; gives the same tensor back.
+
+    Only for counts of our own that nobody else holds: a change through numpy, for one, leaves no trace on a tensor. The
+    mark is an attribute of the tensor and dies with it.
+    """
+    setattr(visible, _COUNT, next(_numbers))
+    return visible
+
+
+def _of_causal(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
     """β of a causal call; it would be a dozen small operations each time."""
-    memory = _memory.get(policy)
-    if memory is None:
-        memory = _memory[policy] = OrderedDict()
-    # A tensor that autograd may not save is another one.
-    key = (queries, keys, device, torch.is_inference_mode_enabled(), *_fields(policy))
-    beta = memory.get(key)
-    if beta is None:
+
+    def make() -> Tensor:
         context = Context(queries, keys, device, causal=True)
-        beta = memory[key] = policy(count_visible(context), positions=find_positions(context))
-        if len(memory) > _REMEMBERED:
-            memory.popitem(last=False)
-    return beta
-
-
-def _temperature_of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
-    """β as a number, where the host can know it; remembered, since the layers of a decoding step ask for the same."""
-    formula = isinstance(policy, FormulaPolicy)
-    key = (policy.name, n, position, *_fields(policy)) if isinstance(policy, FormulaPolicy) else ()
-    if formula and key in _of_one_row:
-        return _of_one_row[key]
-    beta = policy(n, positions=None if position is None else torch.tensor(position, device="cpu"))
-    known = beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu"
-    shared = float(beta) if known else None
-    if formula:
-        _of_one_row[key] = shared
-        if len(_of_one_row) > _REMEMBERED:
-            _of_one_row.popitem(last=False)
-    return shared
-
-
-def _temperature_of_given(policy: FormulaPolicy, visible: Tensor) -> Tensor:
-    """β of an n that the caller counted, remembered as long as that tensor lives: layers share it."""
-    beta: Tensor
-    if visible.is_inference():  # and so without a version that would tell of changes
-        beta = policy(visible)
+        beta: Tensor = policy(count_visible(context), positions=find_positions(context))
         return beta
-    key: tuple[Hashable, ...] = (policy.name, visible._version, torch.is_inference_mode_enabled(), *_fields(policy))
-    known = _of_given.setdefault(visible, {})
-    if key not in known:
-        known[key] = policy(visible)
-    return known[key]
+
+    if policy.identity is None:
+        return make()
+    remembered: Tensor = _BETAS.recall((policy.identity, "causal", queries, keys), device, make)
+    return remembered
 
 
-def _fields(policy: FormulaPolicy) -> tuple[Hashable, ...]:
-    """A policy whose fields were changed is another one."""
-    return tuple(map(policy.__dict__.get, policy.__dataclass_fields__))
+def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
+    """β as a number, where the host can know it."""
+
+    def make() -> float | None:
+        beta = policy(n, positions=None if position is None else torch.tensor(position, device="cpu"))
+        known = beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu"
+        return float(beta) if known else None
+
+    if not isinstance(policy, FormulaPolicy) or policy.identity is None:
+        return make()
+    remembered: float | None = _BETAS.recall((policy.identity, "one row", n, position), _HOST, make)
+    return remembered
+
+
+def _of_counted(policy: FormulaPolicy, visible: Tensor) -> Tensor:
+    """β of an n that is given: remembered if `mark_counted` says that it cannot change."""
+
+    def make() -> Tensor:
+        beta: Tensor = policy(visible)
+        return beta
+
+    number = getattr(visible, _COUNT, None)
+    if number is None or policy.identity is None:
+        return make()
+    remembered: Tensor = _BETAS.recall((policy.identity, "counted", number), visible.device, make)
+    return remembered
 
 
 def _host_position(context: Context) -> int | None:
@@ -122,10 +127,15 @@ def _host_position(context: Context) -> int | None:
 
 
 def _checked(beta: Tensor, query: Tensor) -> Tensor:
-    """β [B|1, H|1, Tq]; a policy built for another number of heads is refused here, by name of the shapes."""
+    """β [B|1, H|1, Tq]; a policy built for another number of heads is refused here, by name of the shapes.
+
+    In a compiled graph extents may be unknown until it runs, so that there the broadcasting itself is the check.
+    """
     while beta.dim() < 3:
         beta = beta[None]
     batch, heads, rows = query.shape[:3]
+    if torch.compiler.is_compiling():
+        return beta
     if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
         raise ArgumentError(
             f"policy gives β of shape {list(beta.shape)}, which is not accepted: expected one that broadcasts to "

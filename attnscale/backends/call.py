@@ -17,8 +17,8 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 class AttentionCall:
     """Logits are β·(softcap(scale·q·k) + bias); a sink adds one logit per head that β does not touch.
 
-    `beta` is a float where all rows share it, else fp32 [B|1, H|1, Tq]; `peak` is a β that rows of ordinary length do
-    not exceed. Key and value may have fewer heads than the query (grouped-query attention).
+    `beta` is a float where all rows share it, else fp32 [B|1, H|1, Tq]. Key and value may have fewer heads than the
+    query (grouped-query attention).
     """
 
     query: Tensor  # [B, H, Tq, D]
@@ -26,7 +26,6 @@ class AttentionCall:
     value: Tensor  # [B, Hkv, Tk, Dv]
     context: Context
     beta: float | Tensor
-    peak: float
     scale: float
     dropout_p: float
     softcap: float | None

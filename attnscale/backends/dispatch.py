@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnscale.backends.autocast import cast
 from attnscale.backends.blockwise import BlockwiseBackend
 from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend, no_derivative
 from attnscale.backends.reference import ReferenceBackend
-from attnscale.backends.sdpa import SdpaBackend
+from attnscale.backends.sdpa import SdpaBackend, torch_dtype
 from attnscale.backends.triton import TritonBackend
 from attnscale.errors import BackendError, reject
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
 from attnscale_kernels.derivatives import other_derivative
 
-# In order of preference for "auto".
+# In order of preference for "auto", but for what `_preference` says.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (SdpaBackend(), TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
@@ -90,7 +91,7 @@ def _choose_measuring(call: AttentionCall, backend: str, needs: Needs) -> Measur
 
 
 def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
-    names = [name for name in BACKENDS if _is_automatic(name, needs)] if backend == "auto" else [backend]
+    names = [name for name in _preference(call) if _is_automatic(name, needs)] if backend == "auto" else [backend]
     for name in names:
         reason = _why_not(name, call, needs)
         if reason is None:
@@ -100,6 +101,14 @@ def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
     raise BackendError(
         f"no backend can compute this call:\n{explain(call, request=StatsRequest() if needs.statistics else None)}"
     )
+
+
+def _preference(call: AttentionCall) -> list[str]:
+    """All backends, the preferred ones first: triton before an sdpa that would have to compute float16 in float32."""
+    names = list(BACKENDS)
+    if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and torch_dtype(call.query) == torch.float16:
+        names.sort(key=lambda name: name != "triton")
+    return names
 
 
 def _is_automatic(name: str, needs: Needs) -> bool:
@@ -124,7 +133,7 @@ def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | 
     verdicts = []
     chosen = "none"
     needs = needs_of(call, statistics=request is not None and not sampled)
-    for name in BACKENDS:
+    for name in _preference(call):
         reason = _why_not(name, call, needs)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -11,14 +12,24 @@ from torch.nn import functional as F
 
 from attnscale.backends.call import AttentionCall
 from attnscale.context import shown
-from attnscale.scratch import multiply
+from attnscale.scratch import is_watched, multiply
+
+# How large logits may be, by the estimate of `_is_sharp`, for β·q to be rounded to bfloat16. Up to here the rounding
+# costs about half of the error budget of three times torch's own, measured with β of all kinds.
+SHARPEST_ROUNDED = 12.0
 
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
 TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 class SdpaBackend:
-    """β goes into q, in fp32 and rounded once; a β shared by all rows goes through `scale` and is not rounded."""
+    """A β shared by all rows goes through `scale` and is not rounded; a β per row goes into q, in fp32.
+
+    The product is rounded once, to bfloat16, where torch computes in that. Logits so sharp that this rounding would
+    show are computed in float32 instead, which the CPU can tell; on other devices reading it back would synchronise.
+    In float16 the product may overflow or vanish, and torch takes no β of a row anywhere else: so such calls are
+    computed in float32 on every device, and "auto" prefers the triton backend for them where it is usable.
+    """
 
     name = "sdpa"
     automatic = True
@@ -36,14 +47,57 @@ class SdpaBackend:
         start, stop = call.context.key_range()
         if stop - start != call.context.keys:
             key, value = key[..., start:stop, :], value[..., start:stop, :]
-        query, scale = call.query, call.scale
-        if isinstance(call.beta, Tensor):
-            query, scale = fold(query, call.beta, scale, call.peak)
-        else:
-            scale *= call.beta
+        query, beta = call.query, call.beta
         mask, is_causal = torch_mask(call, start, stop)
         grouped = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
-        return attend(query, key, value, mask, call.dropout_p, is_causal, scale, grouped)
+        if isinstance(beta, Tensor):
+            return attend_by_row(query, key, value, beta, mask, call.dropout_p, is_causal, call.scale, grouped)
+        return attend(query, key, value, mask, call.dropout_p, is_causal, call.scale * beta, grouped)
+
+
+def attend_by_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    grouped: bool,
+) -> Tensor:
+    """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
+    dtype = torch_dtype(query)
+    if dtype != torch.float16 and not (dtype == torch.bfloat16 and _is_sharp(query, key, beta, scale)):
+        folded = multiply(query, beta.unsqueeze(-1))
+        return attend(folded, key, value, mask, dropout_p, is_causal, scale, grouped)
+    wide = (query.float() * beta.unsqueeze(-1), key.float(), value.float())
+    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():
+        return attend(*wide, mask, dropout_p, is_causal, scale, grouped).to(dtype)
+
+
+def torch_dtype(query: Tensor) -> torch.dtype:
+    """The dtype in which torch's attention computes: autocast decides, where it is on."""
+    return torch.get_autocast_dtype(query.device.type) if _autocasts(query) else query.dtype
+
+
+def _autocasts(query: Tensor) -> bool:
+    kind = query.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype != torch.float64
+
+
+def _is_sharp(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> bool:
+    """Whether logits are so large that rounding β·q changes them by more than torch's own roundings do.
+
+    That change is the eps of the dtype times the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of
+    q and k.
+    """
+    if query.device.type != "cpu" or is_watched() or not query.numel() or not key.numel():
+        return False
+    with torch.no_grad():
+        sizes = [float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel()) for x in (query, key)]
+        largest = float(torch.linalg.vector_norm(beta, ord=math.inf))
+    return largest * sizes[0] * sizes[1] * math.sqrt(key.shape[-1]) * abs(scale) > SHARPEST_ROUNDED
 
 
 def attend(
@@ -61,7 +115,15 @@ def attend(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
         grouped = False
     return torch_attention()(
-        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
+        enable_gqa=True if grouped else False,  # noqa: SIM210
     )
 
 
@@ -71,18 +133,6 @@ def torch_attention() -> Callable[..., Tensor]:
     while function is not TORCH_ATTENTION and hasattr(function, "replaces"):
         function = function.replaces
     return function
-
-
-def fold(query: Tensor, beta: Tensor, scale: float, peak: float) -> tuple[Tensor, float]:
-    """The query [B, H, Tq, D] times β [B|1, H|1, Tq] and the scale that goes with it: their product is q·β·scale.
-
-    In fp16 the query is also divided by a power of two that covers the policy's β, and the scale multiplied by it,
-    both exactly: so β·q overflows only where q does.
-    """
-    if query.dtype != torch.float16:
-        return multiply(query, beta.unsqueeze(-1)), scale
-    cover = 2.0 ** math.ceil(math.log2(max(1.0, peak)))
-    return multiply(query, (beta / cover).unsqueeze(-1)), scale * cover
 
 
 def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | None, bool]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.context import shown
+from attnscale.scratch import is_watched
+from attnscale.temperature import mark_counted
 
 # A model has a few masks: full and sliding, encoder, decoder and cross attention.
 _REMEMBERED = 8
@@ -39,15 +41,15 @@ def visible_keys_of(mask: Tensor, module: nn.Module) -> Tensor:
     The module that counted first counts again when it comes back, which is the next forward: a mask that was changed
     in place meanwhile is noticed, also in inference mode, where tensors have no version.
     """
-    if torch.compiler.is_compiling():
-        return count(mask)  # equal counts of a graph become one
+    if is_watched():
+        return count(mask)  # in a compiled graph equal counts become one
     version = -1 if mask.is_inference() else mask._version
     for entry in _memory.entries:
         if entry.mask() is mask and entry.version == version and entry.module() is not module:
             return entry.visible
-    # A tensor of inference mode has no version, without which β of these lengths could not be remembered.
+    # An ordinary tensor, as a forward outside of inference mode may be given the same mask.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        entry = Counted(weakref.ref(mask), version, weakref.ref(module), count(mask))
+        entry = Counted(weakref.ref(mask), version, weakref.ref(module), mark_counted(count(mask)))
     kept = [old for old in _memory.entries if old.mask() is not None and old.mask() is not mask]
     _memory.entries = [entry, *kept[: _REMEMBERED - 1]]
     return entry.visible

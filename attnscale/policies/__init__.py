@@ -1,7 +1,7 @@
 """Temperature policies: from the number of visible keys to β."""
 
 from attnscale.policies.base import FormulaPolicy, LengthPolicy, Policy, UniformPolicy
-from attnscale.policies.build import POLICIES, STATELESS, PolicySpec, build_policy, build_policy_for
+from attnscale.policies.build import POLICIES, STATELESS, PolicySpec, build_policy, build_policy_for, register_policy
 
 __all__ = [
     "POLICIES",
@@ -13,4 +13,5 @@ __all__ = [
     "UniformPolicy",
     "build_policy",
     "build_policy_for",
+    "register_policy",
 ]

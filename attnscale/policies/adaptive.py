@@ -37,7 +37,7 @@ class ScorePolicy(LengthPolicy):
         raise ArgumentError(f"policy {self.name!r} cannot be called with lengths alone: it needs the scores of a row")
 
     def longest_beta(self) -> float:
-        return 1.0
+        return 1.0  # of no length: `from_stats` bounds it
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -144,7 +144,7 @@ class GapAdaptive(ScorePolicy):
         if self.scope == "row":
             return self._bounded(self._r * scale)
         self._learn(stats.visible, scale)
-        return self.formula(stats.visible[:, :1], stats.visible[:, :1])
+        return self.formula(stats.visible, stats.visible)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         if self.scope == "row":
@@ -185,6 +185,7 @@ def inverse_zeta(value: float) -> float:
     low, high = 1.0, 64.0
     for _ in range(80):
         middle = (low + high) / 2
-        zeta = float(torch.special.zeta(torch.tensor(middle, dtype=torch.float64), torch.tensor(1.0)))
+        # On the host whatever the default device: a policy may be built under torch.device("meta").
+        zeta = float(torch.special.zeta(torch.tensor(middle, dtype=torch.float64, device="cpu"), 1.0))
         low, high = (middle, high) if zeta > value else (low, middle)
     return high

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.config import write_yaml
-from attnscale.errors import reject, reject_type
+from attnscale.errors import FrozenPolicyError, reject, reject_type
 
-# Context length at which a policy's β is taken to choose the fp16 headroom of the sdpa backend.
+# A policy whose β is not finite at this length is refused when it is built.
 LONGEST_USUAL_CONTEXT = 2**20
 
 # No length is longer: int64 arithmetic on lengths cannot overflow below it.
@@ -25,17 +26,14 @@ LONGEST_CONTEXT = 2**62
 class Policy(Protocol):
     """The part of a policy that attention relies on; `LengthPolicy` is the base class that provides it.
 
-    `uniform` is β as a plain number where it is the same for every row there can be, else None. `peak` is a β that
-    rows of ordinary length do not exceed. `needs_query` says that the call takes the queries too.
+    `uniform` is β as a plain number where it is the same for every row there can be, else None. `needs_query` says that
+    the call takes the queries too.
     """
 
     needs_query: ClassVar[bool]
 
     @property
     def uniform(self) -> float | None: ...
-
-    @property
-    def peak(self) -> float: ...
 
     def __call__(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor: ...
 
@@ -46,8 +44,12 @@ class LengthPolicy(nn.Module):
 
     Calling it takes the number of visible keys as an int or an integer tensor of any shape, optionally the 0-based
     absolute positions (else position = n − 1), and returns fp32 β that broadcasts with them. Per-head policies put the
-    head axis at −2, so n has to have it: n [B, 1, Tq] gives β [B, H, Tq]. Rows without a
-    key count as n = 1.
+    head axis at −2, so n has to have it: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as
+    n = 1.
+
+    Fields cannot be changed after construction, because `validate` checked them and may have derived other values from
+    them: build a new policy, for instance with `dataclasses.replace`. Parameters, buffers and submodules are those of
+    any `nn.Module`.
 
     >>> from attnscale import build_policy
     >>> build_policy("log")(torch.tensor([1, 2, 1000]))
@@ -58,15 +60,31 @@ class LengthPolicy(nn.Module):
     needs_query: ClassVar[bool] = False
     uses_position: ClassVar[bool] = False  # whether `formula` reads the position
 
-    peak: float = dataclasses.field(init=False)
-
     def __post_init__(self) -> None:
         # Plain fields were set before this, which nn.Module allows; parameters may be set only after it.
         nn.Module.__init__(self)
         self.validate()
-        self.peak = self.longest_beta()
-        if not math.isfinite(self.peak):
+        if not math.isfinite(self.longest_beta()):
             reject("policy", self, f"parameters whose β is finite in fp32 at {LONGEST_USUAL_CONTEXT} keys")
+        self._is_built = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_built" in self.__dict__:
+            self._refuse_change(name, f"{name}={value!r}")
+        super().__setattr__(name, value)
+        self.__dict__.pop("_identity", None)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_change(name, f"deleting {name}")
+        super().__delattr__(name)
+        self.__dict__.pop("_identity", None)
+
+    def _refuse_change(self, name: str, what: str) -> None:
+        if any(field.init and field.name == name for field in dataclasses.fields(self)):
+            raise FrozenPolicyError(
+                f"{what} is not accepted by a finished {type(self).__name__}: its fields are fixed; build a new one "
+                f"with build_policy, or with dataclasses.replace(policy, {name}=...)"
+            )
 
     def validate(self) -> None:
         """Raise if a field cannot be used. Called once, on construction."""
@@ -81,8 +99,9 @@ class LengthPolicy(nn.Module):
         return None
 
     def longest_beta(self) -> float:
-        """β at 2²⁰ keys: what the fp16 path must be able to multiply q by without overflow. Kept as `peak`."""
-        return float(self(LONGEST_USUAL_CONTEXT))
+        """β at 2²⁰ keys as far as construction can know it; a policy where it is not finite is refused."""
+        beta: Tensor = self(LONGEST_USUAL_CONTEXT).detach()
+        return 1.0 if beta.is_meta else float(beta.abs().max())
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
         """β in fp32 for n visible keys; see the class."""
@@ -105,7 +124,18 @@ class LengthPolicy(nn.Module):
 
 
 class FormulaPolicy(LengthPolicy):
-    """Base of the policies whose β is a function of n, position and the fields alone: attention may remember it."""
+    """Base of the policies whose β is a function of n, position and plain attributes alone: attention may remember it.
+
+    The memory is keyed by `identity`, so that policies of the same class with the same attributes share it.
+    """
+
+    @property
+    def identity(self) -> Hashable | None:
+        """What β depends on besides n and position; None where that is not plain data, and β must not be remembered."""
+        state = self.__dict__
+        if "_identity" not in state:
+            state["_identity"] = _identity(self)
+        return state["_identity"]  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -122,6 +152,24 @@ class UniformPolicy(FormulaPolicy):
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return torch.full_like(n, self.value(), dtype=torch.float64 if _has_float64(n) else torch.float32)
+
+
+def _identity(policy: LengthPolicy) -> Hashable | None:
+    """The class itself, as a name may be used twice, and every attribute with its type: 1, 1.0 and True differ.
+
+    Attributes enter as text, whose hash Python keeps, and in which 0.0 and −0.0 differ.
+    """
+    state = policy.__dict__
+    if any(state[kind] for kind in ("_parameters", "_buffers", "_modules")):
+        return None
+    values = {name: value for name, value in state.items() if name not in _MODULE_STATE}
+    if not all(value is None or isinstance(value, (bool, int, float, str)) for value in values.values()):
+        return None
+    return type(policy), repr([(name, type(value), value) for name, value in values.items()])
+
+
+# What nn.Module keeps in every instance; `training` is an attribute like any other that a formula may read.
+_MODULE_STATE = frozenset(nn.Module().__dict__) - {"training"}
 
 
 def real(x: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from attnscale.config import read_yaml
-from attnscale.errors import ArgumentError, reject_type
+from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import adaptive, laws, learned, per_head, published
 from attnscale.policies.base import LengthPolicy, Policy
 
@@ -51,14 +51,56 @@ POLICIES: dict[str, type[LengthPolicy]] = {
 }
 
 
-def _needs_argument(kind: type[LengthPolicy]) -> bool:
-    return any(field.init and field.default is dataclasses.MISSING for field in dataclasses.fields(kind))
+# Classes that `register_policy` was given.
+_REGISTERED: dict[str, type[LengthPolicy]] = {}
+
+# How the name of a policy file ends.
+_FILES = (".yaml", ".yml")
+
+
+def _required(kind: type[LengthPolicy]) -> list[str]:
+    """The fields of a policy that have no default."""
+    missing = dataclasses.MISSING
+    fields = (field for field in dataclasses.fields(kind) if field.init)
+    return [field.name for field in fields if field.default is missing and field.default_factory is missing]
 
 
 # Names that stand for one policy without further arguments. What learns needs at least its number of heads.
-STATELESS: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if not _needs_argument(kind))
+STATELESS: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if not _required(kind))
 
 PolicySpec = str | Path | Mapping[str, Any] | Policy
+Kind = TypeVar("Kind", bound=type[LengthPolicy])
+
+
+def register_policy(kind: Kind) -> Kind:
+    """Make a `LengthPolicy` class of your own known by its `name`, in Python, mappings, YAML files and checkpoints.
+
+    A call or a decorator; registering the same class again changes nothing. A process that reads such a file or
+    checkpoint has to register the class first.
+
+    >>> import torch
+    >>> from dataclasses import dataclass
+    >>> from attnscale import LengthPolicy, build_policy, register_policy
+    >>> @register_policy
+    ... @dataclass(eq=False, repr=False, kw_only=True)
+    ... class FourthRoot(LengthPolicy):
+    ...     name = "fourth_root"
+    ...     gamma: float = 1.0
+    ...
+    ...     def formula(self, n, position):
+    ...         return self.gamma * n.double() ** 0.25
+    >>> build_policy("fourth_root", gamma=2.0).to_dict()
+    {'name': 'fourth_root', 'gamma': 2.0}
+    """
+    if not isinstance(kind, type) or not issubclass(kind, LengthPolicy):
+        reject_type("policy", kind, "a subclass of attnscale.LengthPolicy")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name or name.endswith(_FILES):
+        reject("name", name, f"a class attribute `name` of {kind.__name__}: a string that is not the name of a file")
+    taken = POLICIES.get(name) or _REGISTERED.setdefault(name, kind)
+    if taken is not kind:
+        reject("name", name, f"a name of its own for {kind.__name__}: {taken.__module__}.{taken.__qualname__} has it")
+    return kind
 
 
 def build_policy(spec: PolicySpec, **parameters: Any) -> Policy:
@@ -71,7 +113,7 @@ def build_policy(spec: PolicySpec, **parameters: Any) -> Policy:
     >>> build_policy({"name": "log", "reference_length": 2048}, floor=True)(1024).item()
     1.0
     """
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml"))):
+    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(_FILES)):
         spec = read_yaml(spec)
     if isinstance(spec, str):
         return _build(spec, parameters)
@@ -95,21 +137,22 @@ def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **param
     >>> build_policy_for("ssmax", num_heads=8, head_dim=64)
     SSMax(num_heads=8, reference_length=2048, init=None, bias=False)
     """
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml"))):
+    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(_FILES)):
         spec = read_yaml(spec)
     name = spec.get("name") if isinstance(spec, Mapping) else spec
-    if not isinstance(name, str) or name not in POLICIES:
+    kind = _find(name)
+    if kind is None:
         return copy.deepcopy(build_policy(spec, **parameters))
     given = set(parameters) | (set(spec) if isinstance(spec, Mapping) else set())
-    fields = {field.name for field in dataclasses.fields(POLICIES[name])}
+    fields = {field.name for field in dataclasses.fields(kind)}
     shape = {"num_heads": num_heads, "head_dim": head_dim}
     return build_policy(spec, **{key: shape[key] for key in shape if key in fields and key not in given}, **parameters)
 
 
 def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
-    kind = POLICIES.get(name) if isinstance(name, str) else None
+    kind = _find(name)
     if kind is None:
-        close = difflib.get_close_matches(str(name), POLICIES, n=1)
+        close = difflib.get_close_matches(str(name), (*POLICIES, *_REGISTERED), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(f"policy={name!r} is not accepted: expected one of {_names()}.{hint}")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
@@ -119,7 +162,7 @@ def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
             f"parameter {unknown[0]!r} (value {parameters[unknown[0]]!r}) is not accepted by policy {name!r}: "
             f"it takes {', '.join(fields) or 'no parameters'}"
         )
-    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in parameters]
+    missing = [key for key in _required(kind) if key not in parameters]
     if missing:
         raise ArgumentError(f"policy {name!r} needs {', '.join(missing)}: it takes {', '.join(fields)}")
     for key, value in parameters.items():
@@ -128,5 +171,11 @@ def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
     return kind(**parameters)
 
 
+def _find(name: object) -> type[LengthPolicy] | None:
+    if not isinstance(name, str):
+        return None
+    return POLICIES.get(name) or _REGISTERED.get(name)
+
+
 def _names() -> str:
-    return ", ".join(POLICIES)
+    return ", ".join((*POLICIES, *_REGISTERED))

@@ -57,7 +57,7 @@ class SSMax(LengthPolicy):
         return beta if self.b is None else beta + self.b[:, None]
 
     def longest_beta(self) -> float:
-        # From the start value: reading the parameters would wait for the device.
+        # From the start value: reading the parameters would synchronise, and on the meta device they have none.
         return abs(self._start()) * math.log(LONGEST_USUAL_CONTEXT)
 
     def _start(self) -> float:

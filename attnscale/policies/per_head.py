@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,20 @@ from attnscale.policies.base import LengthPolicy, check_length
 from attnscale.ranges import read_range
 
 
+class Run(NamedTuple):
+    """Neighbouring heads: `length` of them, from `start` on."""
+
+    start: int
+    length: int
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class PerHead(LengthPolicy):
     """`default` for all heads but those in `heads`, which maps ranges such as "0-3" to policies of their own.
 
     Policies are given as names or mappings; one that learns gets as many heads as it has here. Policies that read
-    queries or scores cannot be mixed by head.
+    queries or scores cannot be mixed by head. Where n differs between heads, [B, H, Tq], each policy is given that of
+    its own heads.
 
     >>> from attnscale import build_policy
     >>> policy = build_policy("per_head", num_heads=3, heads={"1-2": {"name": "log", "reference_length": 64}})
@@ -33,7 +42,7 @@ class PerHead(LengthPolicy):
     uses_position = True
     num_heads: int
     default: Any = "constant"
-    heads: Mapping[str, Any] = field(default_factory=dict)
+    heads: Mapping[str, Any]
 
     def validate(self) -> None:
         check_length("num_heads", self.num_heads, least=1)
@@ -41,6 +50,8 @@ class PerHead(LengthPolicy):
             reject_type("heads", self.heads, "a mapping of ranges such as '0-3' to policies")
         if not isinstance(self.default, (str, Mapping)):
             reject_type("default", self.default, "the name of a policy, or a mapping with its name and parameters")
+        # A copy, so that what `to_dict` gives stays what was built.
+        self.default, self.heads = copy.deepcopy(self.default), copy.deepcopy(dict(self.heads))
         owner: dict[int, str] = {}
         for given in self.heads:
             for head in read_range("heads", given):
@@ -53,7 +64,10 @@ class PerHead(LengthPolicy):
         self.parts = nn.ModuleList(self._part(spec, len(heads)) for heads, spec in groups)
         order = [head for heads, _ in groups for head in heads]
         self._sizes = [len(heads) for heads, _ in groups]
-        self._place = [order.index(head) for head in range(self.num_heads)]
+        # Slices in place of an index: a list of ints would be copied to the device by every call, and a buffer would
+        # be lost by models that are built on the meta device.
+        self._heads_of_parts = [runs(heads) for heads, _ in groups]
+        self._parts_in_order = runs([order.index(head) for head in range(self.num_heads)])
 
     def _part(self, spec: Any, heads: int) -> LengthPolicy:
         from attnscale.policies.build import build_policy_for  # which knows this class
@@ -66,16 +80,45 @@ class PerHead(LengthPolicy):
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         rows = torch.broadcast_shapes(n.shape, position.shape)[-1:]  # type: ignore[no-untyped-call]
         parts = []
-        for part, heads in zip(self._policies(), self._sizes, strict=True):
-            beta = part.formula(n, position)
+        for part, size, heads in zip(self._policies(), self._sizes, self._heads_of_parts, strict=True):
+            beta = part.formula(self._of(n, heads), self._of(position, heads))
             beta = beta if beta.dim() > 1 else beta.reshape(1, -1)
-            parts.append(beta.expand(*beta.shape[:-2], heads, *(rows or (1,))))
+            parts.append(beta.expand(*beta.shape[:-2], size, *(rows or (1,))))
         lead = torch.broadcast_shapes(*(beta.shape[:-2] for beta in parts))  # type: ignore[no-untyped-call]
         parts = [beta.expand(*lead, *beta.shape[-2:]) for beta in parts]
-        return torch.cat(parts, -2)[..., self._place, :]
+        return take(torch.cat(parts, -2), self._parts_in_order)
 
     def longest_beta(self) -> float:
-        return max(part.peak for part in self._policies())
+        return max(part.longest_beta() for part in self._policies())
+
+    def _of(self, n: Tensor, heads: Sequence[Run]) -> Tensor:
+        """The lengths or positions of some heads: all of them where heads share them."""
+        if n.dim() < 2 or n.shape[-2] == 1:
+            return n
+        if n.shape[-2] != self.num_heads:
+            reject("n or positions", list(n.shape), f"[..., 1, Tq], or [..., {self.num_heads}, Tq] with one n per head")
+        return take(n, heads)
 
     def _policies(self) -> list[LengthPolicy]:
         return [part for part in self.parts if isinstance(part, LengthPolicy)]
+
+
+def runs(heads: Sequence[int]) -> list[Run]:
+    """The fewest runs that give these heads in their order.
+
+    >>> runs([4, 5, 6, 0])
+    [Run(start=4, length=3), Run(start=0, length=1)]
+    """
+    found: list[Run] = []
+    for head in heads:
+        if found and head == found[-1].start + found[-1].length:
+            found[-1] = found[-1]._replace(length=found[-1].length + 1)
+        else:
+            found.append(Run(head, 1))
+    return found
+
+
+def take(x: Tensor, heads: Sequence[Run]) -> Tensor:
+    """Some heads of a tensor [..., H, T], by slices: nothing is read from the host."""
+    slices = [x.narrow(-2, run.start, run.length) for run in heads]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, -2)

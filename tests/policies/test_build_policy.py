@@ -57,7 +57,6 @@ def test_a_policy_of_your_own_is_returned_as_it_is() -> None:
     class Own:
         needs_query = False
         uniform = None
-        peak = 1.0
 
         def __call__(self, n: object, *, positions: object = None, query: object = None) -> torch.Tensor:
             return torch.ones(())
@@ -149,7 +148,7 @@ def test_an_unknown_parameter_lists_what_is_accepted(name: str) -> None:
         assert (f" {field.name}" in message) == field.init
 
 
-@pytest.mark.parametrize("parameter", ["peak", "training", "_f_reference", "name"])
+@pytest.mark.parametrize("parameter", ["_is_built", "training", "_f_reference", "name"])
 def test_what_a_policy_holds_inside_is_no_parameter(parameter: str) -> None:
     for spec in ("log", {"name": "log"}):
         with pytest.raises(

@@ -94,7 +94,7 @@ def test_ssmax_starts_with_beta_one_at_its_reference_length(reference_length: in
 def test_ssmax_starts_at_init_where_given() -> None:
     policy = build_policy("ssmax", num_heads=2, init=0.43)
     assert policy.s.tolist() == pytest.approx([0.43, 0.43])
-    assert policy.peak == pytest.approx(0.43 * math.log(2**20))
+    assert policy.longest_beta() == pytest.approx(0.43 * math.log(2**20))
 
 
 def test_ssmax_has_a_bias_only_where_asked() -> None:
@@ -289,7 +289,7 @@ def test_every_parameter_is_trained_and_nothing_else_is_stored(name: str) -> Non
     assert all(parameter.requires_grad for parameter in parameters.values())
     assert all(parameter.shape[0] == policy.num_heads for parameter in parameters.values())
     assert policy.uniform is None
-    assert policy.peak > 0
+    assert policy.longest_beta() > 0
 
 
 @learned

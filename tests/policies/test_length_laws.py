@@ -218,9 +218,9 @@ def test_uniform_is_beta_or_none(name: str) -> None:
 
 
 @every_fixed_policy
-def test_peak_is_beta_at_a_million_keys(name: str) -> None:
+def test_the_longest_beta_is_that_of_a_million_keys(name: str) -> None:
     policy = build(name)
-    assert policy.peak == policy(2**20).item()
+    assert policy.longest_beta() == policy(2**20).item()
 
 
 @pytest.mark.parametrize("argument", ["n", "positions"])

@@ -1,0 +1,141 @@
+"""Number 5: in float16 and bfloat16 every policy keeps within three times torch's own error, at every size of q."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from catalogue import ARGUMENTS, build
+from oracle import assert_within_budget, differentiate, exact, tensors, torch_error, visibility
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnscale import attention_with_stats, build_policy, explain_dispatch, scaled_dot_product_attention
+from attnscale.policies import Policy
+
+LENGTH, HEADS = 48, 4
+SIZES = {torch.float16: (1e-4, 1e-2, 1.0, 100.0, 1e4, 2e4), torch.bfloat16: (1e-4, 1.0, 1e4, 1e30)}
+
+
+def inputs(dtype: torch.dtype, size: float, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of a size, and keys with which scores are of order one."""
+    shape = (2, HEADS, LENGTH, head_dim)
+    q, k, v = tensors(shape, shape)
+    return (q.clamp(-3, 3) * size).to(dtype), (k.clamp(-3, 3) / size).to(dtype), v.to(dtype)
+
+
+def trained(name: str, size: float) -> Policy:
+    """A policy of the catalogue, with parameters as training may leave them: far from where they began."""
+    policy = build(name)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            generator = torch.Generator().manual_seed(parameter.numel())
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.mul_(0.2 / size if name == "asentmax" else 3.0)
+    return policy
+
+
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_outputs_keep_within_the_budget_from_tiny_queries_to_the_overflow(name, dtype):
+    head_dim = 16 if name == "asentmax" else 32
+    # Torch's own error does not depend on the size of q, as long as β·q stays within the dtype: it does at size one.
+    q, k, v = inputs(dtype, 1.0, head_dim)
+    own = torch_error(q, k, v, _beta(q, k, v, trained(name, 1.0)), visibility(LENGTH, LENGTH, causal=True))
+    for size in SIZES[dtype]:
+        q, k, v = inputs(dtype, size, head_dim)
+        kwargs = {"is_causal": True, "policy": trained(name, size)}
+        with torch.no_grad():
+            out = scaled_dot_product_attention(q, k, v, **kwargs)
+            true = scaled_dot_product_attention(q.double(), k.double(), v.double(), backend="reference", **kwargs)
+        assert_within_budget({"out": out}, {"out": true}, own, times=3)
+
+
+@torch.no_grad()
+def _beta(q: Tensor, k: Tensor, v: Tensor, policy: Policy) -> Tensor:
+    """β of each row, read off its largest logit."""
+    q, k, v = q.double(), k.double(), v.double()
+    largest = attention_with_stats(q, k, v, is_causal=True, policy=policy).stats.max_logit
+    scores, hidden = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1]), ~visibility(LENGTH, LENGTH, causal=True)
+    beta = largest / scores.masked_fill(hidden, -math.inf).amax(-1)
+    # Where β is negative, the largest logit belongs to the smallest score.
+    return torch.where(beta > 0, beta, largest / scores.masked_fill(hidden, math.inf).amin(-1))
+
+
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["log", "power", "sphere", "ssmax", "gap_adaptive", "entropy_adaptive", "per_head"])
+@pytest.mark.parametrize("size", [1e-2, 1e2])
+def test_gradients_do_too(name, dtype, size):
+    q, k, v = inputs(dtype, size, 32)
+    kwargs = {"is_causal": True, "policy": trained(name, size)}
+    own = torch_error(q, k, v, _beta(q, k, v, kwargs["policy"]), visibility(LENGTH, LENGTH, causal=True))
+    ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
+    assert_within_budget(ours, exact(q, k, v, **kwargs), own, times=3)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [build_policy("sphere", head_dim=2), build_policy("power", exponent=1.5), build_policy("entropy_adaptive")],
+    ids=lambda policy: policy.name,
+)
+def test_float16_is_finite_wherever_q_is(policy):
+    q, k, v = (x.half() for x in tensors((1, 2, 64, 8), (1, 2, 64, 8)))
+    for factor in (1e-4, 40_000.0):
+        large, small = (q * factor).clamp(-65_504, 65_504), k / factor
+        out = scaled_dot_product_attention(large, small, v, is_causal=True, policy=policy)
+        true = scaled_dot_product_attention(
+            large.double(), small.double(), v.double(), is_causal=True, policy=policy, backend="reference"
+        )
+        assert torch.isfinite(out).all()
+        assert (out - true).abs().max() < 0.01
+
+
+def test_training_after_building_is_followed():
+    q, k, v = (x.half() for x in tensors((1, 2, 64, 8), (1, 2, 64, 8)))
+    q, k = q * 20_000, k / 20_000
+    policy = build_policy("ssmax", num_heads=2)
+    with torch.no_grad():
+        policy.s.fill_(9.0)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, policy=policy)
+    true = scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, policy=policy, backend="reference"
+    )
+    assert (out - true).abs().max() < 0.01
+
+
+def test_autocast_to_float16_neither_overflows_nor_changes_the_dtype():
+    q, k, v = (x.float() for x in tensors((1, 2, 32, 8), (1, 2, 32, 8)))
+    q, k = q * 12_000, k / 12_000
+    with torch.autocast("cpu", torch.float16):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, policy="log")
+    assert out.dtype == torch.float16
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, policy="log")
+    assert (out - expected).abs().max() < 0.01
+
+
+def test_a_compiled_graph_keeps_the_range_too():
+    q, k, v = (x.half() for x in tensors((1, 2, 32, 8), (1, 2, 32, 8)))
+    q, k = q * 12_000, k / 12_000
+    attend = partial(scaled_dot_product_attention, is_causal=True, policy="log_squared")
+    graph = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(graph(q, k, v), attend(q, k, v), rtol=1e-3, atol=1e-3)
+
+
+def test_ordinary_bfloat16_is_not_widened(monkeypatch):
+    seen = []
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *x, **y: seen.append(q.dtype) or own(q, *x, **y))
+    q, k, v = (x.bfloat16() for x in tensors((1, 2, 32, 8), (1, 2, 32, 8)))
+    scaled_dot_product_attention(q, k, v, is_causal=True, policy="log")
+    scaled_dot_product_attention(100 * q, k, v, is_causal=True, policy="log")
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_other_devices_prefer_a_kernel_that_applies_beta_in_float32():
+    q = torch.empty(1, 2, 8, 16, device="meta", dtype=torch.float16)
+    half = explain_dispatch(q, q, q, is_causal=True, policy="log")
+    assert [verdict.backend for verdict in half.verdicts][:2] == ["triton", "sdpa"]
+    q = q.bfloat16()
+    assert explain_dispatch(q, q, q, is_causal=True, policy="log").verdicts[0].backend == "sdpa"
