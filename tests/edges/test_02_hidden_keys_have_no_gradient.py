@@ -1,4 +1,4 @@
-"""A key that a row may not see takes part in no product, forward or backward, whatever it holds and whatever hides it."""
+"""A key that a row may not see takes part in no product, forward or backward, whatever it holds or hides it."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Calls without heads, dimensions, rows or keys, on the meta device and under autocast do what torch's attention does."""
+"""Calls without heads, dimensions, rows or keys, on the meta device and under autocast do what those of torch do."""
 
 import itertools
 
@@ -85,12 +85,11 @@ def test_the_statistics_of_an_empty_call_are_those_of_the_reference(shapes, requ
 @empty
 def test_the_kernels_take_an_empty_call_or_refuse_it(shapes):
     mine, theirs = inputs(shapes), inputs(shapes)
-    try:
-        out = scaled_dot_product_attention(*mine, policy="log", backend="triton")
-    except BackendError as error:
-        assert shapes[0][1] == 0, error
-        assert "one head or more" in str(error)
+    if shapes[0][1] == 0:
+        with pytest.raises(BackendError, match="one head or more"):
+            scaled_dot_product_attention(*mine, policy="log", backend="triton")
         return
+    out = scaled_dot_product_attention(*mine, policy="log", backend="triton")
     expected = F.scaled_dot_product_attention(*theirs)
     for a, b in zip(with_gradients(out, mine), with_gradients(expected, theirs), strict=True):
         torch.testing.assert_close(a, b)
