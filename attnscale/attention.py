@@ -150,18 +150,27 @@ def attention_with_stats(
     return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
 
 
-def attention_through(tap: Tap | None, weights: Tensor | None = None) -> Callable[..., Tensor]:
+def attention_through(
+    tap: Tap | None, weights: Tensor | None = None, *, own_keys: bool | None = None
+) -> Callable[..., Tensor]:
     """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
 
-    With weights [..., H, Tq, Tk] that are known already, these times the value.
+    With weights [..., H, Tq, Tk] that are known already, these times the value. `own_keys` says whether queries and
+    keys are made of the same tokens, which a listener asks; None where the caller does not know.
     """
     if tap is None or not tap.open:
         return scaled_dot_product_attention if weights is None else lambda _, __, value, **___: weights @ value
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         layout, call, backend, _ = _bind(*args, **kwargs)
-        run = (lambda call: dispatch.run(call, backend)) if weights is None else (lambda call: weights @ call.value)
-        return layout.restore(listen(tap, call, run))
+
+        def run(heard: AttentionCall) -> Tensor:
+            if weights is not None:
+                return weights @ heard.value
+            return dispatch.run(replace(heard, context=call.context), backend)
+
+        told = replace(call, context=call.context.with_own_slots(own_keys))
+        return layout.restore(listen(tap, told, run))
 
     return attend
 

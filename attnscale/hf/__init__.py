@@ -7,16 +7,19 @@ try:
 except ImportError as error:
     raise MissingDependencyError("attnscale.hf needs transformers: pip install 'attnscale[hf]'") from error
 
-from attnscale.diagnostics.discovery import add_finder
+from attnscale.diagnostics.discovery import add_finder, add_opener
 from attnscale.hf.callback import AttnScaleCallback
 from attnscale.hf.checkpoint import load
 from attnscale.hf.inspection import Inspection, inspect
 from attnscale.hf.interface import register
+from attnscale.hf.listening import mark_cross_attention, open_stock_attention
 from attnscale.hf.patch import Handle, apply
 from attnscale.hf.plan import Plan, read_plan
 from attnscale.hf.sites import find_sites
 
 register()
 add_finder(find_sites)
+add_finder(mark_cross_attention)
+add_opener(open_stock_attention)
 
 __all__ = ["AttnScaleCallback", "Handle", "Inspection", "Plan", "apply", "inspect", "load", "read_plan"]
