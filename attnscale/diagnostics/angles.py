@@ -11,9 +11,7 @@ from torch import Tensor
 from attnscale.backends.call import AttentionCall
 
 
-def angle_parts(
-    calls: Sequence[AttentionCall], outs: Sequence[Tensor], seeing: Tensor
-) -> tuple[Tensor, Tensor]:
+def angle_parts(calls: Sequence[AttentionCall], outs: Sequence[Tensor], seeing: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs [B, H, R, Dv] of calls
     of one kin; each [N, B, H]. Rows count where `seeing` [N, B, H, R] is True: those that see a key.
 
@@ -21,7 +19,7 @@ def angle_parts(
     Both are 0 where there are no two rows, or a row has no slot of its own among the keys, as across sequences.
     """
     group, values = calls[0].group, torch.stack([_own_values(call) for call in calls])
-    shared = seeing.unflatten(2, (-1, group)).any(3)  # by the rows of a head of k
+    shared = seeing.view(*seeing.shape[:2], -1, group, seeing.shape[3]).any(3)  # by the rows of a head of k
     before, after = _spread(values, shared).repeat_interleave(group, dim=2), _spread(torch.stack(list(outs)), seeing)
     known = ~(before.isnan() | after.isnan())
     return torch.where(known, before, 0.0), torch.where(known, after, 0.0)

@@ -25,7 +25,7 @@ def add_finder(finder: Finder) -> None:
 
 
 def add_opener(opener: Opener) -> None:
-    """Let `open_attention` know how another kind of model is made listenable: by a change that is undone with the stack.
+    """Let `open_attention` know how another kind of model is made listenable, by a change that the stack undoes.
 
     An opener is asked where a model has no attention of attnscale's. It returns paths and modules as finders do,
     nothing where the model is none of its kind, and raises where it is one that it cannot help.

@@ -30,7 +30,7 @@ def padding_rows(context: Context) -> Tensor | None:
 
 
 def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
-    """The same call, but rows that are padding see no key, which keeps them out of every aggregate; and `padding_rows`."""
+    """The same call with no visible key for padding rows, so that no aggregate contains them; and `padding_rows`."""
     context = call.context
     rows = padding_rows(context)
     if rows is None:

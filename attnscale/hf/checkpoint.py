@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from attnscale.errors import ArgumentError, reject
+from attnscale.hf.loading import policies_expected
 from attnscale.hf.patch import Handle, apply
 from attnscale.hf.sites import CHILD
 from attnscale.optional import need
@@ -41,7 +42,8 @@ def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, 
             f"path={str(path)!r} is not accepted: its config.json has no 'attnscale'; use from_pretrained"
         )
     kind = model_class or getattr(transformers, (config.architectures or ["AutoModel"])[0])
-    model: PreTrainedModel = kind.from_pretrained(folder, **arguments)
+    with policies_expected(kind, config):
+        model: PreTrainedModel = kind.from_pretrained(folder, **arguments)
     handle = apply(model, **(described if "policy" in described else {"policy": described}))
     wanted = [name for name in model.state_dict() if f".{CHILD}." in f".{name}"]
     learned = read_learned(folder, model) if wanted else {}

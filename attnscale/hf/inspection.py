@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from attnscale.errors import ArgumentError, reject
+from attnscale.hf.advice import check_order, instead, instead_of_sparse
 from attnscale.hf.existing import find_existing
+from attnscale.hf.listening import is_listened_to
 from attnscale.hf.patch import Layers, OnExisting, select
 from attnscale.hf.plan import Plan, read_plan
 from attnscale.hf.sites import CHILD, has_site
@@ -111,6 +113,7 @@ def inspect(
         reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         reject("lengths", lengths, "at least one int >= 1")
+    check_order(model, policy)
     found = survey(model)
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
@@ -122,7 +125,8 @@ def inspect(
     for layer in found:
         existing = tuple(one.description for one in find_existing(model, layer))
         if layer.path in chosen:
-            judged.append(LayerInspection(layer, existing, *_judge(layer, existing, plan, on_existing, lengths)))
+            verdict = _judge(layer, found, existing, plan, on_existing, lengths)
+            judged.append(LayerInspection(layer, existing, *verdict))
         else:
             why = _why_not(layer, layers, cross, towers)
             judged.append(LayerInspection(layer, existing, "left alone", why))
@@ -158,6 +162,7 @@ def _why_not(layer: AttentionLayer, layers: Layers, cross: bool, towers: str) ->
 
 def _judge(
     layer: AttentionLayer,
+    every: Sequence[AttentionLayer],
     existing: tuple[str, ...],
     plan: Plan | None,
     on_existing: OnExisting,
@@ -165,12 +170,14 @@ def _judge(
 ) -> tuple[Verdict, str]:
     """The verdict on a layer that the keywords select."""
     if not layer.routed:
-        return "refused", (
-            "computes attention itself; leave it out with layers=..., or call "
-            "attnscale.scaled_dot_product_attention in its forward"
-        )
+        refused = [other for other in every if not other.routed]
+        return "refused", f"computes attention itself; {instead(refused, every)}"
     if layer.sparse:
-        return "refused", "attends to keys that an indexer picks; leave it out with layers=..."
+        refused = [other for other in every if other.sparse]
+        return "refused", f"attends to keys that an indexer picks; {instead_of_sparse(refused, every)}"
+    if is_listened_to(layer.module):
+        told = "a Monitor listens to it"
+        return ("free", told) if plan is None else ("refused", f"{told}; close it, and attach a new one afterwards")
     if has_site(layer.module):
         policy: Any = layer.module._modules[CHILD].policy  # type: ignore[union-attr]
         has = _betas(policy, layer, lengths)

@@ -5,26 +5,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.advice import why_unlistened
+from attnscale.hf.advice import why_unheard
 from attnscale.hf.interface import SDPA, override_sdpa, restore_sdpa
 from attnscale.hf.sites import CHILD, has_site, remove_site
-from attnscale.hf.survey import AttentionLayer, survey, transformers_model
+from attnscale.hf.survey import AttentionLayer, holds_transformers_model, survey
 from attnscale.module import ScaledDotProductAttention
 
 log = logging.getLogger(__name__)
 
 
 class StockAttention(ScaledDotProductAttention):
-    """In an attention module while a monitor listens to it: plain attention, which is what the module asks for."""
+    """A child of an attention module while a monitor listens to it: plain attention, which is what the module asks for.
+
+    A copy of the model is not listened to, and gets None in its place.
+    """
 
     def __init__(self, cross: bool) -> None:
         super().__init__("constant")
         self.cross = cross
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def is_listened_to(module: nn.Module) -> bool:
@@ -34,7 +43,7 @@ def is_listened_to(module: nn.Module) -> bool:
 
 def mark_cross_attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Tell the sites of a model which of them attend across sequences; a finder that finds nothing itself."""
-    for layer in survey(model) if _is_of_transformers(model) else ():
+    for layer in survey(model) if holds_transformers_model(model) else ():
         site = layer.module._modules.get(CHILD)
         if isinstance(site, ScaledDotProductAttention):
             site.cross = layer.cross
@@ -47,14 +56,12 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     The name "sdpa" stays, and what is computed under it: a child is asked instead of transformers' own function, and
     calls torch's in the same way. Where a model has no such attention, this raises with what to do instead.
     """
-    if not _is_of_transformers(model):
+    if not holds_transformers_model(model):
         return {}
     layers = survey(model)
     heard = [layer for layer in layers if _can_be_heard(layer)]
     if not heard:
-        raise ArgumentError(
-            f"model={type(transformers_model(model)).__name__} is not accepted: {why_unlistened(layers)}"
-        )
+        raise ArgumentError(why_unheard(model, layers))
     deaf = [layer.path for layer in layers if not _can_be_heard(layer)]
     if deaf:
         log.warning("attnscale: %d of %d attention modules cannot be listened to: %s", len(deaf), len(layers), deaf)
@@ -72,7 +79,3 @@ def _can_be_heard(layer: AttentionLayer) -> bool:
     if not layer.routed or layer.sparse or has_site(layer.module):
         return False
     return bool(layer.config._attn_implementation == SDPA)
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(isinstance(module, PreTrainedModel) for module in model.modules())

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from attnscale.errors import ArgumentError, reject
+from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.hf.advice import OWN_ATTENTION, check_order, few, instead, instead_of_sparse, without_attention
 from attnscale.hf.existing import Existing, find_existing
 from attnscale.hf.interface import NAME, SDPA, override_sdpa, restore_sdpa
+from attnscale.hf.listening import is_listened_to
 from attnscale.hf.plan import Plan, read_plan
 from attnscale.hf.probe import Inputs
 from attnscale.hf.probe import probe as run_probe
 from attnscale.hf.sites import add_site, has_site, manage, release, remove_site
 from attnscale.hf.survey import AttentionLayer, survey, transformers_model
 from attnscale.policies import Policy, PolicySpec
-from attnscale.ranges import read_range
+from attnscale.ranges import read_range, write_range
 
-Layers = Literal["all", "full", "nope"] | str | Sequence[int]
+Layers = Literal["all", "full", "nope"] | str | int | Sequence[int]
 OnExisting = Literal["raise", "compose", "replace"]
 
 
@@ -76,7 +78,7 @@ def apply(
         policy: whatever `build_policy` takes, with its keywords; or a mapping or YAML file with `default`, `layers`
             ({"4-11": policy}) and `heads` ({"0-3": policy}).
         layers: "all"; "full", those without a sliding window; "nope", those without rotary embedding; a range such as
-            "4-11"; or numbers.
+            "4-11"; a number, or several.
         cross: also cross attention, whose n is the number of encoder states that a row sees.
         towers: "text", or "all" for vision and speech encoders too.
         on_existing: what to do where the model scales its logits by length already: "raise", "compose" (β comes on
@@ -85,6 +87,7 @@ def apply(
         probe: prove with a forward of four tokens that every module asks us; pass the model's inputs where they are
             not tokens, or False to go without.
     """
+    check_order(model, policy)
     plan = read_plan(policy, **parameters)
     chosen = select(model, layers=layers, cross=cross, towers=towers)
     _refuse(model, chosen)
@@ -114,7 +117,10 @@ def select(
     """The attention modules that `apply` would give a policy."""
     if towers not in ("text", "all"):
         reject("towers", towers, "'text' or 'all'")
-    every = [layer for layer in survey(model) if (cross or not layer.cross) and (towers == "all" or layer.text)]
+    found = survey(model)
+    if not found:
+        raise ArgumentError(without_attention(model))
+    every = [layer for layer in found if (cross or not layer.cross) and (towers == "all" or layer.text)]
     if layers == "all":
         chosen = every
     elif layers == "full":
@@ -122,39 +128,61 @@ def select(
     elif layers == "nope":
         chosen = [layer for layer in every if layer.rope is False]
     else:
-        numbers = read_range("layers", layers if isinstance(layers, str) else ",".join(map(str, layers)))
+        numbers = _numbers(layers)
         present = {layer.layer for layer in every}
-        missing = [number for number in numbers if number not in present]
-        if missing:
-            reject("layers", layers, f"'all', 'full', 'nope' or layers of this model, {min(present)}-{max(present)}")
+        if present and any(number not in present for number in numbers):
+            reject("layers", layers, f"'all', 'full', 'nope' or layers of this model, {write_range(sorted(present))}")
         chosen = [layer for layer in every if layer.layer in numbers]
     if not chosen:
         raise ArgumentError(
-            f"layers={layers!r} is not accepted: {type(model).__name__} has no such attention; "
-            "attnscale.hf.inspect(model) shows what it has"
+            f"layers={layers!r}, cross={cross}, towers={towers!r} are not accepted: together they select no attention "
+            f"of {type(transformers_model(model)).__name__}; attnscale.hf.inspect(model) shows what it has"
         )
     return chosen
+
+
+def _numbers(layers: str | int | Sequence[int]) -> list[int]:
+    """The layers that a number, several, or a range such as "4-11" names."""
+    if isinstance(layers, str):
+        return read_range("layers", layers)
+    given = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not given or any(isinstance(number, bool) or not isinstance(number, int) for number in given):
+        reject_type("layers", layers, "'all', 'full', 'nope', a number, several, or a range such as '4-11'")
+    return given
 
 
 def _refuse(model: nn.Module, chosen: list[AttentionLayer]) -> None:
     """Refuse what cannot be swapped, with what to do instead."""
     kind = type(transformers_model(model)).__name__
-    unrouted = [layer.path for layer in chosen if not layer.routed]
+    every = survey(model)
+    unrouted = [layer for layer in chosen if not layer.routed]
     if unrouted:
         raise ArgumentError(
-            f"model={kind} is not accepted: {_few(unrouted)} computes attention itself instead of asking transformers' "
-            "interface; leave it out with layers=..., or call attnscale.scaled_dot_product_attention in its forward"
+            f"model={kind} is not accepted: {_paths(unrouted)} {OWN_ATTENTION}; "
+            f"{instead([layer for layer in every if not layer.routed], every)}"
         )
-    sparse = [layer.path for layer in chosen if layer.sparse]
+    sparse = [layer for layer in chosen if layer.sparse]
     if sparse:
         raise ArgumentError(
-            f"model={kind} is not accepted: {_few(sparse)} attends to keys that an indexer picks, and would silently "
-            "attend to all of them; leave these layers out with layers=..."
+            f"model={kind} is not accepted: {_paths(sparse)} attends to keys that an indexer picks, and would silently "
+            f"attend to all of them; {instead_of_sparse([layer for layer in every if layer.sparse], every)}"
         )
-    applied = [layer.path for layer in chosen if has_site(layer.module)]
-    if applied:
+    applied = [layer for layer in every if has_site(layer.module)]
+    if any(is_listened_to(layer.module) for layer in applied):
         raise ArgumentError(
-            f"model={kind} is not accepted: {_few(applied)} has a policy already; handle.remove() first"
+            f"model={kind} is not accepted: a Monitor listens to it; close it, apply the policy, and attach a new one"
+        )
+    taken = {layer.path for layer in applied}
+    again = [layer for layer in chosen if layer.path in taken]
+    if again:
+        raise ArgumentError(
+            f"model={kind} is not accepted: {_paths(again)} has a policy already; handle.remove() first"
+        )
+    if applied:
+        first, second = (write_range(sorted({layer.layer for layer in group})) for group in (applied, chosen))
+        raise ArgumentError(
+            f"model={kind} is not accepted: {_paths(applied)} has a policy from another apply; handle.remove() first, "
+            f"and give both in one plan: apply(model, {{'layers': {{{first!r}: ..., {second!r}: ...}}}})"
         )
 
 
@@ -221,14 +249,14 @@ def _switch_off(found: Mapping[str, list[Existing]], undo: contextlib.ExitStack)
 
 
 def _prove(model: nn.Module, chosen: list[AttentionLayer], inputs: Inputs | None) -> None:
-    silent = [layer.path for layer in run_probe(model, chosen, inputs)]
+    silent = run_probe(model, chosen, inputs)
     if silent:
         kind = type(transformers_model(model)).__name__
         raise ArgumentError(
-            f"model={kind} is not accepted: a forward did not reach {_few(silent)}, which would stay without a policy; "
-            "leave it out with layers=..., or pass inputs that reach it as probe={...}"
+            f"model={kind} is not accepted: a forward did not reach {_paths(silent)}, which would stay without a "
+            "policy; leave it out with layers=..., or pass inputs that reach it as probe={...}"
         )
 
 
-def _few(paths: list[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+def _paths(layers: Sequence[AttentionLayer]) -> str:
+    return few([layer.path for layer in layers])

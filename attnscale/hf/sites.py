@@ -39,7 +39,7 @@ _managed: dict[int, Managed] = {}
 
 def has_site(module: nn.Module) -> bool:
     """Whether an attention has a policy of its own."""
-    return CHILD in module._modules
+    return module._modules.get(CHILD) is not None
 
 
 def add_site(module: nn.Module, policy: Policy) -> None:
