@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from attnscale.errors import ArgumentError, reject
+from attnscale.hf.attach import described_in, described_policies, is_pending
+from attnscale.hf.configs import NAME
 from attnscale.hf.existing import find_existing
-from attnscale.hf.patch import Layers, OnExisting, select
+from attnscale.hf.interface import is_asked
+from attnscale.hf.patch import Layers, OnExisting, build_policy_of, select
 from attnscale.hf.plan import Plan, read_plan
-from attnscale.hf.sites import CHILD, has_site
+from attnscale.hf.sites import has_site, site_at
 from attnscale.hf.survey import AttentionLayer, survey, transformers_model
 from attnscale.policies import Policy, PolicySpec
 from attnscale.ranges import write_range
@@ -118,11 +121,13 @@ def inspect(
     chosen = _chosen(model, layers, cross, towers)
     if plan is not None and chosen:
         plan.check(max(chosen.values()) + 1)
+    pending = described_policies(model) if is_pending(model) and described_in(model) is not None else {}
     judged = []
     for layer in found:
         existing = tuple(one.description for one in find_existing(model, layer))
         if layer.path in chosen:
-            judged.append(LayerInspection(layer, existing, *_judge(layer, existing, plan, on_existing, lengths)))
+            verdict, detail = _judge(layer, existing, plan, on_existing, lengths, pending.get(layer.path))
+            judged.append(LayerInspection(layer, existing, verdict, detail))
         else:
             why = _why_not(layer, layers, cross, towers)
             judged.append(LayerInspection(layer, existing, "left alone", why))
@@ -162,8 +167,9 @@ def _judge(
     plan: Plan | None,
     on_existing: OnExisting,
     lengths: Sequence[int],
+    pending: Policy | None = None,
 ) -> tuple[Verdict, str]:
-    """The verdict on a layer that the keywords select."""
+    """The verdict on a layer that the keywords select; `pending` is what it will get at its first forward."""
     if not layer.routed:
         return "refused", (
             "computes attention itself; leave it out with layers=..., or call "
@@ -171,15 +177,21 @@ def _judge(
         )
     if layer.sparse:
         return "refused", "attends to keys that an indexer picks; leave it out with layers=..."
-    if has_site(layer.module):
-        policy: Any = layer.module._modules[CHILD].policy  # type: ignore[union-attr]
+    if has_site(layer.module) or pending is not None:
+        policy = site_at(layer.module).policy if pending is None else pending
         has = _betas(policy, layer, lengths)
+        if pending is None and not is_asked(layer.module):
+            name = layer.config._attn_implementation
+            has += f", but is not asked for it: attn_implementation={name!r}, not {NAME!r}"
         return ("free", f"has {has}") if plan is None else ("refused", f"has {has} already; handle.remove() first")
     if plan is None:
         return "free", "takes a policy"
     if existing and on_existing == "raise":
         return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
-    policy = plan.build(layer.layer, num_heads=layer.num_heads or 1, head_dim=layer.head_dim or 1)
+    try:
+        policy = build_policy_of(plan, layer)
+    except ArgumentError as error:
+        return "refused", str(error)
     then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""
     return "selected", f"{_betas(policy, layer, lengths)}{then}"
 
