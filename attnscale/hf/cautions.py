@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from attnscale.errors import AttnScaleWarning
 from attnscale.hf.survey import AttentionLayer, transformers_model
 from attnscale.policies import Policy
 
@@ -21,14 +19,8 @@ SOFT = 0.99
 _USUAL_LENGTH = 2048
 
 
-def warn_of(model: nn.Module, layers: Sequence[AttentionLayer], policies: Mapping[str, Policy]) -> None:
-    """Warn where policies multiply the logits of a pretrained model, or soften its sliding layers for good."""
-    for text in cautions(model, layers, policies):
-        warnings.warn(text, AttnScaleWarning, stacklevel=3)
-
-
-def cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: Mapping[str, Policy]) -> list[str]:
-    """One sentence for each thing to be warned of; none for a model that is not pretrained."""
+def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: Mapping[str, Policy]) -> list[str]:
+    """A sentence where policies multiply the logits of a pretrained model, or soften its sliding layers for good."""
     if not is_pretrained(model):
         return []
     length = trained_length(model)

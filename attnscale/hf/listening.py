@@ -10,23 +10,24 @@ from typing import Any
 from torch import nn
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.advice import why_unheard
-from attnscale.hf.interface import SDPA, override_sdpa, restore_sdpa
-from attnscale.hf.sites import CHILD, has_site, remove_site
+from attnscale.hf.advice import few, why_unheard
+from attnscale.hf.configs import SDPA
+from attnscale.hf.sites import CHILD, Site, has_site, remove_site
 from attnscale.hf.survey import AttentionLayer, holds_transformers_model, survey
 from attnscale.module import ScaledDotProductAttention
+from attnscale.policies import build_policy
 
 log = logging.getLogger(__name__)
 
 
-class StockAttention(ScaledDotProductAttention):
+class StockAttention(Site):
     """A child of an attention module while a monitor listens to it: plain attention, which is what the module asks for.
 
     A copy of the model is not listened to, and gets None in its place.
     """
 
     def __init__(self, cross: bool) -> None:
-        super().__init__("constant")
+        super().__init__(build_policy("constant"), override=True)
         self.cross = cross
 
     def __deepcopy__(self, memo: object) -> None:
@@ -64,9 +65,7 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         raise ArgumentError(why_unheard(model, layers))
     deaf = [layer.path for layer in layers if not _can_be_heard(layer)]
     if deaf:
-        log.warning("attnscale: %d of %d attention modules cannot be listened to: %s", len(deaf), len(layers), deaf)
-    override_sdpa()
-    undo.callback(restore_sdpa)
+        log.warning("attnscale: %s cannot be listened to, of %d attention modules", few(deaf), len(layers))
     found: dict[str, nn.Module] = {}
     for layer in heard:
         found[layer.path] = child = StockAttention(layer.cross)

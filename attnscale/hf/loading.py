@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from attnscale.hf.sites import CHILD
 
@@ -17,10 +18,10 @@ _INHERITED = object()
 
 
 @contextlib.contextmanager
-def policies_expected(kind: type, config: PreTrainedConfig) -> Iterator[None]:
-    """While the block runs, models of a class, or of what an auto class makes of a config, expect policies in a file.
+def policies_expected(kind: type, config: Mapping[str, Any]) -> Iterator[None]:
+    """While the block runs, a model class expects policies in a file; they are read from it once the model has them.
 
-    They are read from it afterwards, once the model has the modules that they belong to.
+    For an auto class it is the class that it builds for a config, given as the plain data of config.json.
     """
     model_class = _model_class(kind, config)
     if model_class is None:
@@ -37,12 +38,14 @@ def policies_expected(kind: type, config: PreTrainedConfig) -> Iterator[None]:
             setattr(model_class, _IGNORED, own)
 
 
-def _model_class(kind: type, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that `kind.from_pretrained` builds; None where that is not known beforehand."""
+def _model_class(kind: type, config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """The class that `kind.from_pretrained` builds; None where transformers does not know it."""
     if issubclass(kind, PreTrainedModel):
         return kind
-    mapped = getattr(kind, "_model_mapping", {}).get(type(config), None)
-    named = {model.__name__: model for model in (mapped if isinstance(mapped, tuple) else (mapped,)) if model}
-    chosen = next((named[name] for name in config.architectures or () if name in named), None)
-    found = chosen or next(iter(named.values()), None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return None
+    mapped = getattr(kind, "_model_mapping", {}).get(CONFIG_MAPPING[model_type], None)
+    known = {model.__name__: model for model in (mapped if isinstance(mapped, tuple) else (mapped,)) if model}
+    saved = [known[name] for name in config.get("architectures") or () if name in known]
+    return next(iter([*saved, *known.values()]), None)
