@@ -28,10 +28,11 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     texts = []
     sharp = [(beta, layer) for layer, policy in given if (beta := _beta(policy, layer, length)) and beta >= SHARP]
     if sharp:
-        beta, _ = max(sharp, key=lambda found: found[0])
+        beta, layer = max(sharp, key=lambda found: found[0])
         texts.append(
-            f"attnscale: β = {beta:.3g} at n = {length} multiplies the logits of {len(sharp)} layers of a pretrained "
-            f"model, which was trained with 1: anchor the law with reference_length={length} (and floor=True)"
+            f"attnscale: the logits of {len(sharp)} layers of a pretrained model are multiplied by up to {beta:.3g} "
+            f"(β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
+            f"reference_length={length}, floor=True"
         )
     soft = [
         (beta, layer)
@@ -44,8 +45,9 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     if soft:
         beta, layer = min(soft, key=lambda found: found[0])
         texts.append(
-            f"attnscale: {len(soft)} layers see at most {layer.window} keys and keep β ≤ {beta:.3g} however long the "
-            "text: softer than trained, for good. floor=True keeps them at 1, layers='full' leaves them out"
+            f"attnscale: {len(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays at "
+            f"{beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
+            "layers='full' leaves them out"
         )
     return texts
 
@@ -74,8 +76,11 @@ def _learns(policy: Policy) -> bool:
 
 
 def _beta(policy: Policy, layer: AttentionLayer, length: int) -> float | None:
-    """The largest β of a head at the end of a text of that length; None where scores or queries decide."""
-    if getattr(policy, "needs_scores", False) or policy.needs_query:
+    """The largest β of a head at the end of a text of that length.
+
+    None where scores or queries decide, and for a number that does not depend on the length: somebody chose it.
+    """
+    if getattr(policy, "needs_scores", False) or policy.needs_query or policy.uniform is not None:
         return None
     tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
     position = torch.tensor([[[length - 1]]], device=tensors[0].device if tensors else None)

@@ -201,7 +201,7 @@ def _judge(
     if any(has_site(other.module) for other in every):
         return (
             "refused",
-            "other layers have a policy from another apply; handle.remove() first, and give both in a plan",
+            "other layers have a policy from another apply; handle.remove() first, and use a plan for both",
         )
     if existing and on_existing == "raise":
         return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
