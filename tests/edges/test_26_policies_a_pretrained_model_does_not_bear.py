@@ -16,6 +16,8 @@ from tiny_models import llama, logits, ministral, mistral
 import attnscale
 from attnscale import AttnScaleWarning
 from attnscale.hf import apply, inspect
+from attnscale.hf.cautions import find_cautions
+from attnscale.hf.survey import survey
 
 WINDOW = 5  # of `mistral` and of half the layers of `ministral`
 LENGTH = 64  # that the tiny models say they were trained for
@@ -92,14 +94,24 @@ def test_an_anchored_law_without_floor_in_sliding_layers(pretrained):
     assert f"β stays at {beta:.3g} or below" in text
     assert warned(model, "log", reference_length=LENGTH, floor=True) == []
     assert warned(model, "log", reference_length=LENGTH, layers="full") == []
-    assert warned(model, "ssmax", reference_length=LENGTH) == []  # learns to do without
-    assert warned(model, "grok2", threshold=8) == []  # goes by the position, which no window bounds
+    # These go by the position, which no window bounds.
+    assert warned(model, "ssmax", reference_length=LENGTH) == []
+    assert warned(model, "grok2", threshold=8) == []
 
 
 def test_a_window_that_reaches_the_anchor(pretrained):
     model = pretrained(mistral)
     assert warned(model, "log", reference_length=WINDOW) == []
     assert len(warned(model, "log", reference_length=WINDOW + 1)) == 1
+
+
+def test_a_law_that_learns_is_not_soft_for_good(pretrained):
+    model = pretrained(mistral)
+    layers = survey(model)
+    policy = attnscale.build_policy("log", reference_length=LENGTH)
+    assert len(find_cautions(model, layers, {layer.path: policy for layer in layers})) == 1
+    policy.register_parameter("learned", torch.nn.Parameter(torch.ones(())))
+    assert find_cautions(model, layers, {layer.path: policy for layer in layers}) == []
 
 
 def test_both_at_once(pretrained):
