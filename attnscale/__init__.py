@@ -22,6 +22,7 @@ from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, A
 from attnscale.gaps import accumulation_scale
 from attnscale.lengths import visible_keys
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
+from attnscale.patch_torch import patch_torch
 from attnscale.policies import LengthPolicy, Policy, build_policy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
@@ -49,6 +50,7 @@ __all__ = [
     "doctor",
     "explain_dispatch",
     "observe",
+    "patch_torch",
     "row_statistics",
     "scaled_dot_product_attention",
     "visible_keys",

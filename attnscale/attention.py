@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -10,17 +11,21 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import attend, fold
+from attnscale.backends.sdpa import TORCH_ATTENTION, attend, fold
+from attnscale.causal_bias import is_causal_bias, read_causal_bias
+from attnscale.checks import check_flag, read_number
 from attnscale.context import Window
-from attnscale.describe import Packing, describe
-from attnscale.errors import reject, reject_type
+from attnscale.describe import Packing, check_mask, describe, per_row
+from attnscale.errors import BackendError, TensorError, reject, reject_type
 from attnscale.layout import Layout, read_layout
+from attnscale.nested import attend_nested
 from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
-from attnscale.statistics import AttentionOutput, StatsRequest
+from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
 from attnscale.tap import Tap, listen
 from attnscale.temperature import short_temperature, temperature
 
@@ -79,19 +84,50 @@ def scaled_dot_product_attention(
     torch.Size([1, 2, 16, 8])
     """
     chosen = _resolve(policy)
-    layout = read_layout(query, key, value, enable_gqa)
-    dispatch.check_backend(backend)
     rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
-    if (
-        backend in ("auto", "sdpa")
-        and all(rule is None for rule in rules)
-        and not (is_causal and attn_mask is not None)
-    ):
+    dispatch.check_backend(backend)
+    torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules)  # in the words of torch's function
+    if getattr(query, "is_nested", False):
+        if torchs and visible is None and chosen.uniform == 1.0:
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        dense_only = {
+            "attn_mask": attn_mask,
+            "positions": positions,
+            "key_padding": key_padding,
+            "document_ids": document_ids,
+            "cu_seqlens": cu_seqlens,
+            "cache_offset": cache_offset,
+            "visible": visible,
+        }
+        same = functools.partial(
+            scaled_dot_product_attention,
+            dropout_p=dropout_p,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            policy=chosen,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            backend=backend,
+        )
+        return attend_nested(same, query, key, value, is_causal, dense_only)
+    layout = read_layout(query, key, value, enable_gqa)
+    scale, dropout_p, softcap = _read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
+    if torchs and is_causal_bias(attn_mask):
+        rule = read_causal_bias(
+            attn_mask, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, aligned=False
+        )
+        if rule is not None and isinstance(rule.slot, int) and rule.slot == 0:
+            attn_mask, is_causal = None, True
+    if torchs and _is_torchs_mask(layout, query, key, attn_mask, is_causal):
         # The calls that models make, kept short: torch's own, to the bit, or one product more.
+        if visible is not None:
+            visible = per_row(layout, visible, query.shape[-2], query.device)
         if chosen.uniform == 1.0:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if _is_short(chosen, query, scale, dropout_p):
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
+        _refuse_tracing(chosen)
+        if _is_short(chosen, query):
+            scale = default_scale(query) if scale is None else scale
             beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
             if isinstance(beta, Tensor):
                 query, scale = fold(query, beta, scale, chosen.peak)
@@ -140,7 +176,7 @@ def attention_with_stats(
     >>> stats.entropy.shape, bool((stats.w_max <= 1).all())
     (torch.Size([1, 2, 16]), True)
     """
-    request = StatsRequest() if request is None else request
+    request = checked_request(request)
     layout, call, backend, policy = _bind(query, key, value, *args, **kwargs)
     output, stats = dispatch.measure(call, request, backend)
     ceiling = getattr(policy, "ceiling", None)
@@ -150,29 +186,46 @@ def attention_with_stats(
     return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
 
 
-def attention_through(
-    tap: Tap | None, weights: Tensor | None = None, *, own_keys: bool | None = None
-) -> Callable[..., Tensor]:
+def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
     """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
 
-    With weights [..., H, Tq, Tk] that are known already, these times the value. `own_keys` says whether queries and
-    keys are made of the same tokens, which a listener asks; None where the caller does not know.
+    `own_keys` says whether queries and keys are made of the same tokens, which a listener asks; None where the caller
+    does not know.
     """
     if tap is None or not tap.open:
-        return scaled_dot_product_attention if weights is None else lambda _, __, value, **___: weights @ value
+        return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         layout, call, backend, _ = _bind(*args, **kwargs)
-
-        def run(heard: AttentionCall) -> Tensor:
-            if weights is not None:
-                return weights @ heard.value
-            return dispatch.run(replace(heard, context=call.context), backend)
-
-        told = replace(call, context=call.context.with_own_slots(own_keys))
-        return layout.restore(listen(tap, told, run))
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, backend)))
 
     return attend
+
+
+def _listen(tap: Tap, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """`run(call)`, heard by a tap, which is told in which slots the rows' own keys lie."""
+    told = replace(call, context=call.context.with_own_slots(own_keys))
+    return listen(tap, told, lambda heard: run(replace(heard, context=call.context)))
+
+
+def attention_and_weights(
+    tap: Tap | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout_p: float,
+    own_keys: bool | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and, after dropout, the weights [..., H, Tq, Tk] that it is made of; heard by a tap that is open."""
+    layout, call, _, _ = _bind(query, key, value, **arguments)
+    weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
+    if tap is None or not tap.open:
+        output = reference.mix(weights, call)
+    else:
+        output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
+    return layout.restore(output), layout.restore(weights)
 
 
 def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
@@ -195,6 +248,8 @@ def explain_dispatch(
 ) -> Dispatch:
     """Which backend `scaled_dot_product_attention` would use for these arguments, and why not the others.
 
+    With a request, what `attention_with_stats` would use; for sampled rows, to compute the output.
+
     >>> q = torch.randn(1, 2, 16, 8)
     >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
     backend    usable  reason
@@ -204,7 +259,7 @@ def explain_dispatch(
     reference  yes     usable, where asked for by name
     """
     _, call, backend, _ = _bind(query, key, value, *args, **kwargs)
-    return dispatch.explain(call, backend, measuring=request is not None)
+    return dispatch.explain(call, backend, None if request is None else checked_request(request))
 
 
 def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy]:
@@ -212,7 +267,11 @@ def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy
     given = _arguments(*args, **kwargs)
     backend, policy = given.pop("backend"), _resolve(given.pop("policy"))
     dispatch.check_backend(backend)
-    layout = read_layout(given["query"], given["key"], given["value"], given.pop("enable_gqa"))
+    enable_gqa = given.pop("enable_gqa")
+    layout = read_layout(given["query"], given["key"], given["value"], enable_gqa)
+    numbers = (given.pop("scale"), given.pop("dropout_p"), given.pop("softcap"))
+    scale, dropout_p, softcap = _read_numbers(*numbers, given["is_causal"], enable_gqa)
+    given |= {"scale": scale, "dropout_p": dropout_p, "softcap": softcap}
     return layout, _prepare(layout, policy=policy, **given), backend, policy
 
 
@@ -242,19 +301,19 @@ def _prepare(
     sinks: Tensor | None,
     **rules: Any,
 ) -> AttentionCall:
-    _check_numbers(layout, scale, dropout_p, softcap, sinks)
+    _refuse_tracing(policy)
+    _check_sinks(layout, sinks, query.device)
     context = describe(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
     )
-    query = layout.flatten(query)
     call = AttentionCall(
-        query=query,
-        key=layout.flatten(key),
-        value=layout.flatten(value),
+        query=layout.flatten_query(query),
+        key=layout.flatten_key(key),
+        value=layout.flatten_key(value),
         context=context,
         beta=1.0,
         peak=policy.peak,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        scale=default_scale(query) if scale is None else scale,
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
@@ -262,16 +321,38 @@ def _prepare(
     return replace(call, beta=temperature(policy, call))
 
 
-def _is_short(policy: Policy, query: Tensor, scale: float | None, dropout_p: float) -> TypeGuard[FormulaPolicy]:
-    """Whether a call without rules may need no more than a remembered β."""
+def default_scale(query: Tensor) -> float:
+    """1/√D, and 1 for heads without a dimension, whose scores are all 0."""
+    return 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+
+
+def _is_short(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
+    """Whether a call in torch's words may need no more than a remembered β."""
     return (
         isinstance(policy, FormulaPolicy)
         and policy.uniform is None
         and query.dim() == 4
-        and (scale is None or type(scale) is float)
-        and 0.0 <= dropout_p <= 1.0
         and not torch.compiler.is_compiling()
     )
+
+
+def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether torch's function takes the mask as it is; a mask that cannot be used at all is refused."""
+    if mask is None:
+        return True
+    if is_causal or is_causal_bias(mask):
+        return False
+    check_mask(layout, mask, query.shape[-2], key.shape[-2], query.device)
+    return mask.dim() >= 2 and mask.dtype in (torch.bool, query.dtype, torch.float32)
+
+
+def _refuse_tracing(policy: Policy) -> None:
+    """`torch.jit.trace` would record the β of this length as a constant, for calls of every other length too."""
+    if policy.uniform is None and torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise BackendError(
+            f"policy {policy!r} cannot be recorded by torch.jit.trace, which would keep the β of this length for every "
+            "other one: use torch.export or torch.compile"
+        )
 
 
 def _resolve(policy: PolicySpec) -> Policy:
@@ -282,18 +363,40 @@ def _resolve(policy: PolicySpec) -> Policy:
     return _BY_NAME[policy] if policy in _BY_NAME else build_policy(policy)
 
 
-def _check_numbers(
-    layout: Layout, scale: float | None, dropout_p: float, softcap: float | None, sinks: Tensor | None
-) -> None:
-    if scale is not None and not isinstance(scale, (int, float)):
-        reject_type("scale", scale, "a number or None")
+def _read_numbers(
+    scale: object, dropout_p: object, softcap: object, is_causal: object, enable_gqa: object
+) -> tuple[float | None, float, float | None]:
+    """`scale`, `dropout_p` and `softcap` as plain floats; refuses what cannot be used, the flags included."""
+    if scale is not None:
+        scale = read_number("scale", scale, "a number or None")
+    dropout_p = read_number("dropout_p", dropout_p, "a probability in [0, 1]")
     if not 0.0 <= dropout_p <= 1.0:
-        reject("dropout_p", dropout_p, "a probability in [0, 1]")
-    if softcap is not None and not softcap > 0.0:
-        reject("softcap", softcap, "a number > 0 or None")
-    if sinks is not None and tuple(sinks.shape) != (layout.heads,):
-        reject("sinks", list(sinks.shape), f"a tensor [{layout.heads}], one logit per head")
+        reject("dropout_p", dropout_p, "a probability in [0, 1]", TensorError)
+    if softcap is not None:
+        softcap = read_number("softcap", softcap, "a number > 0 or None")
+        if not softcap > 0.0:
+            reject("softcap", softcap, "a number > 0 or None")
+    if is_causal is not True and is_causal is not False:
+        check_flag("is_causal", is_causal)
+    if enable_gqa is not True and enable_gqa is not False:
+        check_flag("enable_gqa", enable_gqa)
+    return scale, dropout_p, softcap
 
+
+def _check_sinks(layout: Layout, sinks: Tensor | None, device: torch.device) -> None:
+    accepted = f"a floating tensor [{layout.heads}] on {device}, one logit per head"
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        reject_type("sinks", sinks, accepted)
+    if tuple(sinks.shape) != (layout.heads,) or not sinks.dtype.is_floating_point or sinks.device != device:
+        raise TensorError(
+            f"sinks of shape {list(sinks.shape)}, {sinks.dtype}, on {sinks.device} is not accepted: expected {accepted}"
+        )
+
+
+# Whoever replaces torch's function by ours (`attnscale.patch_torch` does it properly) does not make it call itself.
+scaled_dot_product_attention.replaces = TORCH_ATTENTION  # type: ignore[attr-defined]
 
 _SIGNATURE = inspect.signature(scaled_dot_product_attention)
 _DEFAULTS = {name: parameter.default for name, parameter in _SIGNATURE.parameters.items()}

@@ -157,8 +157,13 @@ def _causal_bounds(queries: int, keys: int, device: torch.device, _inference: bo
 
 
 def shown(mask: Tensor) -> Tensor:
-    """A mask as bool, True where the key may be seen."""
-    return mask if mask.dtype == torch.bool else mask > HIDDEN_BELOW
+    """A mask as bool, True where the key may be seen. A NaN does not hide a key: it has to reach the row."""
+    return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN_BELOW)
+
+
+def hidden(mask: Tensor) -> Tensor:
+    """A mask as bool, True where the key may not be seen."""
+    return ~mask if mask.dtype == torch.bool else mask <= HIDDEN_BELOW
 
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:

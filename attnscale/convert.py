@@ -21,7 +21,7 @@ class Conversion:
     def __init__(self, model: nn.Module, found: dict[str, nn.MultiheadAttention], policies: dict[str, Policy]) -> None:
         self.model = model
         self.policies = policies
-        self._converted = [(module, module._qkv_same_embed_dim) for module in found.values()]
+        self._converted = list(found.values())
         # Encoders may turn padded batches into nested tensors for the fused path that is now closed.
         encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
         self._nested = [encoder for encoder in encoders if encoder.use_nested_tensor]
@@ -33,11 +33,10 @@ class Conversion:
             encoder.use_nested_tensor = False
 
     def remove(self) -> None:
-        """Restore the model as it was; its parameters keep what they learned meanwhile. Twice is once."""
-        for module, same_embed_dim in self._converted:
-            del module.policy
+        """Restore the model as it was; its parameters keep what they learned meanwhile. Idempotent."""
+        for module in self._converted:
+            module.discard_policy()  # type: ignore[operator]
             module.__class__ = nn.MultiheadAttention
-            module._qkv_same_embed_dim = same_embed_dim
         for encoder in self._nested:
             encoder.use_nested_tensor = True
         self._converted, self._nested = [], []

@@ -17,6 +17,14 @@ class ArgumentTypeError(AttnScaleError, TypeError):
     """An argument has the wrong type or dtype."""
 
 
+class TensorError(ArgumentError, RuntimeError):
+    """Tensors that do not fit each other, or a number out of range: where torch's attention raises RuntimeError."""
+
+
+class DtypeError(ArgumentTypeError, RuntimeError):
+    """A dtype that attention does not take: where torch's raises RuntimeError."""
+
+
 class BackendError(AttnScaleError, RuntimeError):
     """The backend asked for cannot compute this call, or no backend can."""
 
@@ -29,7 +37,7 @@ class AttnScaleWarning(UserWarning):
     """Something was done as asked that is probably not what was meant."""
 
 
-def reject(argument: str, value: object, accepted: str) -> NoReturn:
+def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError] = ArgumentError) -> NoReturn:
     """Raise the standard sentence for a value that cannot be used.
 
     >>> reject("window", 0, "an int >= 1")
@@ -37,7 +45,7 @@ def reject(argument: str, value: object, accepted: str) -> NoReturn:
     ...
     attnscale.errors.ArgumentError: window=0 is not accepted: expected an int >= 1
     """
-    raise ArgumentError(f"{argument}={value!r} is not accepted: expected {accepted}")
+    raise kind(f"{argument}={value!r} is not accepted: expected {accepted}")
 
 
 def reject_type(argument: str, value: object, accepted: str) -> NoReturn:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnscale.checks import check_scores
 from attnscale.errors import reject
 
 # For the bracket: ranks taken exactly, and the bins behind them, sixteen to the octave. A bin is at most 1/16 wide, so
@@ -44,8 +45,9 @@ class Contact(NamedTuple):
 def accumulation_scale(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Tensor:
     """Λ [...] of raw scores [..., Tk]: the largest ln k / Δ_k over ranks k ≥ `min_rank`, Δ_k the gap of the k-th best.
 
-    The mask broadcasts to the scores (True: visible). A tie at the top gives ∞, fewer than `min_rank` keys give 0.
-    A row's Λ is heavy-tailed through its first ranks; a `min_rank` of 8 or 16 tames it.
+    The mask broadcasts to the scores (True: visible). A tie at the top gives ∞ (−0.0 and 0.0 tie), fewer than
+    `min_rank` keys give 0, and a NaN among the visible scores gives NaN. A row's Λ is heavy-tailed through its first
+    ranks; a `min_rank` of 8 or 16 tames it.
 
     >>> accumulation_scale(torch.tensor([[0.0, -1.0, -1.0, -1.0], [5.0, 5.0, 1.0, 0.0]]))
     tensor([1.3863,    inf])
@@ -69,6 +71,8 @@ def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) 
 
 def count_gaps(scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | None = None) -> Tensor:
     """N(t) [..., thresholds] as int64: visible keys with s* − s ≤ t, the best one included.
+
+    0 at every t in a row without visible keys, and in one with a NaN among them, which has no best key.
 
     >>> count_gaps(torch.tensor([3.0, 2.5, 0.0]), (0.0, 0.5, 10.0))
     tensor([1, 2, 3])
@@ -207,15 +211,17 @@ def count_within(gaps: Tensor, edges: Tensor) -> Tensor:
 
 def prepared(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Scores detached, in fp32 at least, and −∞ where hidden."""
+    check_scores(scores, mask)
     scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
 def _slopes(ordered: Tensor, min_rank: int) -> Tensor:
-    """ln k / Δ_k of scores in falling order, from `min_rank` on: ∞ for a tie, 0 for a hidden key."""
+    """ln k / Δ_k of scores in falling order, from `min_rank` on: ∞ for a tie, 0 for a hidden key, NaN beside a NaN."""
     ranks = torch.arange(min_rank, ordered.shape[-1] + 1, dtype=ordered.dtype, device=ordered.device)
     later = ordered[..., min_rank - 1 :]
-    return torch.where(later > -FAR, ranks.log() / (ordered[..., :1] - later), 0.0)
+    gaps = (ordered[..., :1] - later).abs()  # never negative, but −0.0 − 0.0 is −0.0 and would give −∞ for a tie
+    return torch.where(later <= -FAR, 0.0, ranks.log() / gaps)
 
 
 def _check_rank(min_rank: object) -> None:

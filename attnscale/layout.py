@@ -1,4 +1,4 @@
-"""From every tensor shape that torch's attention accepts to [B, H, T, D], and back."""
+"""From every combination of shapes that torch's attention accepts to [B, H, T, D], and back."""
 
 from __future__ import annotations
 
@@ -8,17 +8,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
+from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 from attnscale.statistics import RowStats
 
 
 class Layout(NamedTuple):
-    """The leading dimensions of a call: `batch` is what flattens into B, `heads` is H, `ndim` that of the query."""
+    """How the dimensions of a call are read.
 
-    batch: tuple[int, ...]
-    heads: int
-    ndim: int
+    `lead` are the leading dimensions of the result: query, key and value broadcast to them. The last of them is the
+    head axis, if there is one; the rest flattens into B. `key_heads` is 1 or a divisor of the heads.
+    """
+
+    lead: tuple[int, ...]
     head_axis: bool
+    key_heads: int
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The leading dimensions without the head axis."""
+        return self.lead[:-1] if self.head_axis else self.lead
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.lead[-1] if self.head_axis else 1
 
     @property
     def size(self) -> int:
@@ -28,33 +41,37 @@ class Layout(NamedTuple):
             size *= extent
         return size
 
-    def flatten(self, x: Tensor) -> Tensor:
-        """[..., H, T, D] to [B, H, T, D]."""
-        if x.dim() == 4 and len(self.batch) == 1:
-            return x if x.shape[0] == self.batch[0] else x.expand(self.batch[0], -1, -1, -1)
-        heads = x.shape[-3] if self.head_axis else 1
-        x = x if self.head_axis else x[..., None, :, :]
-        return x.expand(*self.batch, *x.shape[-3:]).reshape(self.size, heads, *x.shape[-2:])
+    def flatten_query(self, query: Tensor) -> Tensor:
+        """[..., H|1, Tq, D] to [B, H, Tq, D]."""
+        return self._flatten(query, self.heads)
+
+    def flatten_key(self, key: Tensor) -> Tensor:
+        """[..., Hkv|1, Tk, D] to [B, Hkv, Tk, D], for keys and values; a single head serves as many as there are."""
+        own = key.shape[-3] if self.head_axis and key.dim() > 2 else 1
+        return self._flatten(key, self.key_heads if own == 1 else own)
+
+    def _flatten(self, x: Tensor, heads: int) -> Tensor:
+        if x.dim() == 4 and x.shape[1] == heads and len(self.lead) == 2 and x.shape[0] == self.lead[0]:
+            return x
+        if not self.head_axis or x.dim() == 2:
+            x = x[..., None, :, :]
+        return x.expand(*self.batch, heads, *x.shape[-2:]).reshape(self.size, heads, *x.shape[-2:])
 
     def restore(self, out: Tensor) -> Tensor:
-        """[B, H, Tq, D] to the leading dimensions of the query."""
-        if self.ndim == 4:
-            return out
-        out = out if self.head_axis else out.squeeze(1)
-        return out.reshape(*self.batch, *out.shape[1:])
+        """[B, H, Tq, D] to the leading dimensions of the result."""
+        return out if len(self.lead) == 2 else out.reshape(*self.lead, *out.shape[2:])
 
     def restore_stats(self, stats: RowStats) -> RowStats:
-        """Statistics [B, H, Tq, ...] with the leading dimensions of the query."""
+        """Statistics [B, H, Tq, ...] with the leading dimensions of the result."""
 
         def shaped(x: Any) -> Any:
-            if x is None or x is stats.rows:
+            if x is None or x is stats.rows or isinstance(x, bool):
                 return x
             if isinstance(x, Tensor):
-                # `restore` expects one axis behind the rows, which gap counts have and the others do not.
-                return self.restore(x) if x.dim() == 4 else self.restore(x[..., None])[..., 0]
+                return x.reshape(*self.lead, *x.shape[2:])
             return type(x)(*(shaped(part) for part in x))
 
-        return stats if self.ndim == 4 else RowStats(*(shaped(x) for x in stats))
+        return stats if len(self.lead) == 2 else RowStats(*(shaped(x) for x in stats))
 
     def rows(self, argument: str, x: Tensor, length: int, meaning: str) -> Tensor:
         """A per-token tensor [length] or [..., length] to [B|1, length]."""
@@ -67,14 +84,18 @@ class Layout(NamedTuple):
         accepted = f"[{length}] or {[*self.batch, length]} ({meaning})"
         raise ArgumentError(f"{argument} of shape {list(x.shape)} is not accepted: expected {accepted}")
 
-    def mask(self, mask: Tensor, queries: int, keys: int) -> Tensor:
-        """A mask that broadcasts against [..., H, Tq, Tk] to [B|1, H|1, Tq, Tk], without copying where possible."""
-        full = (*self.batch, self.heads, queries, keys) if self.head_axis else (*self.batch, queries, keys)
+    def check_mask(self, mask: Tensor, queries: int, keys: int) -> None:
+        """Refuse a mask that does not broadcast to [..., H, Tq, Tk]."""
+        full = (*self.lead, queries, keys)
         if not _fits(mask.shape, full):
-            raise ArgumentError(
+            raise TensorError(
                 f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
             )
-        mask = mask[(None,) * (len(full) - mask.dim())]
+
+    def mask(self, mask: Tensor, queries: int, keys: int) -> Tensor:
+        """A mask that broadcasts against [..., H, Tq, Tk] to [B|1, H|1, Tq, Tk], without copying where possible."""
+        self.check_mask(mask, queries, keys)
+        mask = mask[(None,) * (len(self.lead) + 2 - mask.dim())]
         if not self.head_axis:
             mask = mask[..., None, :, :]
         heads = mask.shape[-3]
@@ -87,27 +108,49 @@ class Layout(NamedTuple):
 def read_layout(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Layout:
     """Check that the three tensors fit each other, by torch's rules, and say how their dimensions are to be read.
 
-    [T, D] is one head of one sequence, [N, T, D] is one head of N sequences (with `enable_gqa`: N heads of one
-    sequence, as in torch), [..., H, T, D] has any number of batch dimensions.
+    Leading dimensions broadcast, as in torch: [T, D] is one head of one sequence, [N, T, D] is one head of N
+    sequences, [..., H, T, D] has any number of batch dimensions, and the three may have different numbers of them.
+    With `enable_gqa` the third dimension from the end is always that of heads, and does not broadcast but group.
     """
     _check_tensors(query, key, value)
-    ndim = query.dim()
-    head_axis = ndim >= 4 or (ndim == 3 and enable_gqa)
-    lead = -3 if head_axis else -2
-    if ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
-        batch: tuple[int, ...] = (query.shape[0],)
-    else:
-        shared = _broadcast(query.shape[:lead], key.shape[:lead], value.shape[:lead])
-        if shared is None:
-            raise ArgumentError(
-                f"batch dimensions {[list(x.shape[:lead]) for x in (query, key, value)]} of query, key and value are "
-                "not accepted: expected ones that broadcast"
-            )
-        batch = shared
-    heads = query.shape[-3] if head_axis else 1
-    if head_axis:
-        _check_heads(heads, key.shape[-3], value.shape[-3], enable_gqa)
-    return Layout(batch, heads, ndim, head_axis)
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        heads, key_heads = query.shape[1], key.shape[1]
+        if heads == key_heads == value.shape[1]:
+            return Layout((query.shape[0], heads), True, heads)
+    if enable_gqa:
+        return _grouped_layout(query, key, value)
+    shapes = [x.shape[:-2] for x in (query, key, value)]
+    lead = _broadcast(*shapes)
+    if lead is None:
+        reject(
+            "leading dimensions of query, key, value",
+            [list(shape) for shape in shapes],
+            "ones that broadcast (for fewer heads of keys than of queries: enable_gqa=True)",
+            TensorError,
+        )
+    head_axis = len(lead) >= 2
+    shared = head_axis and all(x.dim() < 3 or x.shape[-3] == 1 for x in (key, value))
+    return Layout(lead, head_axis, 1 if shared or not head_axis else lead[-1])
+
+
+def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 3:
+            reject(f"{name}.shape", list(x.shape), "[..., heads, tokens, dimension] with enable_gqa=True", TensorError)
+    shapes = [x.shape[:-3] for x in (query, key, value)]
+    batch = _broadcast(*shapes)
+    if batch is None:
+        reject(
+            "batch dimensions of query, key, value",
+            [list(shape) for shape in shapes],
+            "ones that broadcast",
+            TensorError,
+        )
+    heads, of_key, of_value = (x.shape[-3] for x in (query, key, value))
+    for extent in (of_key, of_value):
+        if extent != heads and (extent == 0 or heads % extent):
+            reject("key heads, value heads", (of_key, of_value), f"divisors of the {heads} query heads", TensorError)
+    return Layout((*batch, heads), True, max(of_key, of_value))
 
 
 def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
@@ -125,33 +168,26 @@ def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not (query.dim() == key.dim() == value.dim() and query.dim() >= 2):
-        raise ArgumentError(
-            f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
-            "accepted: expected the same number of dimensions, at least 2"
-        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            reject_type(name, x, "a tensor [..., heads, tokens, dimension]")
+        if x.is_nested:
+            raise DtypeError(f"{name} as a nested tensor is not accepted here: expected a dense one, and cu_seqlens")
+        if x.dim() < 2:
+            reject(f"{name}.shape", list(x.shape), "at least [tokens, dimension]", TensorError)
     if not query.dtype.is_floating_point:
-        reject_type("query", query.dtype, "a floating dtype")
+        raise DtypeError(f"query of {query.dtype} is not accepted: expected a floating dtype")
     # Under autocast torch casts all three itself, so mixed dtypes are fine there.
     if not (query.dtype == key.dtype == value.dtype) and not torch.is_autocast_enabled(query.device.type):
-        raise ArgumentTypeError(
+        raise DtypeError(
             f"dtypes {query.dtype}, {key.dtype}, {value.dtype} of query, key and value are not accepted: expected one"
         )
     if not (query.device == key.device == value.device):
-        raise ArgumentError(
+        raise TensorError(
             f"devices {query.device}, {key.device}, {value.device} of query, key and value are not accepted: "
             "expected one device"
         )
     if query.shape[-1] != key.shape[-1]:
-        reject("key.shape[-1]", key.shape[-1], f"the head dimension of query, {query.shape[-1]}")
+        reject("key.shape[-1]", key.shape[-1], f"the head dimension of query, {query.shape[-1]}", TensorError)
     if key.shape[-2] != value.shape[-2]:
-        reject("value.shape[-2]", value.shape[-2], f"the number of keys, {key.shape[-2]}")
-
-
-def _check_heads(query: int, key: int, value: int, enable_gqa: bool) -> None:
-    if query == key == value:
-        return
-    if not enable_gqa:
-        reject("key heads, value heads", (key, value), f"{query}, as the query; or pass enable_gqa=True")
-    if key == 0 or value == 0 or query % key or query % value:
-        reject("key heads, value heads", (key, value), f"divisors of the {query} query heads")
+        reject("value.shape[-2]", value.shape[-2], f"the number of keys, {key.shape[-2]}", TensorError)

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnscale.causal_bias import is_causal_bias
+from attnscale.checks import check_flag
 from attnscale.context import Context
 from attnscale.describe import describe
+from attnscale.errors import reject
 from attnscale.layout import Layout
 
 
@@ -25,9 +28,15 @@ def visible_keys(queries: int, keys: int, *, batch: int = 1, heads: int = 1, **r
     >>> visible_keys(1, 8, is_causal=True, cache_offset=5)
     tensor([[[6]]])
     """
-    tensors = [rule for rule in rules.values() if isinstance(rule, Tensor)]
+    for name, extent in (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads)):
+        if isinstance(extent, bool) or not isinstance(extent, (int, torch.SymInt)) or extent < 0:
+            reject(name, extent, "an int >= 0")
+    check_flag("is_causal", rules.get("is_causal", False))
+    parts = [part for rule in rules.values() for part in (rule if isinstance(rule, (tuple, list)) else (rule,))]
+    # A causal bias of torch holds no values, so that its device means nothing.
+    tensors = [part for part in parts if isinstance(part, Tensor) and not is_causal_bias(part)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    layout = Layout((batch,), heads, ndim=4, head_axis=True)
+    layout = Layout((batch, heads), True, heads)
     return count_visible(describe(layout, queries, keys, device, **rules))
 
 

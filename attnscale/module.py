@@ -10,8 +10,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnscale.attention import attention_through, attention_weights
-from attnscale.errors import ArgumentError, ArgumentTypeError
+from attnscale.attention import attention_and_weights, attention_through
+from attnscale.causal_bias import is_causal_bias
+from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
+from attnscale.nested import nest_like, pad_nested
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 from attnscale.tap import Tap
 
@@ -57,8 +59,8 @@ class ScaledDotProductAttention(nn.Module):
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with a temperature policy: same constructor, calls and `state_dict` keys.
 
-    Differences: `is_causal=True` does not need `attn_mask`; rows that see nothing give zeros, not NaN; nested tensors
-    are refused. Keys that `add_bias_kv` and `add_zero_attn` append are seen by every row and counted in n.
+    Differences: `is_causal=True` does not need `attn_mask`; rows that see nothing give zeros, not NaN; a nested tensor
+    is padded for the while. Keys that `add_bias_kv` and `add_zero_attn` append are seen by every row and counted in n.
 
     >>> attention = MultiheadAttention(32, 4, batch_first=True, policy="ssmax")
     >>> x = torch.randn(2, 10, 32)
@@ -94,21 +96,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.adopt(build_policy_for(policy, num_heads=num_heads, head_dim=self.head_dim))
 
     def adopt(self, policy: Policy) -> None:
-        """Take a policy, on this module's device, and step out of torch's fused inference path.
+        """Take a policy, on this module's device, and close torch's fused inference path.
 
         `nn.TransformerEncoderLayer` calls a fused kernel with this module's weights, and so without its policy, unless
-        `_qkv_same_embed_dim` is false; once the parameters exist, only `_reset_parameters` reads that flag otherwise.
+        a module of the layer has a forward hook.
         """
         if isinstance(policy, nn.Module):
             policy.to(self.out_proj.weight.device)
         self.policy = policy
-        self._qkv_same_embed_dim = False
+        self.register_forward_pre_hook(_close_fused_path)
 
-    def _reset_parameters(self) -> None:
-        # torch's reads the flag that `adopt` clears to tell packed from separate projections.
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
-        super()._reset_parameters()
-        self._qkv_same_embed_dim = False
+    def discard_policy(self) -> None:
+        """Undo `adopt`."""
+        del self.policy
+        for number, hook in list(self._forward_pre_hooks.items()):
+            if hook is _close_fused_path:
+                del self._forward_pre_hooks[number]
 
     def forward(
         self,
@@ -125,13 +128,21 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Masks are torch's: bool True hides, floats are added; `is_causal` beside a mask says that the mask is causal.
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                reject_type(name, x, "a tensor [tokens, embedding], or with a batch axis")
         if query.is_nested or key.is_nested or value.is_nested:
-            raise ArgumentTypeError(
-                "a nested tensor is not accepted: expected padded tensors and key_padding_mask; "
-                "where an nn.TransformerEncoder makes it, convert the whole encoder"
-            )
+            masked = attn_mask is not None or key_padding_mask is not None or is_causal
+            if not (query is key is value) or masked or not self.batch_first:
+                raise ArgumentTypeError(
+                    "a nested tensor is not accepted here: expected one tensor as query, key and value, batch first, "
+                    "without masks"
+                )
+            padded, padding_of = pad_nested(query)
+            found = self.forward(padded, padded, padded, padding_of, need_weights, None, average_attn_weights)
+            return nest_like(query, found[0]), found[1]
         if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
-            raise ArgumentError(
+            raise TensorError(
                 f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
                 "accepted: expected 2 dimensions each, or 3 with a batch"
             )
@@ -160,10 +171,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         rules: dict[str, Any] = {"attn_mask": mask, "key_padding": padding, "is_causal": is_causal}
         weights = None
         if need_weights:
-            weights = attention_weights(q, k, policy=self.policy, **rules).to(q.dtype)
-            weights = F.dropout(weights, dropout)
-            attend = attention_through(self.tap, weights, own_keys=own_keys)
-            attended = attend(q, k, v, policy=self.policy, **rules)
+            attended, weights = attention_and_weights(
+                self.tap, q, k, v, dropout_p=dropout, own_keys=own_keys, policy=self.policy, **rules
+            )
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         else:
@@ -191,9 +201,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             "attn_mask": (attn_mask, ([rows, keys], [n * self.num_heads, rows, keys])),
             "key_padding_mask": (padding, ([n, keys],)),
         }
+        if is_causal_bias(attn_mask):
+            raise ArgumentTypeError("attn_mask as a causal bias of torch is not accepted: expected is_causal=True")
         for name, (tensor, shapes) in accepted.items():
+            if tensor is not None and not isinstance(tensor, Tensor):
+                reject_type(name, tensor, "a tensor or None")
             if tensor is not None and list(tensor.shape) not in shapes:
-                raise ArgumentError(
+                raise TensorError(
                     f"{name} of shape {list(tensor.shape)} is not accepted: expected {' or '.join(map(str, shapes))} "
                     "(batch first; N = 1 where there is no batch)"
                 )
@@ -222,7 +236,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """torch's two masks as ours: `attn_mask` (True: visible) and `key_padding`; appended keys are visible."""
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
             if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-                raise ArgumentTypeError(f"{name} of {mask.dtype} is not accepted: expected bool or a floating dtype")
+                raise DtypeError(f"{name} of {mask.dtype} is not accepted: expected bool or a floating dtype")
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = rearrange(attn_mask, "(n h) q k -> n h q k", h=self.num_heads)
@@ -237,6 +251,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
         return attn_mask, padding
+
+
+def _close_fused_path(module: nn.Module, inputs: Any) -> None:
+    """Does nothing: that it is there makes `nn.TransformerEncoderLayer` call the module."""
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ import threading
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # What is larger is made afresh: attention over it takes so long that this does not show.
 MOST_BYTES = 32 * 2**20
@@ -48,9 +49,13 @@ def multiply(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def is_watched() -> bool:
-    """Whether torch.compile, a dispatch mode or a functional transform stands between us and the kernels."""
+    """Whether torch.compile, a dispatch mode, a functional transform or forward-mode AD stands between us and kernels.
+
+    Dual numbers, which torch takes under no_grad too, have no part in what is written with `out=`.
+    """
     return (
         torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
     )

@@ -7,6 +7,7 @@ from raw scores s (after softcap and bias, before β).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale.checks import check_broadcasts, check_scores, read_number
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
 from attnscale.scratch import is_watched
@@ -43,9 +45,13 @@ class StatsRequest:
             if not isinstance(getattr(self, name), bool):
                 reject_type(name, getattr(self, name), "True or False")
         if self.gap_thresholds is not None:
-            object.__setattr__(self, "gap_thresholds", tuple(float(t) for t in self.gap_thresholds))
-            if not self.gap_thresholds or min(self.gap_thresholds) < 0 or math.nan in self.gap_thresholds:
-                reject("gap_thresholds", self.gap_thresholds, "one or more numbers >= 0")
+            given = self.gap_thresholds
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                reject_type("gap_thresholds", given, "one or more numbers >= 0, as a tuple")
+            thresholds = tuple(read_number("gap_thresholds", t, "one or more numbers >= 0") for t in given)
+            if not thresholds or not all(t >= 0 for t in thresholds):
+                reject("gap_thresholds", thresholds, "one or more numbers >= 0")
+            object.__setattr__(self, "gap_thresholds", thresholds)
         if self.accumulation not in (None, "bracket", "exact"):
             reject("accumulation", self.accumulation, "None, 'bracket' or 'exact'")
         if isinstance(self.min_rank, bool) or not isinstance(self.min_rank, int) or self.min_rank < 2:
@@ -64,12 +70,22 @@ class StatsRequest:
         return self.gap_thresholds is not None or self.accumulation is not None
 
 
+def checked_request(request: object) -> StatsRequest:
+    """The request itself, or the default one for None; anything else is refused."""
+    if request is None:
+        return StatsRequest()
+    if not isinstance(request, StatsRequest):
+        reject_type("request", request, "a StatsRequest or None")
+    return request
+
+
 class RowStats(NamedTuple):
     """Statistics per row, each [B, H, Tq] (or [..., R] for R sampled rows); None where not asked for.
 
     An attention sink is an outcome of the softmax but not a key: `lse` contains it, `entropy` is that of keys and sink
     together (so up to ln(n + 1)), `max_logit` and `w_max` look at keys only (so `w_max` may be below 1/n), and it has
-    no part in `visible`, gaps or Λ. A row that sees nothing has lse = max_logit = −∞ and zero elsewhere.
+    no part in `visible`, gaps or Λ. A row that sees nothing has lse = max_logit = −∞ and zero elsewhere. A row that
+    sees a NaN has NaN everywhere but in `visible`, where that key counts, and in `gap_counts`, which are 0.
     """
 
     visible: Tensor
@@ -82,18 +98,22 @@ class RowStats(NamedTuple):
     criticality: Tensor | None = None  # β/Λ, with the middle of the bracket
     at_ceiling: Tensor | None = None  # bool: an adaptive β was cut off there, and has lost its certificate
     rows: Tensor | None = None  # [R], which rows were sampled
+    with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
+    visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
 
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
 
-        Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
-        cannot be merged.
+        A sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge
+        them in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all
+        keys already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
+        `common_maximum`. Λ cannot be merged.
+
+        >>> scores = torch.randn(3, 10)
+        >>> parts = row_statistics(scores[:, :4]), row_statistics(scores[:, 4:])
+        >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
         """
-        for name in ("lse", "max_logit", "entropy"):
-            if (getattr(self, name) is None) != (getattr(other, name) is None):
-                raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
-        if self.entropy is not None and self.lse is None:
-            raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
+        check_mergeable(self, other, common_maximum)
         lse = entropy = max_logit = counts = None
         if self.lse is not None and other.lse is not None:
             lse = torch.logaddexp(self.lse, other.lse)
@@ -103,8 +123,17 @@ class RowStats(NamedTuple):
             max_logit = torch.maximum(self.max_logit, other.max_logit)
         if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             counts = self.gap_counts + other.gap_counts
-        w_max = None if max_logit is None or lse is None else largest_weight(max_logit, lse)
-        return RowStats(self.visible + other.visible, lse, max_logit, w_max, entropy, counts, rows=self.rows)
+        return RowStats(
+            visible=self.visible if self.visible_given else self.visible + other.visible,
+            lse=lse,
+            max_logit=max_logit,
+            w_max=None if max_logit is None or lse is None else largest_weight(max_logit, lse),
+            entropy=entropy,
+            gap_counts=counts,
+            rows=self.rows,
+            with_sink=self.with_sink or other.with_sink,
+            visible_given=self.visible_given,
+        )
 
 
 class AttentionOutput(NamedTuple):
@@ -130,9 +159,12 @@ def row_statistics(
     >>> row_statistics(torch.zeros(1, 4)).entropy
     tensor([1.3863])
     """
-    request = StatsRequest() if request is None else request
+    request = checked_request(request)
+    check_scores(scores, mask)
     scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
-    beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach().expand(scores.shape[:-1])
+    beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach()
+    check_broadcasts("beta", beta, scores.shape[:-1])
+    beta = beta.expand(scores.shape[:-1])
     if mask is None:
         mask = torch.ones((), dtype=torch.bool, device=scores.device)
     mask = mask.expand(scores.shape)
@@ -146,7 +178,7 @@ def row_statistics(
         if request.entropy:
             weights = torch.exp(extended - finite(lse)[..., None])
             # 0·(−∞) is 0 here: a hidden key, or one so far below that its weight is.
-            surprise = torch.where(weights > 0, weights * (lse[..., None] - extended), 0.0)
+            surprise = torch.where(weights == 0, 0.0, weights * (lse[..., None] - extended))
             entropy = surprise.sum(-1)
     counts = accumulation = None
     if request.gap_thresholds is not None:
@@ -165,6 +197,7 @@ def row_statistics(
         gap_counts=counts,
         accumulation=accumulation,
         criticality=None if accumulation is None else criticality(beta, accumulation),
+        with_sink=sinks is not None and request.softmax,
     )
 
 
@@ -181,6 +214,46 @@ def criticality(beta: Tensor | float, accumulation: Accumulation) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """x with −∞ replaced by 0, so that a row without keys can be subtracted from."""
     return x.masked_fill(x == -math.inf, 0.0)
+
+
+def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
+    """Refuse two sets of statistics that do not belong to the same rows, or that contain the same thing twice."""
+    names = ["lse", "max_logit", "entropy", *(["gap_counts"] if common_maximum else [])]
+    for name in names:
+        if (getattr(a, name) is None) != (getattr(b, name) is None):
+            raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
+    if a.entropy is not None and a.lse is None:
+        raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
+    for name in ("visible", *names):
+        shapes = [list(x.shape) for x in (getattr(a, name), getattr(b, name)) if x is not None]
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            raise ArgumentError(
+                f"{name} of shapes {shapes[0]} and {shapes[1]} is not accepted: expected statistics of the same rows "
+                "over different keys"
+            )
+    if not _same_rows(a.rows, b.rows):
+        first, second = ("all rows" if x is None else f"rows {x.tolist()}" for x in (a.rows, b.rows))
+        raise ArgumentError(
+            f"statistics of {first} and of {second} are not accepted: expected those of the same rows (for sampled "
+            "ones, the same StatsRequest.rows and seed, of as many queries)"
+        )
+    if a.with_sink and b.with_sink:
+        raise ArgumentError(
+            "statistics that both contain an attention sink are not accepted, as it would count twice: expected it on "
+            "one side at most, so compute all parts but one without `sinks`"
+        )
+    if a.visible_given != b.visible_given:
+        raise ArgumentError(
+            "visible is not accepted as given (`visible=`) on one side and counted on the other: expected the n of all "
+            "keys on both, or on neither"
+        )
+
+
+def _same_rows(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two samples are of the same rows. A graph and the meta device have no values to compare."""
+    if a is None or b is None or a is b:
+        return a is b
+    return a.shape == b.shape and (is_watched() or a.is_meta or torch.equal(a, b.to(a.device)))
 
 
 def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
@@ -208,7 +281,7 @@ def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
     for side, entropy in sides:
         share = largest_weight(side, lse)
         total = total + share * entropy + torch.special.entr(share)
-    return total
+    return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing
 
 
 def _amax(x: Tensor) -> Tensor:

@@ -346,11 +346,20 @@ def test_dropout_in_training_drops_weights_and_enlarges_the_others(policy: str) 
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensors_are_refused() -> None:
-    ours = attnscale.MultiheadAttention(E, H, batch_first=True)
-    nested = torch.nested.nested_tensor([torch.zeros(3, E), torch.zeros(2, E)])
-    with pytest.raises(ArgumentTypeError, match="nested tensor is not accepted: expected padded"):
-        ours(nested, nested, nested)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_is_its_sequences_one_by_one(layout) -> None:
+    ours = attnscale.MultiheadAttention(E, H, batch_first=True, policy="log").eval()
+    sequences = [torch.randn(3, E), torch.randn(2, E)]
+    nested = torch.nested.nested_tensor(sequences, layout=layout)
+    found, weights = ours(nested, nested, nested)
+    assert found.is_nested
+    assert found.layout == layout
+    for got, rows, x in zip(found.unbind(), weights, sequences, strict=True):
+        alone, alone_weights = ours(x, x, x)
+        torch.testing.assert_close(got, alone)
+        torch.testing.assert_close(rows[: len(x), : len(x)], alone_weights)
+    with pytest.raises(ArgumentTypeError, match="nested tensor is not accepted here: expected one tensor"):
+        ours(nested, nested, nested, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(("mask", "shape"), [("attn_mask", (L, L)), ("key_padding_mask", (N, L))])

@@ -1,6 +1,7 @@
 """Attention in tiles, in pure torch: any device, memory linear in length, statistics along the way.
 
 The forward keeps output and lse only; the backward computes each tile again. torch.compile takes both as they are.
+There is no further derivative: forward mode, torch.func and a second backward are for the `reference` backend.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from attnscale.backends.call import AttentionCall
+from attnscale.backends import autocast
+from attnscale.backends.call import AttentionCall, no_derivative
 from attnscale.backends.gap_pass import add_gaps
 from attnscale.backends.tile_logits import leaves_of, logit_tile, logit_tile_backward
 from attnscale.backends.tile_softmax import Partial, add_keys
@@ -30,9 +32,10 @@ from attnscale.backends.tiles import (
     store,
     workspace_for,
 )
-from attnscale.lengths import count_visible
+from attnscale.errors import BackendError
 from attnscale.scratch import is_watched
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, largest_weight
+from attnscale_kernels.derivatives import other_derivative
 
 
 class BlockwiseBackend:
@@ -40,6 +43,7 @@ class BlockwiseBackend:
 
     name = "blockwise"
     automatic = True
+    plain = False
 
     def why_not(self, call: AttentionCall) -> str | None:
         if call.key.shape[1] != call.value.shape[1]:
@@ -56,7 +60,7 @@ class BlockwiseBackend:
     @torch.no_grad()
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         if not request.softmax:
-            return add_gaps(call, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
+            return add_gaps(call, request, call.count())
         nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # no product with the values
         found = attend(replace(call.detached(), value=nothing), entropy=request.entropy)
         return add_gaps(call, request, softmax_stats(call, request, *found[1:]))
@@ -67,7 +71,9 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
     start, stop = call.context.bounds()
     seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
     # Where nobody will ask for a gradient or a graph, the function itself: an operator takes a tenth of a millisecond.
-    forward = blockwise_forward if torch.is_grad_enabled() or is_watched() else _forward
+    # It reads values, which meta tensors do not have, and those of a subclass are for the subclass to compute with.
+    direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
+    forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
     out, lse, top, disorder = forward(
         call.query,
         call.key,
@@ -89,15 +95,16 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
 
 def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: Tensor, entropy: Tensor) -> RowStats:
     """What was asked for of the statistics that the forward gives."""
-    return RowStats(
-        visible=count_visible(call.context).expand(call.query.shape[:3]),
+    return call.count()._replace(
         lse=lse if request.lse else None,
         max_logit=top if request.max_logit else None,
         w_max=largest_weight(top, lse) if request.w_max else None,
         entropy=entropy if request.entropy else None,
+        with_sink=call.sinks is not None and request.softmax,
     )
 
 
+@autocast.without
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -169,6 +176,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("attnscale::blockwise_backward", mutates_args=())
+@autocast.without
 def blockwise_backward(
     gradient: Tensor,
     query: Tensor,
@@ -191,6 +199,7 @@ def blockwise_backward(
     """Gradients of query, key, value, β, sinks and mask; the last two empty where there is nothing to give."""
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
     scores, value = scores.without_broken(value.to(scores.query.dtype))
+    scores = scores.without_unseeing(lse, sinks)
     folded = scores.folded(LOG2E)
     gradient = gradient.to(scores.query.dtype)
     delta = (gradient * out.to(gradient.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
@@ -247,6 +256,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse = ctx.saved_tensors
+    derivative = other_derivative(gradient, query, key, value, beta, mask, sinks)
+    if derivative is not None:
+        raise BackendError(f"backend='blockwise' cannot compute this backward: {no_derivative(derivative)}")
     wants_mask = ctx.needs_input_grad[7]
     dq, dk, dv, dbeta, dsinks, dmask = blockwise_backward(
         gradient, query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse, *ctx.numbers, wants_mask
@@ -255,7 +267,14 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
     return (dq, dk, dv, dbeta, *masks, None, None, None, None, None)
 
 
+def _refuse_second(*_: Any) -> NoReturn:
+    raise BackendError(
+        "backend='blockwise' has no second derivative: ask for backend='reference', which has every derivative"
+    )
+
+
 blockwise_forward.register_autograd(_backward, setup_context=_save)
+blockwise_backward.register_autograd(_refuse_second)
 
 
 def _kept(like: Tensor, seed: Tensor, number: int, dropout_p: float) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.context import Context
+from attnscale.lengths import count_visible
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 
 
@@ -33,8 +34,8 @@ class AttentionCall:
 
     @property
     def group(self) -> int:
-        """Query heads per key head."""
-        return self.query.shape[1] // self.key.shape[1]
+        """Query heads per key head; 1 where there are none."""
+        return self.query.shape[1] // self.key.shape[1] if self.key.shape[1] else 1
 
     def row_beta(self) -> Tensor:
         """β as a tensor [B, H, Tq]."""
@@ -43,11 +44,18 @@ class AttentionCall:
             beta = torch.full((1, 1, 1), beta, device=self.query.device, dtype=torch.float32)
         return beta.expand(self.query.shape[:3])
 
+    def count(self) -> RowStats:
+        """n of every row [B, H, Tq], which is what statistics begin with."""
+        visible = count_visible(self.context).expand(self.query.shape[:3])
+        return RowStats(visible=visible, visible_given=self.context.visible is not None)
+
     def detached(self) -> AttentionCall:
         """The same call without a gradient or dropout, for looking at it."""
         beta = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
         query, key, value = (x.detach() for x in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value, beta=beta, dropout_p=0.0)
+        sinks = None if self.sinks is None else self.sinks.detach()
+        context = self.context if self.bias is None else replace(self.context, mask=self.bias.detach())
+        return replace(self, query=query, key=key, value=value, context=context, beta=beta, sinks=sinks, dropout_p=0.0)
 
     def select(self, rows: Tensor) -> AttentionCall:
         """The same call for some of its rows [R]."""
@@ -63,10 +71,20 @@ class AttentionCall:
         return None if mask is None or mask.dtype == torch.bool else mask
 
 
+def no_derivative(derivative: str) -> str:
+    """Why a backend with a forward and a backward of its own cannot be used where another derivative is taken."""
+    return f"it has one backward pass, and no {derivative}; backend='reference' has, in memory of Tq × Tk"
+
+
 class Backend(Protocol):
-    """A way to compute attention. One that is not `automatic` runs only where it is asked for by name."""
+    """A way to compute attention. One that is not `automatic` runs only where it is asked for by name.
+
+    One that is `plain` is made of torch's own operators, with whatever derivatives these have; any other has a forward
+    and a backward of its own, and no further derivative.
+    """
 
     name: str
+    plain: bool
 
     @property
     def automatic(self) -> bool:

@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnscale.backends.autocast import cast
 from attnscale.backends.blockwise import BlockwiseBackend
-from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend
+from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend, no_derivative
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
 from attnscale.errors import BackendError, reject
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
+from attnscale_kernels.derivatives import other_derivative
 
 # In order of preference for "auto".
 BACKENDS: dict[str, Backend] = {
@@ -20,6 +22,13 @@ BACKENDS: dict[str, Backend] = {
 }
 # Sorted out once: to ask an object whether it has all methods of a protocol takes longer than some of them.
 MEASURING = {name: backend for name, backend in BACKENDS.items() if isinstance(backend, MeasuringBackend)}
+
+
+class Needs(NamedTuple):
+    """What is needed of a backend beside the output and its gradient."""
+
+    statistics: bool
+    derivative: str | None  # one that a backward pass does not give, in words
 
 
 class Verdict(NamedTuple):
@@ -51,62 +60,94 @@ def check_backend(backend: str) -> None:
 
 def run(call: AttentionCall, backend: str) -> Tensor:
     """The output [B, H, Tq, Dv] from the first usable backend, or from the one asked for and no other."""
-    return _choose(call, backend, measuring=False).run(call)
+    chosen = _choose(call, backend, needs_of(call, statistics=False))
+    return chosen.run(call if chosen.name == "sdpa" else cast(call))  # torch casts by itself, once β is in the query
 
 
 def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
     """Output and statistics. Sampled rows are computed once more by themselves, beside an output without statistics."""
-    if request.rows is None or request.rows >= call.query.shape[2]:
-        return _choose_measuring(call, backend).measure(call, request)
+    if request.rows is None or not _is_sampled(call, request):
+        return _choose_measuring(call, backend, needs_of(call, statistics=True)).measure(cast(call), request)
     rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
     output, sampled = run(call, backend), call.detached().select(rows)
-    observer = "auto" if backend == "sdpa" else backend  # which gives none itself
-    return AttentionOutput(output, statistics(sampled, request, observer)._replace(rows=rows.clone()))
+    return AttentionOutput(output, statistics(sampled, request, _observer(backend))._replace(rows=rows.clone()))
 
 
 def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
-    """The statistics of all rows of a call, without its output."""
-    return _choose_measuring(call, backend).statistics(call, request)
+    """The statistics of all rows of a call, without its output. They have no derivative, whichever is being taken."""
+    chosen = _choose_measuring(call, backend, Needs(statistics=True, derivative=None))
+    return chosen.statistics(cast(call).detached(), request)
 
 
-def _choose_measuring(call: AttentionCall, backend: str) -> MeasuringBackend:
-    return MEASURING[_choose(call, backend, measuring=True).name]
+def needs_of(call: AttentionCall, *, statistics: bool) -> Needs:
+    """What a call needs here and now: torch says which derivatives are being taken of its tensors."""
+    tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
+    return Needs(statistics, other_derivative(*tensors))
 
 
-def _choose(call: AttentionCall, backend: str, *, measuring: bool) -> Backend:
-    names = [name for name in BACKENDS if BACKENDS[name].automatic] if backend == "auto" else [backend]
+def _choose_measuring(call: AttentionCall, backend: str, needs: Needs) -> MeasuringBackend:
+    return MEASURING[_choose(call, backend, needs).name]
+
+
+def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
+    names = [name for name in BACKENDS if _is_automatic(name, needs)] if backend == "auto" else [backend]
     for name in names:
-        reason = _why_not(name, call, measuring)
+        reason = _why_not(name, call, needs)
         if reason is None:
             return BACKENDS[name]
         if backend != "auto":
             raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
-    raise BackendError(f"no backend can compute this call:\n{explain(call, measuring=measuring)}")
+    raise BackendError(
+        f"no backend can compute this call:\n{explain(call, request=StatsRequest() if needs.statistics else None)}"
+    )
 
 
-def _why_not(name: str, call: AttentionCall, measuring: bool) -> str | None:
-    if measuring and name not in MEASURING:
+def _is_automatic(name: str, needs: Needs) -> bool:
+    """Derivatives that only plain torch has are worth the memory of the reference: the alternative is an error."""
+    return BACKENDS[name].automatic or (name == ReferenceBackend.name and needs.derivative is not None)
+
+
+def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
+    if needs.statistics and name not in MEASURING:
         return "it gives no row statistics"
+    if needs.derivative is not None and not BACKENDS[name].plain:
+        return no_derivative(needs.derivative)
     return BACKENDS[name].why_not(call)
 
 
-def explain(call: AttentionCall, backend: str = "auto", *, measuring: bool = False) -> Dispatch:
-    """What would compute a call, and why; `chosen` is "none" where the answer is an error."""
+def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None) -> Dispatch:
+    """What would compute a call, and why; `chosen` is "none" where the answer is an error.
+
+    With a request, what `measure` would use: sampled rows are measured beside an output that is computed as without.
+    """
+    sampled = request is not None and _is_sampled(call, request)
     verdicts = []
     chosen = "none"
-    for name, candidate in BACKENDS.items():
-        reason = _why_not(name, call, measuring)
+    needs = needs_of(call, statistics=request is not None and not sampled)
+    for name in BACKENDS:
+        reason = _why_not(name, call, needs)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
         elif backend not in ("auto", name):
             verdicts.append(Verdict(name, True, f"usable, but backend={backend!r} was asked for"))
-        elif backend == "auto" and not candidate.automatic:
+        elif backend == "auto" and not _is_automatic(name, needs):
             verdicts.append(Verdict(name, True, "usable, where asked for by name"))
         elif chosen != "none":
             verdicts.append(Verdict(name, True, f"usable, but {chosen} comes first"))
         else:
             chosen = name
-            verdicts.append(
-                Verdict(name, True, "chosen: the first usable one" if backend == "auto" else "chosen: asked for")
-            )
+            why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
+            if sampled:
+                observer = _choose(call, _observer(backend), Needs(statistics=True, derivative=None))
+                why += f"; {observer.name} measures the sampled rows"
+            verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
+
+
+def _is_sampled(call: AttentionCall, request: StatsRequest) -> bool:
+    return request.rows is not None and request.rows < call.query.shape[2]
+
+
+def _observer(backend: str) -> str:
+    """Who measures sampled rows: torch's attention gives no statistics."""
+    return "auto" if backend == "sdpa" else backend

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnscale.backends import autocast
 from attnscale.backends.call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
@@ -17,32 +18,31 @@ class ReferenceBackend:
 
     name = "reference"
     automatic = False
+    plain = True
 
     def why_not(self, call: AttentionCall) -> str | None:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        weights, visible = attention_weights(call), call.context.dense()
-        value, broken = _without_nonfinite(_grouped(call.value, call).to(weights.dtype))
+        weights = attention_weights(call)
         if call.dropout_p > 0.0:
             weights = F.dropout(weights, call.dropout_p)
-        out = weights @ value
-        return _spoil(out, _reaches(visible, broken, like=out)).to(call.query.dtype)
+        return mix(weights, call).to(call.query.dtype)
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        visible = call.context.dense()
-        scores = raw_scores(call)
-        stats = row_statistics(scores, call.row_beta(), visible, request, sinks=call.sinks)
-        return AttentionOutput(self.run(call), stats)
+        return AttentionOutput(self.run(call), self.statistics(call, request))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        return self.measure(call, request).stats
+        call = call.detached()
+        stats = row_statistics(raw_scores(call), call.row_beta(), call.context.dense(), request, sinks=call.sinks)
+        counted = call.count()
+        return stats._replace(visible=counted.visible, visible_given=counted.visible_given)
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
     """softmax of the logits over the visible keys, [B, H, Tq, Tk]; a row without a visible key is zero."""
-    logits = raw_scores(call) * (call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta)
     visible = call.context.dense()
+    logits = raw_scores(call) * (call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta)
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     if call.sinks is not None:
@@ -55,17 +55,36 @@ def attention_weights(call: AttentionCall) -> Tensor:
     return weights if call.sinks is None else weights[..., :-1]
 
 
+def mix(weights: Tensor, call: AttentionCall) -> Tensor:
+    """The weights [B, H, Tq, Tk] times the call's values, in the dtype of the weights: [B, H, Tq, Dv].
+
+    A weight of 0 times a NaN is NaN, so that values that are not finite are left out of the product, and spoil the rows
+    that may see them afterwards.
+    """
+    value, broken = _without_nonfinite(_grouped(call.value, call).to(weights.dtype))
+    with autocast.off(weights.device):
+        out = weights @ value
+        return out.masked_fill(_reaches(call.context.dense(), broken, like=out), math.nan)
+
+
 def raw_scores(call: AttentionCall) -> Tensor:
-    """softcap(scale·q·k) + bias, [B, H, Tq, Tk]."""
-    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    """softcap(scale·q·k) + bias, [B, H, Tq, Tk], and 0 where a key is hidden.
+
+    So a hidden key has no part in any product that follows, nor in its gradient: there 0·∞ and 0·NaN would be NaN.
+    """
+    dtype, visible = torch.promote_types(call.query.dtype, torch.float32), call.context.dense()
     key, broken = _without_nonfinite(_grouped(call.key, call).to(dtype))
-    scores = call.query.to(dtype) @ key.transpose(-1, -2) * call.scale
+    query = call.query.to(dtype)
+    if visible is not None:
+        query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    with autocast.off(query.device):
+        scores = query @ key.transpose(-1, -2) * call.scale
     scores = scores.masked_fill(broken.any(-1)[..., None, :], math.nan)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
         scores = scores + call.bias.to(dtype)
-    return scores
+    return scores if visible is None else scores.masked_fill(~visible, 0.0)
 
 
 def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
@@ -75,7 +94,7 @@ def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with NaN and ±∞ replaced by 0, and where they were: 0·NaN must not carry a hidden token into a product."""
+    """x with NaN and ±∞ replaced by 0, and where they were."""
     broken = ~torch.isfinite(x)
     return torch.where(broken, 0.0, x), broken
 
@@ -85,7 +104,3 @@ def _reaches(visible: Tensor | None, broken: Tensor, *, like: Tensor) -> Tensor:
     if visible is None:
         return broken.any(-2, keepdim=True).expand_as(like)
     return (visible.to(like.dtype) @ broken.to(like.dtype)) > 0
-
-
-def _spoil(out: Tensor, where: Tensor) -> Tensor:
-    return out.masked_fill(where, math.nan)

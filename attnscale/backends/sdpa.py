@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,12 +13,16 @@ from attnscale.backends.call import AttentionCall
 from attnscale.context import shown
 from attnscale.scratch import multiply
 
+# torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
+TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+
 
 class SdpaBackend:
     """β goes into q, in fp32 and rounded once; a β shared by all rows goes through `scale` and is not rounded."""
 
     name = "sdpa"
     automatic = True
+    plain = True
 
     def why_not(self, call: AttentionCall) -> str | None:
         if call.softcap is not None:
@@ -55,9 +60,17 @@ def attend(
     if grouped and mask is not None and query.is_cuda:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(
+    return torch_attention()(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
+
+
+def torch_attention() -> Callable[..., Tensor]:
+    """torch's function, or what others have put in its place (context parallelism does); ours would call itself."""
+    function: Callable[..., Tensor] = F.scaled_dot_product_attention
+    while function is not TORCH_ATTENTION and hasattr(function, "replaces"):
+        function = function.replaces
+    return function
 
 
 def fold(query: Tensor, beta: Tensor, scale: float, peak: float) -> tuple[Tensor, float]:

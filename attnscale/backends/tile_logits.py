@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.tiles import HIDDEN, Scores, Tile, Workspace, keys_of, mask_of, rows_of
-from attnscale.context import shown
+from attnscale.context import hidden
 
 
 class Leaves(NamedTuple):
@@ -89,7 +89,12 @@ def _factor(scores: Scores, leaves: Leaves) -> Tensor | float | None:
 
 
 def _add_bias(capped: Tensor, bias: Tensor, group: int) -> Tensor:
-    return (_by_row(capped, group) + bias.to(capped.dtype).clamp(min=HIDDEN)).flatten(1, 2)
+    """The scores, for a product with gradients: a bias that is not finite is left out, as 0·∞ and 0·NaN would be NaN.
+
+    Where −∞ or another rule hides the key, its gradient is 0; where a NaN or +∞ is seen, that of its row is NaN.
+    """
+    finite = bias.to(capped.dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return (_by_row(capped, group) + finite).flatten(1, 2)
 
 
 def _by_row(x: Tensor, group: int) -> Tensor:
@@ -107,7 +112,7 @@ def _hide(by_row: Tensor, scores: Scores, tile: Tile, room: Workspace) -> None:
         padding = scores.padding[tile.batch if scores.padding.shape[0] > 1 else 0, tile.left : tile.right]
         _overwrite(by_row, _marks(padding, by_row.dtype))
     if scores.mask is not None:
-        _overwrite(by_row, _marks(~shown(mask_of(scores.mask, tile, scores.group)), by_row.dtype))
+        _overwrite(by_row, _marks(hidden(mask_of(scores.mask, tile, scores.group)), by_row.dtype))
     if scores.broken is not None:
         broken = scores.broken[tile.batch, tile.first : tile.last, tile.left : tile.right]
         by_row.masked_fill_(broken[:, None, None] & (by_row > HIDDEN / 2), math.nan)
@@ -127,8 +132,8 @@ _PATTERNS = {
 }
 
 
-def _marks(hidden: Tensor, dtype: torch.dtype) -> _Marks:
-    return _to_marks(hidden.to(_PATTERNS[dtype][0]) - 1, dtype)
+def _marks(where: Tensor, dtype: torch.dtype) -> _Marks:
+    return _to_marks(where.to(_PATTERNS[dtype][0]) - 1, dtype)
 
 
 def _to_marks(keep: Tensor, dtype: torch.dtype) -> _Marks:

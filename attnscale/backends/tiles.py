@@ -38,8 +38,8 @@ class Scores(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads per key head."""
-        return self.query.shape[1] // self.key.shape[1]
+        """Query heads per key head; 1 where there are none."""
+        return self.query.shape[1] // self.key.shape[1] if self.key.shape[1] else 1
 
     def wide(self) -> Scores:
         """The same with query and key in the dtype that tiles are computed in: fp32, or fp64 where given."""
@@ -76,6 +76,16 @@ class Scores(NamedTuple):
         broken = ~(torch.isfinite(self.key).all(-1) & torch.isfinite(value).all(-1))
         key, value = (x.masked_fill(broken[..., None], 0.0) for x in (self.key, value))
         return self._replace(key=key, broken=broken), value
+
+    def without_unseeing(self, lse: Tensor, sinks: Tensor | None) -> Scores:
+        """The same with a query of 0 in rows that see no key, if one is not finite: 0·NaN would reach every key.
+
+        Such a row has the lse of its sink alone, or −∞. It gives and takes no gradient, whatever its query is.
+        """
+        if bool(torch.isfinite(self.query.sum())):
+            return self
+        alone = lse == (-math.inf if sinks is None else sinks.to(lse.dtype)[:, None])
+        return self._replace(query=self.query.masked_fill(alone[..., None], 0.0))
 
 
 class Tile(NamedTuple):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnscale.backends.autocast import dtype_of
 from attnscale.backends.blockwise import softmax_stats
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.gap_pass import add_gaps
 from attnscale.gaps import Accumulation
-from attnscale.lengths import count_visible
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale_kernels import interpreting, why_unavailable
 
@@ -30,6 +30,7 @@ class TritonBackend:
     """β acts on fp32 scores and is never rounded; statistics come from the same pass. Nothing waits for the device."""
 
     name = "triton"
+    plain = False
 
     @property
     def automatic(self) -> bool:
@@ -40,13 +41,15 @@ class TritonBackend:
         reason = why_unavailable(call.query.device)
         if reason is not None:
             return reason
-        dtype = call.query.dtype
+        dtype, *others = (dtype_of(x) for x in (call.query, call.key, call.value))
         if dtype not in DTYPES:
             return f"triton kernels take float32, float16 and bfloat16, not {dtype}"
-        if call.key.dtype != dtype or call.value.dtype != dtype:
+        if any(other != dtype for other in others):
             return "query, key and value have different dtypes"
         if call.key.shape[1] != call.value.shape[1]:
             return "key and value have different numbers of heads"
+        if call.key.shape[1] == 0:
+            return "triton kernels take one head or more"
         if max(call.query.shape[-1], call.value.shape[-1]) > WIDEST_HEAD:
             return f"triton kernels take heads of up to {WIDEST_HEAD} dimensions"
         if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
@@ -65,7 +68,7 @@ class TritonBackend:
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         if request.softmax:
             return self.measure(call, request).stats
-        return _add_gaps(call, request, RowStats(visible=count_visible(call.context).expand(call.query.shape[:3])))
+        return _add_gaps(call, request, call.count())
 
 
 def _attend(call: AttentionCall, *, entropy: bool) -> Forward | Decode:

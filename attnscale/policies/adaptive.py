@@ -150,7 +150,7 @@ class GapAdaptive(ScorePolicy):
         if self.scope == "row":
             return super().formula(n, position)
         count, x, y, xx, xy = self.sums.unbind(-1)
-        if not torch.compiler.is_compiling() and not bool((count > 0).all()):
+        if not torch.compiler.is_compiling() and not count.is_meta and not bool((count > 0).all()):
             raise ArgumentError("gap_adaptive with scope='head' has seen no rows: train it first, or use scope='row'")
         spread = (count * xx - x * x).clamp(min=1e-12)
         slope = (count * xy - x * y) / spread

@@ -150,7 +150,7 @@ def visible(
             seen &= tl.load(at, mask=exists, other=0) != 0
         else:
             bias = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-            seen &= bias > HIDDEN_BELOW
+            seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
             bias = tl.where(seen, bias, 0.0)
     return seen, bias
 

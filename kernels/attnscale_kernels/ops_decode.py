@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .decode import decode, paged_decode
+from .derivatives import refuse_others
 from .merge import Decode
 from .visibility import Visibility
 
@@ -27,6 +28,7 @@ def decode_attention(
     splits: int | None = None,
 ) -> Decode:
     """`decode` as an operator."""
+    refuse_others(query, key, value, beta, sinks, visibility.mask)
     found = decode_op(
         query,
         key,
@@ -66,6 +68,7 @@ def paged_decode_attention(
     splits: int | None = None,
 ) -> Decode:
     """`paged_decode` as an operator."""
+    refuse_others(query, key_cache, value_cache, beta, sinks)
     found = paged_decode_op(
         query, key_cache, value_cache, block_table, lengths, beta, sinks, thresholds, window, scale, softcap, entropy,
         splits,

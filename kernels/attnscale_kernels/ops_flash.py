@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .derivatives import refuse_others, refuse_second
 from .flash_backward import flash_backward
 from .flash_forward import Forward, flash_forward
 from .visibility import Visibility
@@ -30,9 +31,12 @@ def flash_attention(
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
+    Forward mode, torch.func's gradients and a second backward are refused: torch would take them for zero.
+
     A `probe` [B, H, Tq] takes no part; its gradient is the norm of each row's gradient of raw scores, which is how
     that statistic leaves a backward pass. Zeros with `requires_grad`, and not a parameter, will do.
     """
+    refuse_others(query, key, value, beta, sinks, visibility.mask, probe)
     out, lse, top, disorder, squared = flash_attention_forward(
         query,
         key,
@@ -157,6 +161,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse = ctx.saved_tensors
     needed = ctx.needs_input_grad
+    refuse_others(gradient, query, key, value, beta, sinks)
     dq, dk, dv, dbeta, dsinks, norm = flash_attention_backward(
         gradient, query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse, *ctx.numbers,
         needed[3], needed[10],
@@ -168,3 +173,4 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
 
 
 flash_attention_forward.register_autograd(_backward, setup_context=_save)
+flash_attention_backward.register_autograd(refuse_second)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .availability import why_unavailable
+from .derivatives import refuse_others, refuse_second
 from .softmax import RowSoftmax, softmax_backward, softmax_forward
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,6 +54,7 @@ def softmax(
     if bias is not None:
         _check_operand("bias", bias, scores, scores.shape)
     gaps = None if thresholds is None else _as_thresholds(thresholds, scores)
+    refuse_others(scores, beta, bias)
     arguments = scores, beta, mask, bias, gaps
     if not inplace:
         weights, *found = softmax_op(*arguments)
@@ -146,6 +148,7 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | N
     if gradient is None:
         return (None,) * 5
     weights, beta, scores, bias = ctx.saved_tensors
+    refuse_others(gradient, weights, beta, scores, bias)
     needs_scores, needs_beta, _, needs_bias, _ = ctx.needs_input_grad[:5]
     # A bias in fp32 gets a gradient that has not been through fp16.
     wide = needs_bias and ctx.bias[1] == torch.float32
@@ -160,6 +163,7 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | N
 
 
 softmax_op.register_autograd(_backward, setup_context=_save)
+softmax_backward_op.register_autograd(refuse_second)
 
 
 class _SoftmaxInPlace(torch.autograd.Function):

@@ -74,7 +74,7 @@ def _raw_scores(
     if BIAS:
         bias_at = bias_ptr + row[:, None] * stride_bias_row + slot * stride_bias_key
         bias = tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-        seen &= bias > HIDDEN_BELOW
+        seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
         raw += bias
     seen &= ~(raw < SEEN_ABOVE)  # a score of −∞ is hidden, one that is no number is seen
     return tl.where(seen, raw, HIDDEN), seen

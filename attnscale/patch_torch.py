@@ -1,0 +1,155 @@
+"""A temperature policy for code that calls torch's attention and cannot be edited."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnscale.attention import attention_and_weights, scaled_dot_product_attention
+from attnscale.policies import Policy, PolicySpec, build_policy
+
+_ATTENTION = "scaled_dot_product_attention"
+_MULTIHEAD = "multi_head_attention_forward"
+
+
+def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
+    """Give every call of torch's `scaled_dot_product_attention` a policy, until `remove()` or the end of `with`.
+
+    It reaches the function wherever a module has it by name (`from torch.nn.functional import ...`), and
+    `torch.nn.MultiheadAttention` with and without weights; torch's fused inference path for encoders, which would skip
+    the policy, is closed meanwhile. All calls share one policy, so one that learns is that of the whole program. Code
+    that computes its softmax itself, and graphs that were compiled before, are not reached.
+
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> with patch_torch("log", reference_length=4):
+    ...     sharper = F.scaled_dot_product_attention(q, q, q)
+    >>> torch.equal(sharper, F.scaled_dot_product_attention(q, q, q))
+    False
+    """
+    return TorchPatch(build_policy(policy, **parameters))
+
+
+class TorchPatch:
+    """What `patch_torch` did. `remove()` undoes it and is idempotent; as a context manager it does so at the end.
+
+    Patches may be removed in any order: one that lies below another passes calls on from then on.
+    """
+
+    # Patches that keep torch's fused path closed, and whether it was open before the first of them.
+    _closing: ClassVar[list[TorchPatch]] = []
+    _fused_path_was_open: ClassVar[bool] = True
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.active = True
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._captured = threading.local()
+        self._replace(_ATTENTION, self._attention)
+        if policy.uniform != 1.0:
+            self._replace(_MULTIHEAD, self._multihead)
+            if not TorchPatch._closing:
+                TorchPatch._fused_path_was_open = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            TorchPatch._closing.append(self)
+
+    def remove(self) -> None:
+        """Put torch's functions back, to the object, wherever they were replaced. Idempotent."""
+        if not self.active:
+            return
+        self.active = False
+        for namespace, name, ours in self._replaced:
+            if namespace.get(name) is ours:
+                namespace[name] = _before(ours)
+        self._replaced = []
+        if self in TorchPatch._closing:
+            TorchPatch._closing.remove(self)
+            if not TorchPatch._closing:
+                torch.backends.mha.set_fastpath_enabled(TorchPatch._fused_path_was_open)
+
+    def __enter__(self) -> TorchPatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _replace(self, function: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put a function of ours wherever a module outside of torch holds torch's, and into `torch.nn.functional`."""
+        before = getattr(F, function)
+        ours: Any = make(before)
+        ours.replaces, ours.patch = before, self
+        for module_name, module in list(sys.modules.items()):
+            foreign = not module_name.startswith(("torch.", "attnscale.")) or module is F
+            namespace = getattr(module, "__dict__", None)
+            if not foreign or not isinstance(namespace, dict):
+                continue
+            for name, value in list(namespace.items()):
+                if value is before:
+                    self._replaced.append((namespace, name, ours))
+                    namespace[name] = ours
+
+    def _attention(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(scaled_dot_product_attention, assigned=("__doc__",), updated=())
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            if not self.active:
+                return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            options["policy"] = self.policy
+            if getattr(self._captured, "wanted", False):
+                rules = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+                output, self._captured.weights = attention_and_weights(None, query, key, value, **rules, **options)
+                return output
+            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+        return attend
+
+    def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
+        """torch's function writes attention out by itself where weights are wanted. So it is asked for the output alone,
+        and the call of attention that it then makes, in this thread, leaves the weights here.
+        """
+
+        names = list(inspect.signature(before).parameters)
+
+        @functools.wraps(before)
+        def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if not self.active or not given.get("need_weights", True):
+                return before(*args, **kwargs)
+            self._captured.wanted = True
+            try:
+                output, _ = before(**(given | {"need_weights": False}))
+                weights = self._captured.__dict__.pop("weights")  # [B, H, Tq, Tk]
+            finally:
+                self._captured.wanted = False
+            if given.get("average_attn_weights", True):
+                weights = weights.mean(1)
+            return output, weights.to(output.dtype) if output.dim() == 3 else weights[0].to(output.dtype)
+
+        return forward
+
+
+def _before(function: Any) -> Any:
+    """What a function of ours replaced, past patches that were removed meanwhile."""
+    while hasattr(function, "patch") and not function.patch.active:
+        function = function.replaces
+    return function

@@ -1,0 +1,52 @@
+"""Which derivatives are being taken of a call: an operator of torch.library has one backward pass, and nothing more.
+
+To torch such an operator is a constant in forward mode: the tangent of its result would be zero without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# Transforms that an operator passes through as it is: torch calls it once for each element of a batch.
+_HARMLESS = ("Vmap", "Functionalize")
+
+
+def other_derivative(*tensors: object) -> str | None:
+    """The derivative that is being taken of these tensors and is not that of one backward pass, in words; None if none.
+
+    >>> x = torch.ones(2)
+    >>> other_derivative(x) is None
+    True
+    >>> torch.func.grad(lambda x: (print(other_derivative(x)), x.sum())[1])(x)
+    torch.func.grad
+    tensor([1., 1.])
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        wrapped = any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
+        for interpreter in torch._C._functorch.get_interpreter_stack() or () if wrapped else ():
+            if interpreter.key().name not in _HARMLESS:
+                return f"torch.func.{interpreter.key().name.lower()}"
+    # What is inside a graph is not asked for its tangent: there, an open level is taken for one.
+    if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
+        return "forward-mode differentiation (torch.autograd.forward_ad)"
+    return None
+
+
+def refuse_others(*tensors: object) -> None:
+    """Raise where a derivative is being taken of these tensors that is not that of one backward pass."""
+    derivative = other_derivative(*tensors)
+    if derivative is not None:
+        raise RuntimeError(f"these kernels have one backward pass, and no {derivative}: use plain torch there")
+
+
+def refuse_second(*_: Any) -> NoReturn:
+    """The gradient of a backward pass."""
+    raise RuntimeError("these kernels have no second derivative: use plain torch for it")
+
+
+def _has_tangent(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
