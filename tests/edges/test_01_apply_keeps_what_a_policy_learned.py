@@ -102,14 +102,17 @@ def test_a_plan_keeps_what_its_policies_have_learned():
         torch.testing.assert_close(handle.policies[LAYERS[1]](torch.tensor([[8]]))[:, 0], expected)
 
 
-def test_it_is_saved_and_comes_back(tmp_path):
+@pytest.mark.parametrize("by_head", [False, True])
+def test_it_is_saved_and_comes_back(tmp_path, by_head):
     model = llama().float()
-    attnscale.hf.apply(model, ssmax([9.0, 8.0, 7.0, 6.0], bias=True))
+    plan = {"default": ssmax([9.0, 8.0]), "heads": {"1,3": ssmax([7.0, 6.0])}}
+    handle = attnscale.hf.apply(model, plan if by_head else ssmax([9.0, 8.0, 7.0, 6.0], bias=True))
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    handle = attnscale.hf.load(tmp_path)
-    assert handle.policies[LAYERS[0]].s.tolist() == [9.0, 8.0, 7.0, 6.0]
-    assert torch.equal(logits(handle.model), expected)
+    loaded = attnscale.hf.load(tmp_path)
+    states = ([value.tolist() for value in one.policies[LAYERS[0]].state_dict().values()] for one in (handle, loaded))
+    assert next(states) == next(states)
+    assert torch.equal(logits(loaded.model), expected)
 
 
 def test_ones_own_policy_is_applied():
