@@ -53,7 +53,7 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
         FSDPModule: ("fully_shard", "fully_shard(model)"),
     }
     # A model does not know what wraps it, and people apply to `wrapper.module`: so every live module is asked.
-    live = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
+    live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     own = {id(module) for module in model.modules()}
     for candidate in live:
         for kind, names in kinds.items():
