@@ -18,7 +18,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        if isinstance(content, bytes):
+            beside.write_bytes(content)
+        else:
+            beside.write_text(content, encoding="utf-8", newline="")
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

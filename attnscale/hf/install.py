@@ -53,10 +53,11 @@ def install(
         for layer in layers:
             if not is_decided(layer.module):
                 leave_alone(layer.module)
-        for config, implementation in _configs(inner, chosen, override):
+        configs = _configs(inner, chosen, override)
+        for config, implementation in configs:
             switch(config, implementation, written, stock(config))
             switched.append(config)
-        ask_for_us_when_loaded(inner.config, [layer.config for layer in chosen])
+        ask_for_us_when_loaded(inner.config, [config for config, asks in configs if asks is not None])
     except BaseException:
         take_out([layer.module for layer in layers], switched)
         raise

@@ -47,20 +47,20 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    orders = {DistributedDataParallel: "DistributedDataParallel(model)", FullyShardedDataParallel: "wrap it in FSDP"}
+    kinds: dict[type, tuple[str, str]] = {
+        DistributedDataParallel: ("DistributedDataParallel", "DistributedDataParallel(model)"),
+        FullyShardedDataParallel: ("FullyShardedDataParallel", "FullyShardedDataParallel(model)"),
+        FSDPModule: ("fully_shard", "fully_shard(model)"),
+    }
+    # A model does not know what wraps it, and people apply to `wrapper.module`: so every live module is asked.
+    live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     own = {id(module) for module in model.modules()}
-    # A model does not know what wraps it, and people apply to `wrapper.module`: so every live object is asked.
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if issubclass(kind, FSDPModule) and (id(candidate) in own or _holds(candidate, model)):
-            yield "fully_shard", "fully_shard"
-        for wrapper, order in orders.items():
-            if issubclass(kind, wrapper) and (id(candidate) in own or _holds(candidate, model)):
-                yield wrapper.__name__, order
-
-
-def _holds(candidate: nn.Module, model: nn.Module) -> bool:
-    return any(module is model for module in candidate.modules())
+    for candidate in live:
+        for kind, names in kinds.items():
+            if isinstance(candidate, kind) and (
+                id(candidate) in own or any(module is model for module in candidate.modules())
+            ):
+                yield names
 
 
 def _is_sharded_by_row(query: Tensor) -> bool:

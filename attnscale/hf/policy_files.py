@@ -25,7 +25,9 @@ from attnscale.optional import need
 POLICY_CONFIG = "attnscale_config.json"
 POLICY_WEIGHTS = "attnscale_policy.safetensors"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_ADAPTER_PREFIX = "base_model.model."
+
+# How PEFT holds a model: in a tuner, or by itself where the method only adds to the inputs.
+_IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
 
 
 def save_policy(handle: Handle, folder: str | Path) -> None:
@@ -87,7 +89,8 @@ def _own(place: Stored) -> _Found | None:
 
 def _of_adapter(place: Stored) -> _Found | None:
     """What PEFT wrote of sites that learn: parameters, and beside them which policy they belong to."""
-    tensors = {name.removeprefix(_ADAPTER_PREFIX): value for name, value in place.tensors(_ADAPTER_WEIGHTS).items()}
+    found = place.tensors(_ADAPTER_WEIGHTS)
+    tensors = {name.removeprefix(_IN_TUNER).removeprefix(_IN_WRAPPER): value for name, value in found.items()}
     parts = {name: split(name) for name in tensors}
     modules = {
         path: json.loads(bytes(tensors[name].tolist())) for name, (path, rest) in parts.items() if rest == DESCRIPTION
