@@ -116,7 +116,7 @@ class TorchPatch:
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
             options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
-                rules = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+                rules: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
                 output, self._captured.weights = attention_and_weights(None, query, key, value, **rules, **options)
                 return output
             return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
