@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from attnscale.hf.survey import AttentionLayer, transformers_model
-from attnscale.policies import Policy
+from attnscale.policies import LengthPolicy, Policy
+from attnscale.policies.per_head import PerHead
 
 # Published systems reach 1.9 at the longest text; an absolute law has 2.5 to 80 at usual lengths.
 SHARP = 2.0
@@ -24,29 +25,24 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     if not is_pretrained(model):
         return []
     length = trained_length(model)
-    given = [(layer, policies[layer.path]) for layer in layers if layer.path in policies]
+    laws = [(layer, law) for layer in layers if layer.path in policies for law in _laws(policies[layer.path])]
     texts = []
-    sharp = [(beta, layer) for layer, policy in given if (beta := _beta(policy, layer, length)) and beta >= SHARP]
+    absolute = [(layer, law) for layer, law in laws if getattr(law, "reference_length", None) is None]
+    sharp = [(beta, layer) for layer, law in absolute if (beta := _beta(law, layer, length)) >= SHARP]
     if sharp:
-        beta, layer = max(sharp, key=lambda found: found[0])
+        beta, layer = max(sharp, key=_first)
         texts.append(
-            f"attnscale: the logits of {len(sharp)} layers of a pretrained model are multiplied by up to {beta:.3g} "
-            f"(β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
+            f"attnscale: the logits of {_number(sharp)} layers of a pretrained model are multiplied by up to "
+            f"{beta:.3g} (β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
             f"reference_length={length}, floor=True"
         )
-    soft = [
-        (beta, layer)
-        for layer, policy in given
-        if layer.window is not None
-        and not _learns(policy)
-        and (beta := _beta(policy, layer, max(length, layer.window))) is not None
-        and beta < SOFT
-    ]
+    bounded = [(layer, law, max(length, layer.window)) for layer, law in laws if layer.window and not _learns(law)]
+    soft = [(beta, layer) for layer, law, end in bounded if (beta := _beta(law, layer, end)) < SOFT]
     if soft:
-        beta, layer = min(soft, key=lambda found: found[0])
+        beta, layer = min(soft, key=_first)
         texts.append(
-            f"attnscale: {len(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays at "
-            f"{beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
+            f"attnscale: {_number(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays "
+            f"at {beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
             "layers='full' leaves them out"
         )
     return texts
@@ -71,18 +67,32 @@ def trained_length(model: nn.Module) -> int:
     return length if isinstance(length, int) and length > 1 else _USUAL_LENGTH
 
 
-def _learns(policy: Policy) -> bool:
-    return isinstance(policy, nn.Module) and any(parameter.requires_grad for parameter in policy.parameters())
+def _laws(policy: Policy) -> list[LengthPolicy]:
+    """The laws of length or position that a policy is, or gives its heads.
 
-
-def _beta(policy: Policy, layer: AttentionLayer, length: int) -> float | None:
-    """The largest β of a head at the end of a text of that length.
-
-    None where scores or queries decide, and for a number that does not depend on the length: somebody chose it.
+    A number that does not depend on the length is none: somebody chose it. Nor is what scores or queries decide.
     """
-    if getattr(policy, "needs_scores", False) or policy.needs_query or policy.uniform is not None:
-        return None
-    tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
+    modules = [policy] if not isinstance(policy, nn.Module) else list(policy.modules())
+    found = [one for one in modules if isinstance(one, LengthPolicy) and not isinstance(one, PerHead)]
+    return [one for one in found if one.uniform is None and not one.needs_query and not hasattr(one, "needs_scores")]
+
+
+def _learns(policy: LengthPolicy) -> bool:
+    return any(parameter.requires_grad for parameter in policy.parameters())
+
+
+def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
+    """The largest β of a head at the end of a text of that length."""
+    tensors = [*policy.parameters(), *policy.buffers()]
     position = torch.tensor([[[length - 1]]], device=tensors[0].device if tensors else None)
     with torch.no_grad():
         return float(policy((position + 1).clamp(max=layer.window or length), positions=position).max())
+
+
+def _first(found: tuple[float, AttentionLayer]) -> float:
+    return found[0]
+
+
+def _number(found: Sequence[tuple[float, AttentionLayer]]) -> int:
+    """How many layers, of which several heads may have been found."""
+    return len({layer.path for _, layer in found})

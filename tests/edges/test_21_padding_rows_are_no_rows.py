@@ -11,7 +11,7 @@ import attnscale
 from attnscale import MultiheadAttention, ScaledDotProductAttention, observe
 from attnscale.describe import describe
 from attnscale.diagnostics.padding import padding_rows
-from attnscale.layout import Layout
+from attnscale.layout import read_layout
 
 LENGTHS = (9, 4, 1)
 LONGEST = max(LENGTHS)
@@ -128,7 +128,8 @@ def test_sampled_rows_and_training_with_a_look_that_waits():
 
 def rows_of(queries, keys, batch=1, **rules):
     """Which rows are padding, as a listener is told of a call with these rules."""
-    context = describe(Layout((batch,), 1, 4, True), queries, keys, torch.device("cpu"), **rules)
+    q, k = torch.zeros(batch, 1, queries, 2), torch.zeros(batch, 1, keys, 2)
+    context = describe(read_layout(q, k, k, False), queries, keys, q.device, **rules)
     found = padding_rows(context.with_own_slots(None))
     return None if found is None else found.tolist()
 
@@ -189,7 +190,8 @@ def test_rows_of_padding_are_found_wherever_they_lie():
 def test_padding_is_found_without_looking_at_each_head():
     mask = torch.zeros(1, 2, T, T, dtype=torch.bool)
     mask[0, 0, :, :4], mask[0, 1, :, :5] = True, True  # the fifth key is seen in one of the heads
-    context = describe(Layout((1,), 2, 4, True), T, T, torch.device("cpu"), attn_mask=mask)
+    x = torch.zeros(1, 2, T, 4)
+    context = describe(read_layout(x, x, x, False), T, T, x.device, attn_mask=mask)
     assert padding_rows(context).tolist() == [[False] * 5 + [True]]
 
 

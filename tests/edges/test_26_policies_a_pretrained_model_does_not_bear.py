@@ -62,6 +62,8 @@ def test_an_absolute_law_in_a_pretrained_model(pretrained):
     assert_multiplied(warned(model, "sqrt_log"), 2.039)
     assert_multiplied(warned(model, "log_squared"), 17.3)
     assert_multiplied(warned(model, {"default": "constant", "heads": {"0": "log"}}), 4.159)
+    heads = {"0": "log", "1": "log_squared", "2": {"name": "log", "reference_length": LENGTH}}
+    assert_multiplied(warned(model, {"default": "constant", "heads": heads}), 17.3)
     (text,) = warned(model, "log", layers=1)
     assert "logits of 1 layers" in text
 
@@ -75,6 +77,7 @@ def test_an_absolute_law_in_a_pretrained_model(pretrained):
         ("log", {"reference_length": LENGTH}),
         ("log", {"reference_length": LENGTH, "floor": True}),
         ("sqrt_log", {"reference_length": 32, "floor": True}),
+        ("log", {"reference_length": 8}),  # sharp, but anchored where the caller wants it
         ("qwen", {"reference_length": LENGTH}),
         ("yarn", {"factor": 8.0}),
         ("ssmax", {"reference_length": LENGTH}),
