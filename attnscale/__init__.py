@@ -18,7 +18,7 @@ from attnscale.attention import (
 from attnscale.convert import convert
 from attnscale.diagnostics import Monitor, observe
 from attnscale.doctor import doctor
-from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, BackendError
+from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, AttnScaleWarning, BackendError
 from attnscale.gaps import accumulation_scale
 from attnscale.lengths import visible_keys
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
@@ -33,6 +33,7 @@ __all__ = [
     "ArgumentTypeError",
     "AttentionOutput",
     "AttnScaleError",
+    "AttnScaleWarning",
     "BackendError",
     "LengthPolicy",
     "Monitor",

@@ -186,20 +186,37 @@ def attention_with_stats(
     return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
 
 
-def attention_through(tap: Tap | None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open."""
+def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
+
+    `own_keys` says whether queries and keys are made of the same tokens, which a listener asks; None where the caller
+    does not know.
+    """
     if tap is None or not tap.open:
         return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         layout, call, backend, _ = _bind(*args, **kwargs)
-        return layout.restore(listen(tap, call, lambda call: dispatch.run(call, backend)))
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, backend)))
 
     return attend
 
 
+def _listen(tap: Tap, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """`run(call)`, heard by a tap, which is told in which slots the rows' own keys lie."""
+    told = replace(call, context=call.context.with_own_slots(own_keys))
+    return listen(tap, told, lambda heard: run(replace(heard, context=call.context)))
+
+
 def attention_and_weights(
-    tap: Tap | None, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: Any
+    tap: Tap | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout_p: float,
+    own_keys: bool | None = None,
+    **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output and, after dropout, the weights [..., H, Tq, Tk] that it is made of; heard by a tap that is open."""
     layout, call, _, _ = _bind(query, key, value, **arguments)
@@ -207,7 +224,7 @@ def attention_and_weights(
     if tap is None or not tap.open:
         output = reference.mix(weights, call)
     else:
-        output = listen(tap, call, lambda call: reference.mix(weights, call))
+        output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
     return layout.restore(output), layout.restore(weights)
 
 

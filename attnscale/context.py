@@ -72,6 +72,20 @@ class Context:
             return self.slot
         return torch.arange(self.slot, self.slot + self.queries, device=self.device)[None]
 
+    def with_own_slots(self, own_keys: bool | None) -> Context:
+        """The same for a listener, which takes `slot` for the place of each row's own key: behind all keys where it has
+        none.
+
+        `own_keys` says whether queries and keys are made of the same tokens. Where that is not known (None), they are
+        if there are as many, or if a rule other than a mask or padding has told where the queries lie.
+        """
+        if self.causal or self.window != (None, None):
+            return self  # rows see by their slots
+        if own_keys is None:
+            told = isinstance(self.slot, Tensor) or self.slot != 0
+            own_keys = told or (self.padding is None and self.mask is None) or self.queries == self.keys
+        return self if own_keys else replace(self, slot=self.keys)
+
     def key_range(self) -> tuple[int, int]:
         """Slots outside [start, stop) are invisible to every row; known without asking the device."""
         start, stop = 0, self.keys

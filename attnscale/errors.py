@@ -37,6 +37,10 @@ class MissingDependencyError(AttnScaleError, ImportError):
     """A feature needs a package that is only installed by an extra."""
 
 
+class AttnScaleWarning(UserWarning):
+    """Something was done as asked that is probably not what was meant."""
+
+
 def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError] = ArgumentError) -> NoReturn:
     """Raise the standard sentence for a value that cannot be used.
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file; a failure at any point leaves an earlier file of that name as it was, and no other.
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file; a failure at any point leaves an earlier file of that name as it was, and no other.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "note.txt")
@@ -18,7 +18,10 @@ def write_whole(path: str | Path, text: str) -> None:
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_text(text, encoding="utf-8", newline="")
+        if isinstance(content, bytes):
+            beside.write_bytes(content)
+        else:
+            beside.write_text(content, encoding="utf-8", newline="")
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

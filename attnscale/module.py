@@ -29,6 +29,9 @@ class ScaledDotProductAttention(nn.Module):
 
     policy: Policy
     tap: Tap | None = None
+    # True where queries and keys come from different sequences. Only a monitor asks: whether a padded key means a
+    # padded row. Without it, as many queries as keys are taken for the same tokens.
+    cross: bool = False
 
     def __init__(self, policy: PolicySpec = "constant", **parameters: Any) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class ScaledDotProductAttention(nn.Module):
         **rules: Any,
     ) -> Tensor:
         """Attention [..., H, Tq, Dv]; arguments are those of `scaled_dot_product_attention`."""
-        attend = attention_through(self.tap)
+        attend = attention_through(self.tap, own_keys=False if self.cross else None)
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=self.policy, **rules
         )
@@ -143,7 +146,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
                 "accepted: expected 2 dimensions each, or 3 with a batch"
             )
-        batched = query.dim() == 3
+        batched, own_keys = query.dim() == 3, query is key
         if query is key is value:
             query = key = value = self._batch_first(query, batched)  # still one tensor: one projection
         else:
@@ -168,11 +171,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         rules: dict[str, Any] = {"attn_mask": mask, "key_padding": padding, "is_causal": is_causal}
         weights = None
         if need_weights:
-            attended, weights = attention_and_weights(self.tap, q, k, v, dropout_p=dropout, policy=self.policy, **rules)
+            attended, weights = attention_and_weights(
+                self.tap, q, k, v, dropout_p=dropout, own_keys=own_keys, policy=self.policy, **rules
+            )
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         else:
-            attended = attention_through(self.tap)(q, k, v, dropout_p=dropout, policy=self.policy, **rules)
+            attend = attention_through(self.tap, own_keys=own_keys)
+            attended = attend(q, k, v, dropout_p=dropout, policy=self.policy, **rules)
         out = self.out_proj(rearrange(attended, "n h t d -> n t (h d)"))
         if not batched:
             return out[0], weights

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import csv
 import doctest
-import functools
 import importlib
 import re
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,36 +21,33 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+# The model that the snippets name stands in the README only: nothing is downloaded here.
+HUB_MODEL = '"HuggingFaceTB/SmolLM2-135M"'
+
+
 def names(folder: Path) -> dict[str, object]:
-    """What the snippets after the first take for granted, in a size that is quick."""
+    """What the snippets before one have defined, in a size that is quick."""
     models = importlib.import_module("tiny_models") if find_spec("transformers") else None
     if models is not None:
         models.llama().float().save_pretrained(folder / "model")
     q, k, v = (torch.randn(1, 8, 4096, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     return {
         "torch": torch,
-        "run": folder,
         "path": folder / "model",
         "tokens": models and models.TOKENS,
-        "functools": functools,
-        "dataclass": dataclass,
         "attnscale": attnscale,
         "transformers": models and models.transformers,
-        "policy": attnscale.build_policy("log"),
         "q": q,
         "k": k,
         "v": v,
-        "cache_k": k,
-        "cache_v": v,
-        "padding": torch.arange(4096) < 7,
-        "q_shard": q[:, :, 512:1024],
-        "positions": torch.arange(512, 1024),
     }
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0][:40])
 def test_a_snippet_runs(block: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    block = block.replace(HUB_MODEL, repr(str(tmp_path / "model")))
     if "attnscale.hf." in block:
         pytest.importorskip("transformers", reason="transformers is not installed")
     # What a user sees, who has not chosen triton's interpreter as `conftest` does.
@@ -61,6 +58,24 @@ def test_a_snippet_runs(block: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert doctest.DocTestRunner().run(parsed).failed == 0
     else:
         exec(block, names(tmp_path))
+
+
+def test_snippets_name_nothing_that_was_not_introduced() -> None:
+    known = set(dir(builtins))
+    for block in BLOCKS:
+        examples = doctest.DocTestParser().get_examples(block)
+        tree = ast.parse("".join(example.source for example in examples) if examples else block)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                known.add(node.id)
+            elif isinstance(node, ast.alias):
+                known.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                known.add(node.name)
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+        assert not used - known, block
 
 
 def test_the_first_screen_has_the_two_commands_and_the_picture() -> None:

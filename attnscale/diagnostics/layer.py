@@ -14,6 +14,7 @@ from attnscale.backends.call import AttentionCall
 from attnscale.diagnostics.gather import Spread
 from attnscale.diagnostics.looks import Look, Looks, see
 from attnscale.diagnostics.measure import look, look_back
+from attnscale.diagnostics.padding import blank, without_padding
 from attnscale.diagnostics.pending import Pending
 from attnscale.diagnostics.rows import AGAIN_COLUMNS, BACKWARD, FORWARD, again_quantities
 from attnscale.diagnostics.same import Same
@@ -54,11 +55,12 @@ class LayerListener:
         # Of calls whose backward is still to come; without one, only the last are kept.
         self._unanswered: deque[Look] = deque(maxlen=UNANSWERED)
         self.captured: dict[str, Tensor] = {}
+        self._padding_rows: Tensor | None = None  # of the call whose backward was told last
 
     def forward(self, heard: Heard) -> None:
         """Look at the sampled rows of a call."""
         rows = self._sampled(heard.call)
-        call = heard.call.select(rows)
+        call = without_padding(heard.call)[0].select(rows)
         self._note(broken_row=_first_broken(heard.out))
         one = Look(self, call, heard.out.index_select(2, rows), Same(*_sources(heard.call)))
         self._unanswered.append(one)
@@ -78,7 +80,8 @@ class LayerListener:
         """
         rows = self._sampled(call)
         upstream = gradient.index_select(2, rows)
-        self._note(output_gradient=_squares(gradient))
+        call, self._padding_rows = without_padding(call)
+        self._note(output_gradient=_squares(blank(gradient, self._padding_rows)))
         one = self._unanswered.pop() if self._unanswered else None
         if one is not None and one.sources.are(*_sources(call)):
             self._note(mismatch=torch.zeros(gradient.shape[1], device=gradient.device))
@@ -112,7 +115,7 @@ class LayerListener:
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Squared norms per query head; a key head that several share is divided among them."""
         group = query.shape[1] // key.shape[1]
-        of_query, of_key, of_value = (_squares(x) for x in (query, key, value))
+        of_query, of_key, of_value = (_squares(x) for x in (blank(query, self._padding_rows), key, value))
         if group > 1:
             of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
         self._note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)

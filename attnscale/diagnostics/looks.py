@@ -18,7 +18,7 @@ from torch import Tensor
 from attnscale.backends.call import AttentionCall
 from attnscale.diagnostics.angles import angle_parts
 from attnscale.diagnostics.measure import look
-from attnscale.diagnostics.rows import AGAIN_COLUMNS
+from attnscale.diagnostics.rows import AGAIN_COLUMNS, Sums
 from attnscale.diagnostics.same import Same
 from attnscale.diagnostics.stack import kin
 from attnscale.tap import Listener, give_up
@@ -95,7 +95,7 @@ def see(looks: Sequence[Look]) -> None:
     calls, outs = [call for _, (call, _) in found], [out for _, (_, out) in found]
     upstream = [one.gradient for one, _ in found if one.gradient is not None]
     sums, gradients = look(calls, upstream or None)
-    angles = angle_parts(calls, outs)
+    angles = angle_parts(calls, outs, Sums.unpacked(sums).visible > 0)
     for index, (one, _) in enumerate(found):
         answer = None if gradients is None else gradients[index]
         one.saw(sums[index], (angles[0][index], angles[1][index]), answer)

@@ -68,13 +68,15 @@ class Monitor:
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
-        from attnscale.diagnostics.discovery import find_attention
+        from attnscale.diagnostics.discovery import open_attention
         from attnscale.diagnostics.layer import LayerListener
         from attnscale.diagnostics.looks import Looks
 
         self._sinks = list(sinks)
         self._lasting: set[tuple[str, str, int]] = set()
-        found = find_attention(model)
+        with contextlib.ExitStack() as undo:
+            found = open_attention(model, undo)
+            self._undo = undo.pop_all()  # what a model had to be given to be listened to
         self._looks = Looks()
         self.layers = {path: LayerListener(path, rows, capture=dump is not None, looks=self._looks) for path in found}
         if any(module.tap is not None for module in found.values()):
@@ -107,6 +109,7 @@ class Monitor:
         for module, _ in self._tapped:
             del module.tap
         self._tapped = []
+        self._undo.close()
         self._listening = False
         for sink in list(self._sinks):
             self._try(sink, sink.close)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import ArgumentError
+from attnscale.hf.attach import site_of
 from attnscale.hf.counting import visible_keys_of
-from attnscale.hf.sites import site_of
+from attnscale.hf.parallel import refuse_context_parallel
 
 # Arguments by which a model says which keys its indexer chose: attention without them would silently be dense.
 SPARSE = ("indices", "block_indices", "topk_indices")
@@ -42,6 +43,8 @@ def attention_forward(
     for name in SPARSE:
         if arguments.get(name) is not None:
             raise ArgumentError(f"{type(module).__name__} attends to {name} of its own choice: attnscale cannot")
+    site = site_of(module)
+    refuse_context_parallel(query)
     if cache is not None:  # the paged cache of continuous batching
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
     queries, keys = query.shape[2], key.shape[2]
@@ -55,7 +58,6 @@ def attention_forward(
     if attention_mask is not None:
         attention_mask = attention_mask[..., :keys] if attention_mask.shape[-1] > keys else attention_mask
         visible = visible_keys_of(attention_mask, module)
-    site = site_of(module, query)
     out = site(
         query,
         key,

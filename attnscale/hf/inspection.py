@@ -11,10 +11,16 @@ import torch
 from torch import nn
 
 from attnscale.errors import ArgumentError, reject
+from attnscale.hf.advice import check_order, instead, instead_of_sparse
+from attnscale.hf.attach import described_in, described_policies, is_pending
+from attnscale.hf.cautions import find_cautions
+from attnscale.hf.configs import NAME
 from attnscale.hf.existing import find_existing
-from attnscale.hf.patch import Layers, OnExisting, select
+from attnscale.hf.interface import is_asked
+from attnscale.hf.listening import is_listened_to
+from attnscale.hf.patch import Layers, OnExisting, build_policy_of, select
 from attnscale.hf.plan import Plan, read_plan
-from attnscale.hf.sites import CHILD, has_site
+from attnscale.hf.sites import has_site, site_at
 from attnscale.hf.survey import AttentionLayer, survey, transformers_model
 from attnscale.policies import Policy, PolicySpec
 from attnscale.ranges import write_range
@@ -65,6 +71,7 @@ class Inspection:
     policy: str | None
     lengths: tuple[int, ...]
     layers: tuple[LayerInspection, ...]
+    cautions: tuple[str, ...] = ()  # what `apply` would warn of
 
     @property
     def accepted(self) -> bool:
@@ -76,7 +83,7 @@ class Inspection:
         lines = [_TITLES, *_lines(self.layers)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([self._headline(), "", *table])
+        return "\n".join([self._headline(), "", *table, *([""] if self.cautions else []), *self.cautions])
 
     def _headline(self) -> str:
         parts = [f"{self.model}: {len(self.layers)} attention module{'' if len(self.layers) == 1 else 's'}"]
@@ -102,15 +109,16 @@ def inspect(
 ) -> Inspection:
     """Look at every attention of a transformers model and say what `apply` would do with it, without doing it.
 
-        print(attnscale.hf.inspect(model, "log", reference_length=8192))
+        print(attnscale.hf.inspect(model, "log", reference_length=8192, floor=True))
 
     The keywords are those of `apply`; nothing is run, so that `override` and `probe` make no difference. `lengths` are
-    the n at which β is shown; in a window, what a row can see of them.
+    the n at which β is shown; in a window, what a row can see of them. What `apply` would warn of stands at the end.
     """
     if on_existing not in ("raise", "compose", "replace"):
         reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         reject("lengths", lengths, "at least one int >= 1")
+    check_order(model, policy)
     found = survey(model)
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
@@ -118,15 +126,21 @@ def inspect(
     chosen = _chosen(model, layers, cross, towers)
     if plan is not None and chosen:
         plan.check(max(chosen.values()) + 1)
+    pending = described_policies(model) if is_pending(model) and described_in(model) is not None else {}
     judged = []
     for layer in found:
         existing = tuple(one.description for one in find_existing(model, layer))
         if layer.path in chosen:
-            judged.append(LayerInspection(layer, existing, *_judge(layer, existing, plan, on_existing, lengths)))
+            verdict, detail = _judge(layer, found, existing, plan, on_existing, lengths, pending.get(layer.path))
+            judged.append(LayerInspection(layer, existing, verdict, detail))
         else:
             why = _why_not(layer, layers, cross, towers)
             judged.append(LayerInspection(layer, existing, "left alone", why))
-    return Inspection(type(transformers_model(model)).__name__, _named(plan), tuple(lengths), tuple(judged))
+    selected = [layer.facts for layer in judged if layer.verdict == "selected"]
+    policies = {} if plan is None else {layer.path: build_policy_of(plan, layer) for layer in selected}
+    cautions = tuple(find_cautions(model, selected, policies))
+    kind = type(transformers_model(model)).__name__
+    return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
 
 
 def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Literal["text", "all"]) -> dict[str, int]:
@@ -158,28 +172,43 @@ def _why_not(layer: AttentionLayer, layers: Layers, cross: bool, towers: str) ->
 
 def _judge(
     layer: AttentionLayer,
+    every: Sequence[AttentionLayer],
     existing: tuple[str, ...],
     plan: Plan | None,
     on_existing: OnExisting,
     lengths: Sequence[int],
+    pending: Policy | None = None,
 ) -> tuple[Verdict, str]:
-    """The verdict on a layer that the keywords select."""
+    """The verdict on a layer that the keywords select; `pending` is what it will get at its first forward."""
     if not layer.routed:
-        return "refused", (
-            "computes attention itself; leave it out with layers=..., or call "
-            "attnscale.scaled_dot_product_attention in its forward"
-        )
+        refused = [other for other in every if not other.routed]
+        return "refused", f"computes attention itself; {instead(refused, every)}"
     if layer.sparse:
-        return "refused", "attends to keys that an indexer picks; leave it out with layers=..."
-    if has_site(layer.module):
-        policy: Any = layer.module._modules[CHILD].policy  # type: ignore[union-attr]
+        refused = [other for other in every if other.sparse]
+        return "refused", f"attends to keys that an indexer picks; {instead_of_sparse(refused, every)}"
+    if is_listened_to(layer.module):
+        told = "a Monitor listens to it"
+        return ("free", told) if plan is None else ("refused", f"{told}; close it, and attach a new one afterwards")
+    if has_site(layer.module) or pending is not None:
+        policy = site_at(layer.module).policy if pending is None else pending
         has = _betas(policy, layer, lengths)
+        if pending is None and not is_asked(layer.module):
+            name = layer.config._attn_implementation
+            has += f", but is not asked for it: attn_implementation={name!r}, not {NAME!r}"
         return ("free", f"has {has}") if plan is None else ("refused", f"has {has} already; handle.remove() first")
     if plan is None:
         return "free", "takes a policy"
+    if any(has_site(other.module) for other in every):
+        return (
+            "refused",
+            "other layers have a policy from another apply; handle.remove() first, and use a plan for both",
+        )
     if existing and on_existing == "raise":
         return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
-    policy = plan.build(layer.layer, num_heads=layer.num_heads or 1, head_dim=layer.head_dim or 1)
+    try:
+        policy = build_policy_of(plan, layer)
+    except ArgumentError as error:
+        return "refused", str(error)
     then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""
     return "selected", f"{_betas(policy, layer, lengths)}{then}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnscale.hf.attention import attention_forward
-from attnscale.hf.sites import has_site
-
-NAME = "attnscale"
-SDPA = "sdpa"
+from attnscale.hf.configs import NAME, SDPA
+from attnscale.hf.sites import has_site, site_at
 
 _stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
-_overriding = 0
+# The sites that answer to "sdpa"; copies of a model bring their own.
+_holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _known: dict[type, bool] = {}
 
 
@@ -50,27 +50,34 @@ def knows_causality(kind: type[PreTrainedConfig]) -> bool:
     return _known[kind]
 
 
-def override_sdpa() -> None:
+def hold_sdpa(site: nn.Module) -> None:
     """Let "sdpa" ask us where a module has a site of ours; everything else goes to transformers' own."""
-    global _overriding, _stock_sdpa
-    if _overriding == 0:
+    global _stock_sdpa
+    if ALL_ATTENTION_FUNCTIONS[SDPA] is not sdpa_or_ours:
         _stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
         AttentionInterface.register(SDPA, sdpa_or_ours)
-    _overriding += 1
+    _holders.add(site)
 
 
-def restore_sdpa() -> None:
-    """Undo one `override_sdpa`."""
-    global _overriding
-    _overriding -= 1
-    if _overriding == 0:
+def release_sdpa(site: nn.Module) -> None:
+    """Undo one `hold_sdpa`; the last one gives the name back."""
+    _holders.discard(site)
+    if not _holders and ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_or_ours:
         AttentionInterface.register(SDPA, _stock_sdpa)
+
+
+def is_asked(module: nn.Module) -> bool:
+    """Whether an attention that has a site asks it, which is for its config to say."""
+    implementation = getattr(module.config, "_attn_implementation", None)
+    if implementation == NAME:
+        return True
+    return implementation == SDPA and site_at(module).override and ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_or_ours
 
 
 def sdpa_or_ours(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What stands in for "sdpa" while a model has been applied to with `override=True`."""
-    attend = attention_forward if has_site(module) else _stock_sdpa
+    """What stands in for "sdpa" while a site that was applied with `override=True` lives."""
+    attend = attention_forward if has_site(module) and site_at(module).override else _stock_sdpa
     answer: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, **arguments)
     return answer

@@ -9,9 +9,9 @@ from typing import Any
 
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject
+from attnscale.hf.record import describe
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
-from attnscale.policies.base import LengthPolicy
-from attnscale.ranges import read_range
+from attnscale.ranges import read_range, write_range
 
 _KEYS = ("default", "layers", "heads")
 
@@ -32,12 +32,26 @@ class Plan:
     heads: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, layer: int, *, num_heads: int, head_dim: int) -> Policy:
-        """The policy of one layer."""
+        """The policy of one layer; where it was given as a finished one, a copy of that."""
         spec, heads = self._of(layer)
         shape = {"num_heads": num_heads, "head_dim": head_dim}
         if not heads:
             return build_policy_for(spec, **shape)
+        for given, policy in heads.items():
+            _check_heads(given, policy, len(read_range("heads", given)))
+        if not isinstance(spec, Mapping):  # a finished policy, which per_head takes for a range of heads
+            named = {head for given in heads for head in read_range("heads", given)}
+            rest = [head for head in range(num_heads) if head not in named]
+            if rest:
+                _check_heads("default", spec, len(rest))
+                heads = {**heads, write_range(rest): spec}
+            spec = {"name": "constant"}
         return build_policy_for({"name": "per_head", "default": spec, "heads": heads}, **shape)
+
+    def finished(self, layer: int) -> Policy | None:
+        """The finished policy that one layer gets a copy of, if it was given one for all its heads."""
+        spec, heads = self._of(layer)
+        return None if heads or isinstance(spec, Mapping) else spec
 
     def check(self, layers: int) -> None:
         """Refuse ranges that no layer of the model answers to."""
@@ -47,16 +61,18 @@ class Plan:
                 reject("layers", given, f"layers 0-{layers - 1} of this model")
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data that `read_plan` takes back."""
+        """The plan as plain data that `read_plan` takes back; what finished policies have learned is not part of it."""
         if not self.layers and not self.heads:
-            return dict(self.default)
-        parts = {"layers": dict(self.layers), "heads": dict(self.heads)}
-        return {"default": self.default} | {key: part for key, part in parts.items() if part}
+            return dict(_described(self.default))
+        parts = {"layers": self.layers, "heads": self.heads}
+        return {"default": _described(self.default)} | {
+            key: {given: _described(spec) for given, spec in part.items()} for key, part in parts.items() if part
+        }
 
     def _of(self, layer: int) -> tuple[Any, Mapping[str, Any]]:
         for given, spec in self.layers.items():
             if layer in read_range("layers", given):
-                inner = read_plan(spec)
+                inner = spec if isinstance(spec, Plan) else read_plan(spec)
                 return inner.default, {**self.heads, **inner.heads}
         return self.default, self.heads
 
@@ -75,7 +91,7 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
             )
         if parameters:
             raise ArgumentError(f"parameters {sorted(parameters)} are not accepted beside a plan: put them inside")
-        layers = {_key(key): _plain_layer(value) for key, value in spec.get("layers", {}).items()}
+        layers = {_key(key): _layer_plan(value) for key, value in spec.get("layers", {}).items()}
         heads = {_key(key): _plain(value) for key, value in spec.get("heads", {}).items()}
         for name, ranges in (("layers", layers), ("heads", heads)):
             _check_disjoint(name, ranges)
@@ -87,19 +103,17 @@ def _key(key: object) -> str:
     return str(key)  # YAML reads 3 as an int
 
 
-def _plain_layer(spec: Any) -> Any:
+def _layer_plan(spec: Any) -> Plan:
     inner = read_plan(spec)
     if inner.layers:
         reject("layers", spec, "a policy, or a mapping with 'default' and 'heads', inside a layer")
-    return inner.to_dict()
+    return inner
 
 
-def _plain(spec: PolicySpec, **parameters: Any) -> dict[str, Any]:
-    """A policy as plain data, checked as far as that goes without the shape of a module."""
-    if isinstance(spec, LengthPolicy):
-        if parameters:
-            build_policy(spec, **parameters)  # which refuses
-        return spec.to_dict()
+def _plain(spec: PolicySpec, **parameters: Any) -> Any:
+    """A policy as plain data, checked as far as that goes without the shape of a module; a finished one as it is."""
+    if isinstance(spec, Policy) and not isinstance(spec, type):
+        return build_policy(spec, **parameters)
     if isinstance(spec, Mapping):
         plain = dict(spec) | parameters
     elif isinstance(spec, str) and not spec.endswith((".yaml", ".yml")):
@@ -110,6 +124,23 @@ def _plain(spec: PolicySpec, **parameters: Any) -> dict[str, Any]:
         raise ArgumentError(f"policy={spec!r} is not accepted: expected a name, a mapping, a YAML file or a policy")
     build_policy_for(plain, num_heads=1, head_dim=2)
     return plain
+
+
+def _described(spec: Any) -> Any:
+    """Plain data for a finished policy, or for the plan of one layer."""
+    if isinstance(spec, Plan):
+        return spec.to_dict()
+    return spec if isinstance(spec, Mapping) else describe(spec)
+
+
+def _check_heads(given: str, policy: Any, heads: int) -> None:
+    """Refuse a policy that was built for another number of heads than a range has."""
+    built = policy.get("num_heads") if isinstance(policy, Mapping) else getattr(policy, "num_heads", None)
+    if isinstance(built, int) and built != heads:
+        raise ArgumentError(
+            f"policy={policy!r} is not accepted for heads {given!r}: it was built for num_heads={built}, and these are "
+            f"{heads}"
+        )
 
 
 def _check_disjoint(name: str, ranges: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError
 from attnscale.hf.sites import CHILD
@@ -21,7 +21,8 @@ Inputs = Mapping[str, Any]
 def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
     """Run a model once and return those of the layers whose site was not called.
 
-    Nothing of the model is changed by it: evaluation mode, no gradients, no cache, random numbers as before.
+    Layers that its own inputs do not reach, in a model of several towers, are proven by a forward of the part they are
+    in. Nothing of the model is changed by it: evaluation mode, no gradients, no cache, random numbers as before.
     """
     called: set[int] = set()
     hooks = [
@@ -32,19 +33,39 @@ def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None 
     ]
     given = dict(probe_inputs(model)) if inputs is None else dict(inputs)
     try:
-        with _undisturbed(model):
-            model(**given)
-    except ArgumentError:
-        raise
-    except Exception as error:
-        raise ArgumentError(
-            f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {error!r}. Pass inputs that the "
-            "model takes as probe={...}, or probe=False to go without the proof"
-        ) from error
+        failure = _run(model, given)
+        for part in _parts(model) if inputs is None else ():
+            within = {id(module) for module in part.modules()}
+            if any(number not in called and id(layer.module) in within for number, layer in enumerate(layers)):
+                _run(part, probe_inputs(part))  # one that cannot be run alone proves nothing, and is no failure
     finally:
         for hook in hooks:
             hook.remove()
-    return [layer for number, layer in enumerate(layers) if number not in called]
+    silent = [layer for number, layer in enumerate(layers) if number not in called]
+    if failure is not None and (silent or inputs is not None):
+        raise ArgumentError(
+            f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {failure!r}. Pass inputs that "
+            "the model takes as probe={...}, or probe=False to go without the proof"
+        ) from failure
+    return silent
+
+
+def _run(model: nn.Module, inputs: Inputs) -> Exception | None:
+    """What a forward raised, but for what attnscale itself refuses."""
+    try:
+        with _undisturbed(model):
+            model(**inputs)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(model: nn.Module) -> list[PreTrainedModel]:
+    """The models that a transformers model is put together from, the larger ones first."""
+    whole = transformers_model(model)
+    return [module for module in whole.modules() if isinstance(module, PreTrainedModel) and module is not whole]
 
 
 def probe_inputs(model: nn.Module) -> dict[str, Tensor]:

@@ -41,6 +41,21 @@ class Rotary:
         return (float(getattr(self.owner, self.name)),)
 
 
+@dataclass(frozen=True, eq=False)
+class _FactorBack:
+    """Lets a layer rotate with the factor again. An object: in a copy of the model it refers to the copy."""
+
+    module: nn.Module
+    rotary: Rotary
+    factor: float
+    unhook: Restore
+
+    def __call__(self) -> None:
+        self.unhook()
+        _without.get(self.rotary.owner, {}).get(self.rotary.name, weakref.WeakSet()).discard(self.module)
+        setattr(self.rotary.owner, self.rotary.name, self.factor)
+
+
 def find_rotary(model: nn.Module, layer: AttentionLayer) -> Rotary | None:
     """The rotary embedding that rotates the queries of a layer: the nearest in the modules around it."""
     if layer.rope is False:
@@ -79,12 +94,7 @@ def switch_off_rotary(model: nn.Module, layer: AttentionLayer, rotary: Rotary) -
     if all(user in without for user in _users(model, rotary)):
         setattr(rotary.owner, rotary.name, 1.0)
 
-    def restore() -> None:
-        unhook()
-        without.discard(layer.module)
-        setattr(rotary.owner, rotary.name, before)
-
-    return restore
+    return _FactorBack(layer.module, rotary, before, unhook)
 
 
 def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]:

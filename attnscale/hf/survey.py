@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnscale.errors import reject_type
+from attnscale.errors import ArgumentTypeError, reject_type
 from attnscale.hf.source import UNKNOWN, passed, read_forward, rotates
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -85,11 +85,21 @@ def survey(model: nn.Module) -> list[AttentionLayer]:
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, also from within a wrapper such as PEFT's or DDP's."""
-    if isinstance(model, nn.Module):
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                return module
-    reject_type("model", model, "a transformers model, or a wrapper of one")
+    accepted = "a transformers model, or a wrapper of one"
+    if not isinstance(model, nn.Module):
+        reject_type("model", model, accepted)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    # By its name alone: a module prints all that it holds.
+    raise ArgumentTypeError(
+        f"model={type(model).__name__} is not accepted: expected {accepted}; attnscale.convert is for torch's own"
+    )
+
+
+def holds_transformers_model(model: nn.Module) -> bool:
+    """Whether a module is a transformers model, or a wrapper of one."""
+    return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
 def asks_interface(kind: type[nn.Module]) -> bool:

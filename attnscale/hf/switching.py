@@ -12,11 +12,23 @@ from torch import nn
 Restore = Callable[[], None]
 
 
+@dataclass(frozen=True, eq=False)
+class SetBack:
+    """Puts an attribute back. An object rather than a closure: in a copy of the model it refers to the copy."""
+
+    owner: nn.Module
+    name: str
+    value: object
+
+    def __call__(self) -> None:
+        setattr(self.owner, self.name, self.value)
+
+
 def set_attribute(owner: nn.Module, name: str, value: object) -> Restore:
     """Give an attribute of a module another value."""
-    before = getattr(owner, name)
+    restore = SetBack(owner, name, getattr(owner, name))
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+    return restore
 
 
 def change_argument(module: nn.Module, name: str, change: Callable[[Any], Any]) -> Restore:

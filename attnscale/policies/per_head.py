@@ -59,7 +59,8 @@ class PerHead(LengthPolicy):
                     reject("heads", given, f"ranges of heads 0-{self.num_heads - 1} that do not overlap")
                 owner[head] = given
         rest = [head for head in range(self.num_heads) if head not in owner]
-        groups = [(read_range("heads", given), spec) for given, spec in self.heads.items()]
+        # In an order of their own: a config that is saved sorts its keys, and parameters are kept by place.
+        groups = [(read_range("heads", given), spec) for given, spec in sorted(self.heads.items(), key=_as_text)]
         groups += [(rest, self.default)] if rest else []
         self.parts = nn.ModuleList(self._part(spec, len(heads)) for heads, spec in groups)
         order = [head for heads, _ in groups for head in heads]
@@ -122,3 +123,7 @@ def take(x: Tensor, heads: Sequence[Run]) -> Tensor:
     """Some heads of a tensor [..., H, T], by slices: nothing is read from the host."""
     slices = [x.narrow(-2, run.start, run.length) for run in heads]
     return slices[0] if len(slices) == 1 else torch.cat(slices, -2)
+
+
+def _as_text(item: tuple[Any, Any]) -> str:
+    return str(item[0])  # YAML reads 3 as an int

@@ -73,7 +73,7 @@ def test_what_was_learned_is_saved_in_the_checkpoint_and_comes_back(tmp_path):
     assert torch.equal(logits(loaded.model), expected)
 
     # Without ours the scales are left out, and with our name alone the loss is noticed.
-    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     handle.remove()
     assert torch.equal(logits(stock), logits(model))
     blind = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="attnscale")

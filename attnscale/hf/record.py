@@ -1,0 +1,133 @@
+"""What `config.attnscale` says: which attention modules of a model have which policy, as plain data.
+
+The modules are named by their paths in the transformers model, with ranges for the numbers of layers:
+
+    {"modules": {"model.layers.0-31.self_attn": {"name": "log", "reference_length": 8192}}}
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attnscale.errors import ArgumentError
+from attnscale.policies import Policy, build_policy_for
+from attnscale.policies.base import LengthPolicy
+from attnscale.policies.build import POLICIES
+from attnscale.ranges import read_range, write_range
+
+MODULES = "modules"
+ON_EXISTING = "on_existing"
+
+# The tensor of an adapter file that says in JSON, as bytes, which policy the parameters beside it belong to.
+DESCRIPTION = "description"
+
+# Stands in a policy's entry for a class that has no registered name.
+_CLASS = "class"
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+class Record(dict[str, Any]):
+    """The entry in the memory of a config that was switched: the plain data, and how to undo the switch.
+
+    `models` counts the models that this very config object serves. A copy of the config has a record with the same
+    data and the same way back, which serves none yet: what its model does is up to that model's own modules.
+    """
+
+    def __init__(
+        self,
+        written: Mapping[str, Any],
+        implementation: str | None = None,
+        before: Mapping[str, Any] | None = None,
+        models: int = 0,
+    ) -> None:
+        super().__init__(written)
+        self.implementation = implementation
+        self.before = before
+        self.models = models
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record, (dict(self), self.implementation, self.before)
+
+
+def write_record(policies: Mapping[str, Policy], on_existing: str) -> dict[str, Any]:
+    """The entry for a model whose modules at these paths have these policies."""
+    groups: dict[tuple[str, str], list[tuple[int | None, str]]] = {}
+    for path, policy in policies.items():
+        match = _NUMBER.search(f".{path}.")
+        pattern = f".{path}." if match is None else f".{path}."[: match.start()] + "*" + f".{path}."[match.end() :]
+        entry = json.dumps(describe(policy), sort_keys=True)
+        groups.setdefault((pattern[1:-1], entry), []).append((None if match is None else int(match[0]), path))
+    modules = {}
+    for (pattern, entry), members in groups.items():
+        numbers = [number for number, _ in members if number is not None]
+        modules[pattern.replace("*", write_range(numbers), 1) if numbers else members[0][1]] = json.loads(entry)
+    return {MODULES: modules} | ({} if on_existing == "raise" else {ON_EXISTING: on_existing})
+
+
+def read_modules(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Path → description of the policy, for every module that a record names.
+
+    >>> list(read_modules({"modules": {"layers.0,2-3.attention": {"name": "log"}}}))
+    ['layers.0.attention', 'layers.2.attention', 'layers.3.attention']
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for pattern, entry in record[MODULES].items():
+        parts = [
+            [str(number) for number in read_range(MODULES, part)] if _RANGE.fullmatch(part) else [part]
+            for part in pattern.split(".")
+        ]
+        found |= {".".join(path): entry for path in itertools.product(*parts)}
+    return found
+
+
+def locate(recorded: Iterable[str], present: Iterable[str], prefix: str) -> dict[str, str]:
+    """Recorded path → path in a model that may have a head, or lack one, that the recorded model lacked, or had.
+
+    `prefix` is the name under which a model with a head holds the model without.
+
+    >>> locate(["model.layers.0.self_attn"], ["layers.0.self_attn"], "model")
+    {'model.layers.0.self_attn': 'layers.0.self_attn'}
+    """
+    known, found = set(present), {}
+    for path in recorded:
+        for candidate in (path, path.removeprefix(f"{prefix}."), f"{prefix}.{path}"):
+            if candidate in known:
+                found[path] = candidate
+                break
+    return found
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """A policy as plain data that JSON keeps: its name and fields, and its class where the name is not registered."""
+    kind = type(policy)
+    try:
+        plain = json.loads(json.dumps(policy.to_dict(), default=_nested)) if isinstance(policy, LengthPolicy) else {}
+    except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that JSON does not know
+        plain = {}
+    return plain if plain and POLICIES.get(plain["name"]) is kind else plain | {_CLASS: kind.__qualname__}
+
+
+def build_described(entry: Mapping[str, Any], *, num_heads: int, head_dim: int) -> Policy:
+    """The policy that `describe` described, for one module; what it had learned is not part of the description."""
+    plain = {key: value for key, value in entry.items() if key != _CLASS}
+    kind, told = POLICIES.get(plain.get("name", "")), entry.get(_CLASS)
+    if kind is None or (told is not None and told != kind.__qualname__):
+        what = told or plain.get("name")
+        raise ArgumentError(
+            f"config.attnscale names policy {what!r}, which is not registered: import the module that defines it and "
+            "call attnscale.register_policy with its class before loading"
+        )
+    return build_policy_for(plain, num_heads=num_heads, head_dim=head_dim)
+
+
+def _nested(value: object) -> dict[str, Any]:
+    """A finished policy among the fields of another one."""
+    if isinstance(value, LengthPolicy):
+        return value.to_dict()
+    raise TypeError(f"{type(value).__name__} is not plain data")

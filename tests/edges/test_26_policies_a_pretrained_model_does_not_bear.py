@@ -1,0 +1,159 @@
+"""`apply` warns of laws that multiply the logits of a pretrained model, or soften its sliding layers for good."""
+
+# ruff: noqa: E402  (there is no transformers for Python 3.10)
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+import torch
+from tiny_models import llama, logits, ministral, mistral
+
+import attnscale
+from attnscale import AttnScaleWarning
+from attnscale.hf import apply, inspect
+from attnscale.hf.cautions import find_cautions
+from attnscale.hf.survey import survey
+
+WINDOW = 5  # of `mistral` and of half the layers of `ministral`
+LENGTH = 64  # that the tiny models say they were trained for
+HALF_SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture
+def pretrained(tmp_path):
+    """A model as `from_pretrained` gives it."""
+
+    def load(build, **settings):
+        model = build(**settings)
+        model.save_pretrained(tmp_path / "model")
+        return type(model).from_pretrained(tmp_path / "model").eval()
+
+    return load
+
+
+def warned(model, policy, **arguments):
+    """What `apply` warns of, which `inspect` has to foretell."""
+    foretold = inspect(model, policy, **arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apply(model, policy, **arguments).remove()
+    texts = [str(one.message) for one in caught if issubclass(one.category, AttnScaleWarning)]
+    assert len(texts) == len(caught)
+    assert all(one.filename == __file__ for one in caught)  # the line of the caller
+    assert list(foretold.cautions) == texts
+    assert str(foretold).endswith("\n".join(texts))
+    return texts
+
+
+def assert_multiplied(texts, beta):
+    (text,) = texts
+    assert f"multiplied by up to {beta:.3g} (β at n = {LENGTH})" in text
+    assert f"reference_length={LENGTH}, floor=True" in text
+
+
+def test_an_absolute_law_in_a_pretrained_model(pretrained):
+    model = pretrained(llama)
+    assert_multiplied(warned(model, "log"), 4.159)
+    assert_multiplied(warned(model, "sqrt_log"), 2.039)
+    assert_multiplied(warned(model, "log_squared"), 17.3)
+    assert_multiplied(warned(model, {"default": "constant", "heads": {"0": "log"}}), 4.159)
+    heads = {"0": "log", "1": "log_squared", "2": {"name": "log", "reference_length": LENGTH}}
+    assert_multiplied(warned(model, {"default": "constant", "heads": heads}), 17.3)
+    (text,) = warned(model, "log", layers=1)
+    assert "logits of 1 layers" in text
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameters"),
+    [
+        ("constant", {}),
+        ("constant", {"beta": 4.0}),  # not a law: somebody chose the number
+        ("log", {"gamma": 0.25}),  # scaled to about 1 by hand
+        ("log", {"reference_length": LENGTH}),
+        ("log", {"reference_length": LENGTH, "floor": True}),
+        ("sqrt_log", {"reference_length": 32, "floor": True}),
+        ("log", {"reference_length": 8}),  # sharp, but anchored where the caller wants it
+        ("qwen", {"reference_length": LENGTH}),
+        ("yarn", {"factor": 8.0}),
+        ("ssmax", {"reference_length": LENGTH}),
+        ("gap_adaptive", {}),
+        ("asentmax", {}),
+    ],
+)
+def test_what_a_pretrained_model_bears_is_not_warned_of(pretrained, policy, parameters):
+    assert warned(pretrained(llama), policy, **parameters) == []
+
+
+def test_an_anchored_law_without_floor_in_sliding_layers(pretrained):
+    model = pretrained(ministral, **HALF_SLIDING)
+    (text,) = warned(model, "log", reference_length=LENGTH)
+    beta = attnscale.build_policy("log", reference_length=LENGTH)(WINDOW)
+    assert f"1 layers of a pretrained model see at most {WINDOW} keys" in text
+    assert f"β stays at {beta:.3g} or below" in text
+    assert warned(model, "log", reference_length=LENGTH, floor=True) == []
+    assert warned(model, "log", reference_length=LENGTH, layers="full") == []
+    # These go by the position, which no window bounds.
+    assert warned(model, "ssmax", reference_length=LENGTH) == []
+    assert warned(model, "grok2", threshold=8) == []
+
+
+def test_a_window_that_reaches_the_anchor(pretrained):
+    model = pretrained(mistral)
+    assert warned(model, "log", reference_length=WINDOW) == []
+    assert len(warned(model, "log", reference_length=WINDOW + 1)) == 1
+
+
+def test_a_law_that_learns_is_not_soft_for_good(pretrained):
+    model = pretrained(mistral)
+    layers = survey(model)
+    policy = attnscale.build_policy("log", reference_length=LENGTH)
+    assert len(find_cautions(model, layers, {layer.path: policy for layer in layers})) == 1
+    policy.register_parameter("learned", torch.nn.Parameter(torch.ones(())))
+    assert find_cautions(model, layers, {layer.path: policy for layer in layers}) == []
+
+
+def test_both_at_once(pretrained):
+    model = pretrained(mistral)
+    plan = {"layers": {"0": {"name": "log", "gamma": 2.0}, "1": {"name": "log", "reference_length": LENGTH}}}
+    multiplied, softened = warned(model, plan)
+    assert "(β at n = 5)" in multiplied
+    assert "softened for good" in softened
+
+
+def test_models_that_are_to_be_trained_are_not_warned_of(tmp_path):
+    assert warned(llama(), "log") == []
+    assert warned(mistral(), "log", reference_length=LENGTH) == []
+    llama().save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.name_or_path
+    assert warned(transformers.AutoModelForCausalLM.from_config(config), "log") == []
+
+
+def test_the_warning_outlives_a_change_of_dtype_and_a_wrapper(pretrained):
+    model = torch.nn.Sequential(pretrained(llama).to(torch.float64))
+    with pytest.warns(AttnScaleWarning, match="multiplied"):
+        apply(model, "log", probe=False).remove()
+
+
+def test_a_model_that_was_saved_with_its_law_loads_without_a_warning(tmp_path):
+    model = llama()
+    with apply(model, "log"):
+        expected = logits(model)
+        model.save_pretrained(tmp_path)
+    loaded = attnscale.hf.load(tmp_path).model.eval()
+    assert torch.allclose(logits(loaded), expected, rtol=1e-3)
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_behind(pretrained):
+    model = pretrained(llama)
+    before, config = logits(model), model.config.to_dict()
+    with pytest.raises(AttnScaleWarning):  # as the tests are set up
+        apply(model, "log")
+    assert torch.equal(logits(model), before)
+    assert model.config.to_dict() == config
+    assert issubclass(AttnScaleWarning, UserWarning)

@@ -1,0 +1,36 @@
+"""A test in two processes that form a process group over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RANKS = 2
+
+
+def on_two_ranks(run: Callable[[int], Any], folder: Path) -> list[Any]:
+    """What `run(rank)`, a function of a test file, returns in each of two processes that form a group."""
+    # A server that has imported everything forks both, instead of each importing for itself. It has no threads.
+    multiprocessing.set_forkserver_preload(["torch.distributed.tensor.experimental", "attnscale.hf"])
+    torch.multiprocessing.start_processes(_in_process, args=(run, str(folder)), nprocs=RANKS, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:
+    """Let this process be a member of a group that meets in a file of the folder."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+
+
+def _in_process(rank: int, run: Callable[[int], Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    join(folder, rank, RANKS)
+    try:
+        torch.save(run(rank), f"{folder}/{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,21 @@
+"""Whether two ways to run a model left the same records."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def assert_same(found, expected, *, scalars=("angle_ratio",), tolerance=1e-4):
+    """Records of two ways to run the same rows."""
+    assert [(one.layer, one.head) for one in found] == [(one.layer, one.head) for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        for phase in ("forward", "backward"):
+            theirs, others = getattr(one, phase), getattr(other, phase)
+            assert theirs.keys() == others.keys()
+            for name, summary in theirs.items():
+                assert summary.rows == others[name].rows, name
+                for part in ("mean", "p10", "p50", "p90", "min", "max"):
+                    wanted = getattr(others[name], part)
+                    assert getattr(summary, part) == pytest.approx(wanted, rel=tolerance, abs=tolerance), (name, part)
+        for name in scalars:
+            assert one.scalars[name] == pytest.approx(other.scalars[name], rel=1e-4, abs=1e-6), name
