@@ -14,7 +14,7 @@ from attnscale.hf.existing import find_existing
 from attnscale.hf.handle import Handle, take_out
 from attnscale.hf.parallel import refuse_wrapped
 from attnscale.hf.record import Record, write_record
-from attnscale.hf.sites import add_site, is_decided, leave_alone, site_at
+from attnscale.hf.sites import add_site, has_site, is_decided, leave_alone, site_at
 from attnscale.hf.survey import AttentionLayer, survey, transformers_model
 from attnscale.policies import Policy
 
@@ -36,6 +36,12 @@ def install(
     if any(isinstance(policy, nn.Module) and any(True for _ in policy.parameters()) for policy in policies.values()):
         refuse_wrapped(model)
     layers = [layer for layer in survey(model) if layer.routed]
+    applied = [layer.path for layer in layers if has_site(layer.module)]
+    if applied:
+        raise ArgumentError(
+            f"model={type(transformers_model(model)).__name__} is not accepted: {applied[0]} has a policy already; "
+            "handle.remove() first, and give all layers theirs in one call: policy={'layers': {'0-3': ..., '4-7': ...}}"
+        )
     chosen = [layer for layer in layers if layer.path in policies]
     inner, prefix = transformers_model(model), path_of_transformers_model(model)
     written = write_record({path.removeprefix(prefix): policy for path, policy in policies.items()}, on_existing)

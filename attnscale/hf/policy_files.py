@@ -17,7 +17,6 @@ from attnscale.hf.configs import NAME
 from attnscale.hf.handle import Handle
 from attnscale.hf.install import path_of_transformers_model
 from attnscale.hf.record import DESCRIPTION, MODULES, locate
-from attnscale.hf.sites import has_site
 from attnscale.hf.stored import Stored, is_of_policy, split, stored
 from attnscale.hf.survey import survey, transformers_model
 from attnscale.optional import need
@@ -59,12 +58,6 @@ def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
         model = peft.PeftModel.from_pretrained(model, "run/adapter")
         handle = attnscale.hf.load_policy(model, "run/adapter")
     """
-    applied = [layer.path for layer in survey(model) if has_site(layer.module)]
-    if applied:
-        raise ArgumentError(
-            f"model={type(transformers_model(model)).__name__} is not accepted: {applied[0]} has a policy already; "
-            "attnscale.hf.attach(model).remove() first"
-        )
     place, inner = stored(path, arguments), transformers_model(model)
     record, learned = _own(place) or _of_adapter(place) or _of_model(place)
     handle = install_described(model, described_policies(model, record), record)

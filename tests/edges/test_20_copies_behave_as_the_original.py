@@ -275,6 +275,17 @@ def test_there_is_nothing_to_attach_to_in_a_stock_model():
         attnscale.hf.attach(llama())
 
 
+def test_a_second_policy_for_other_layers_is_refused_and_the_first_stays():
+    model = llama()
+    handle = attnscale.hf.apply(model, LAW, layers="0")
+    expected, config = logits(model), model.config.to_dict()
+    with pytest.raises(ArgumentError, match="in one call"):
+        attnscale.hf.apply(model, LAW, layers="1")
+    assert torch.equal(logits(model), expected)
+    assert model.config.to_dict() == config
+    handle.remove()
+
+
 def test_a_stale_handle_leaves_a_newer_policy_alone():
     model = llama()
     first = attnscale.hf.apply(model, LAW)
