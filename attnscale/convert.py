@@ -33,8 +33,12 @@ class Conversion:
             encoder.use_nested_tensor = False
 
     def remove(self) -> None:
-        """Restore the model as it was; its parameters keep what they learned meanwhile. Twice is once."""
+        """Restore the model as it was; its parameters keep what they learned meanwhile. Idempotent.
+
+        A monitor hears no more of it: torch's own module has no place for a tap.
+        """
         for module, same_embed_dim in self._converted:
+            vars(module).pop("tap", None)
             del module.policy
             module.__class__ = nn.MultiheadAttention
             module._qkv_same_embed_dim = same_embed_dim

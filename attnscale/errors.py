@@ -1,4 +1,4 @@
-"""Exceptions. Every message names the argument, quotes the value and says what is accepted."""
+"""Exceptions, and a warning. Every message names the argument, quotes the value and says what is accepted."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class BackendError(AttnScaleError, RuntimeError):
 
 class MissingDependencyError(AttnScaleError, ImportError):
     """A feature needs a package that is only installed by an extra."""
+
+
+class MonitorWarning(RuntimeWarning):
+    """Something a monitor could not do; the run it watches goes on without it."""
 
 
 def reject(argument: str, value: object, accepted: str) -> NoReturn:
