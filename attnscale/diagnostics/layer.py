@@ -133,7 +133,7 @@ class LayerListener(Uncopied):
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Squared norms per query head; a key head that several share is divided among them."""
-        if 0 in (*query.shape[:3], *key.shape[:3]) or query.device.type == "meta":
+        if 0 in (*query.shape[:3], *key.shape[:3]):
             return
         group = query.shape[1] // key.shape[1]
         of_query, of_key, of_value = (_squares(x) for x in (query, key, value))
@@ -189,8 +189,8 @@ class LayerListener(Uncopied):
 
 
 def _is_empty(call: AttentionCall) -> bool:
-    """Whether there is no row that sees anything: no sequence, head, query or key, or no numbers at all."""
-    return 0 in (*call.query.shape[:3], call.key.shape[2]) or call.query.device.type == "meta"
+    """Whether there is no row that sees anything: no sequence, head, query or key."""
+    return 0 in (*call.query.shape[:3], call.key.shape[2])
 
 
 def _sources(call: AttentionCall) -> list[Tensor]:

@@ -22,7 +22,8 @@ class Origins:
         self._forwards: deque[tuple[int, int]] = deque(maxlen=most)  # count, number of the call
         self._forgotten = -1  # the count of the last one that had to give way
         self._repeats: list[tuple[int, int]] = []  # the same of calls that were repeated without a graph in turn
-        self._current: tuple[object, int] = None, 0  # the run of a checkpoint, and how many calls it has repeated
+        self._run: object = None  # of a checkpoint inside backward
+        self._left: list[int] = []  # the calls that this run has not repeated yet, the next one last
 
     def add(self, number: int) -> None:
         """A call in forward."""
@@ -39,11 +40,10 @@ class Origins:
         if node is None or node.name() == "CompiledFunctionBackward":
             return UNKNOWN
         start = node._sequence_nr()
-        run, made = (torch._C._current_graph_task_id(), start), 0
-        if self._current[0] == run:
-            made = self._current[1]
-        self._current = run, made + 1
-        number = self._find(start, made)
+        run = torch._C._current_graph_task_id(), start
+        if self._run != run:
+            self._run, self._left = run, self._since(start)[::-1]
+        number = self._left.pop() if self._left else UNKNOWN
         if not graph and number != UNKNOWN:
             self._repeats.append((_count(), number))
         return number
@@ -52,13 +52,12 @@ class Origins:
         """Backward has come to a call: what repeated it is done."""
         self._repeats = [repeat for repeat in self._repeats if repeat[1] != number]
 
-    def _find(self, start: int, made: int) -> int:
-        """The call that was made after so many others had been, counted from when a node was made."""
-        for calls in (self._repeats, self._forwards):
-            later = [number for count, number in calls if count > start]
-            if later and (calls is self._repeats or self._forgotten <= start):
-                return later[made] if made < len(later) else UNKNOWN
-        return UNKNOWN
+    def _since(self, start: int) -> list[int]:
+        """The calls that were made after a node; if that was made inside backward, calls repeated there."""
+        repeats = [number for count, number in self._repeats if count > start]
+        if repeats or self._forgotten > start:
+            return repeats
+        return [number for count, number in self._forwards if count > start]
 
 
 def _count() -> int:
