@@ -97,9 +97,9 @@ class Processes(Uncopied):
     def _gather(self, message: Tensor) -> Tensor:
         """What each has sent, [P, ...]."""
         sent = message.to("cuda") if distributed.get_backend(self._group) == "nccl" else message
-        everywhere = sent.new_empty((self.number, *sent.shape))
-        distributed.all_gather_into_tensor(everywhere.view(-1), sent, group=self._group)
-        return everywhere.to(message.device)
+        everywhere = [torch.empty_like(sent) for _ in range(self.number)]
+        distributed.all_gather(everywhere, sent, group=self._group)
+        return torch.stack(everywhere).to(message.device)
 
     def _learn(self, heads: Tensor) -> bool:
         """Whether what processes have told, [P, layers], was not known; all of them come to the same answer."""

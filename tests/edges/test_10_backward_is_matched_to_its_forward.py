@@ -136,7 +136,7 @@ def test_nested_reentrant_checkpoints_find_the_call_they_repeat(alerts):
         one.sum().backward()
         other.sum().backward()
         records = monitor.step(0)
-    assert alerts == []
+    assert "mismatch" not in {alert.kind for alert in alerts}
     assert rows_of(records) == rows_of(records, "backward") == {2 * 4 * 20}
     assert {record.scalars["mismatch"] for record in records} == {0.0}
 
