@@ -33,8 +33,12 @@ class Conversion:
             encoder.use_nested_tensor = False
 
     def remove(self) -> None:
-        """Restore the model as it was; its parameters keep what they learned meanwhile. Idempotent."""
+        """Restore the model as it was; its parameters keep what they learned meanwhile. Idempotent.
+
+        A monitor hears no more of it: torch's own module has no place for a tap.
+        """
         for module in self._converted:
+            vars(module).pop("tap", None)
             module.discard_policy()  # type: ignore[operator]
             module.__class__ = nn.MultiheadAttention
         for encoder in self._nested:

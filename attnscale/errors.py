@@ -1,4 +1,4 @@
-"""Exceptions. Every message names the argument, quotes the value and says what is accepted."""
+"""Exceptions, and a warning. Every message names the argument, quotes the value and says what is accepted."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class MissingDependencyError(AttnScaleError, ImportError):
 
 class AttnScaleWarning(UserWarning):
     """Something was done as asked that is probably not what was meant."""
+
+
+class MonitorWarning(RuntimeWarning):
+    """Something a monitor could not do; the run it watches goes on without it."""
 
 
 def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError] = ArgumentError) -> NoReturn:

@@ -5,7 +5,6 @@ A module with a `tap` sends its calls through `listen`; how they are heard is in
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -22,24 +21,40 @@ class Heard(NamedTuple):
     call: AttentionCall
     out: Tensor  # [B, H, Tq, Dv]
     lasting: bool = False  # autograd keeps query, key and value as they are until backward has come to the call
+    graph: bool = True  # gradients were enabled
 
 
 class Listener(Protocol):
-    """Whoever a tap reports to; all of it on the thread of the call, without gradients and without autocast."""
+    """Whoever a tap reports to; all of it on the thread of the call, without gradients and without autocast.
+
+    A call has a number, by which backward names the call that it has come to.
+    """
 
     listening: bool
-    failed: bool  # set where it raised an exception; it is not told anything more
+    failed: bool  # it is not told anything more for now
 
-    def forward(self, heard: Heard) -> None:
-        """A call, in forward."""
+    def forward(self, heard: Heard) -> int:
+        """A call, in forward; returns its number."""
         ...
 
-    def backward(self, call: AttentionCall, gradient: Tensor) -> None:
-        """The same call as backward sees it, and the gradient of its output."""
+    def repeated(self, graph: bool) -> int:
+        """A checkpoint makes a call again inside backward, with gradients or without; the number of the first one."""
+        ...
+
+    def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
+        """A call as backward sees it, the gradient of its output, and its number."""
         ...
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """The gradients of query, key and value."""
+        ...
+
+    def skip(self, call: AttentionCall, reason: str) -> None:
+        """A call that cannot be listened to."""
+        ...
+
+    def give_up(self, error: Exception) -> None:
+        """It has raised an exception: to be told nothing more for now."""
         ...
 
 
@@ -59,12 +74,18 @@ class Tap:
         self.ticket = torch.tensor(Tap._count)
         Tap._all[Tap._count] = self
 
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a model is not listened to."""
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nor is one that is saved and loaded."""
+        """A copy of a model is not listened to, nor is one that is saved and loaded."""
         return type(None), ()
+
+    def attach(self, module: Any) -> None:
+        """Become the tap of a module."""
+        module.tap = self
+
+    def detach(self, module: Any) -> None:
+        """Leave a module, unless it has another tap by now or none."""
+        if vars(module).get("tap") is self:
+            del module.tap
 
     @property
     def open(self) -> bool:
@@ -81,9 +102,3 @@ class Tap:
 def listen(tap: Tap, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
     """`run(call)`, heard by a tap on the way there and back."""
     return tap.hear(tap.ticket, call, run)
-
-
-def give_up(listener: Listener, error: Exception) -> None:
-    """A listener that fails is warned of once and told nothing more."""
-    listener.failed = True
-    warnings.warn(f"attnscale: a listener failed and hears no more: {error!r}", RuntimeWarning, stacklevel=3)

@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+import torch
 
-from attnscale.diagnostics.gather import KEPT, join_processes, processes
-from attnscale.diagnostics.layer import LARGEST, SUMS, LayerListener, pack, unpack
+from attnscale.diagnostics.gather import Part, Processes
+from attnscale.diagnostics.layer import LayerListener
+from attnscale.diagnostics.looks import Looks
+from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.pending import settle
 from attnscale.diagnostics.records import Record
 from attnscale.diagnostics.rows import BACKWARD, FORWARD
+from attnscale.diagnostics.spread import summaries
+from attnscale.diagnostics.tally import LARGEST, SUMS, pack, unpack, width
 
 
-def collect(layers: Iterable[LayerListener], step: int) -> list[Record]:
+def collect(
+    layers: Iterable[LayerListener], step: int, looks: Looks, processes: Processes, notices: Notices
+) -> list[Record]:
     """One record per layer and head: all layers in one tensor, all processes in one collective."""
-    layers = list(layers)
-    settle(layer.pending for layer in layers)
-    # Processes must agree on a shape without asking each other; one alone keeps what there is.
-    sample = max(8, KEPT // processes()) if processes() > 1 else max(1, *(layer.width for layer in layers))
-    heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]  # none where it was not called
-    return _records_of(step, heads, join_processes(pack(layers, sample)), sample)
+    alone = processes.number == 1
+    here: dict[str, Part] = {}
+    sample = processes.sample  # upon which processes agree without asking each other
+    try:
+        looks.happen()
+        heard = [(layer, tally) for layer in layers if (tally := layer.tally()).heard]
+        settle(tally.pending for _, tally in heard)
+        if alone:
+            sample = max([1, *(tally.width for _, tally in heard)])
+        packed = pack([tally for _, tally in heard], sample)
+        here = {
+            layer.name: Part(layer.name, tally is layer.training, rows[None])
+            for (layer, tally), rows in zip(heard, packed, strict=True)
+        }
+    except Exception as error:  # the other processes wait for this one, whatever has happened here
+        notices.add_error("a report failed and is dropped", error)
+    return _records_of(step, processes.join(step, here, width(sample)), sample)
 
 
-def _records_of(step: int, heads: list[tuple[str, int]], flats: Tensor, sample: int) -> list[Record]:
-    spread, scalars = unpack(flats, sample)
-    named = list(zip((*FORWARD, *BACKWARD), spread.summaries(), strict=True))
-    phases = named[: len(FORWARD)], named[len(FORWARD) :]
-    records = []
-    for index, ((layer, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
-        forward, backward = (
-            {name: summary for name, of_heads in phase if (summary := of_heads[index])} for phase in phases
-        )
-        found = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
-        records.append(Record(step, layer, head, forward, backward, found))
-    return records
+def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
+    alike: dict[int, list[Part]] = {}  # layers that as many processes tell of: a few operators for all of them
+    for part in parts:
+        alike.setdefault(part.rows.shape[0], []).append(part)
+    found: dict[str, list[Record]] = {}
+    for group in alike.values():
+        flats, scalars = unpack(torch.cat([part.rows for part in group], dim=1), sample)
+        named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
+        phases = named[: len(FORWARD)], named[len(FORWARD) :]
+        heads = [(part, head) for part in group for head in range(part.rows.shape[1])]
+        for index, ((part, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
+            forward, backward = (
+                {name: summary for name, of_heads in phase if (summary := of_heads[index])} for phase in phases
+            )
+            of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
+            mode = "training" if part.training else "evaluation"
+            found.setdefault(part.layer, []).append(Record(step, part.layer, head, forward, backward, of_head, mode))
+    return [record for part in parts for record in found[part.layer]]
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
@@ -45,6 +68,8 @@ def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
     found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
     if numbers["broken_row"] >= 0:
         found["broken_row"] = numbers["broken_row"]
+    if numbers["skipped_calls"] > 0:
+        found["skipped_calls"] = numbers["skipped_calls"]
     if answered:
         squares = [numbers[name] for name in ("query_gradient", "key_gradient", "value_gradient")]
         names = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")

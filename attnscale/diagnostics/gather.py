@@ -1,121 +1,140 @@
-"""Quantities over rows, kept small while they come in, and joined across processes by one collective."""
+"""What all processes of a run have heard, joined layer by layer under their names."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.nn.functional import pad
 
-from attnscale.diagnostics.records import Summary
+from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.uncopied import Uncopied
 
-# Rows kept per quantity and head for the quantiles, over all processes; mean and extremes are of all rows.
-KEPT = 512
+# Rows per quantity and head that all processes together send for the quantiles, and the fewest of one.
+SENT = 512
+FEWEST = 8
+# Steps are compared modulo this: a float holds such a number exactly.
+STEPS = 2**24
 
 
-class Spread(NamedTuple):
-    """Quantities over rows: how many, their sum, least and largest, each [Q, H], and a sample of them [Q, H, S]."""
+class Part(NamedTuple):
+    """What processes tell of a layer: rows of numbers [P, H, W]; `training`, or else evaluation."""
 
-    number: Tensor
-    total: Tensor
-    least: Tensor
-    largest: Tensor
-    sample: Tensor  # NaN where there is none
+    layer: str
+    training: bool
+    rows: Tensor
 
-    @classmethod
-    def of(cls, rows: Tensor) -> Spread:
-        """Of rows [Q, H, N], NaN where a row does not count."""
-        counts = ~rows.isnan()
-        return cls(
-            counts.sum(-1).to(rows.dtype),
-            torch.where(counts, rows, 0.0).sum(-1),
-            torch.where(counts, rows, math.inf).amin(-1),
-            torch.where(counts, rows, -math.inf).amax(-1),
-            _thin(rows, KEPT),
-        )
 
-    def merge(self, other: Spread) -> Spread:
-        """Of the rows of both."""
-        return Spread(
-            self.number + other.number,
-            self.total + other.total,
-            torch.minimum(self.least, other.least),
-            torch.maximum(self.largest, other.largest),
-            _thin(torch.cat([self.sample, other.sample], dim=-1), 4 * KEPT),
-        )
+class Processes(Uncopied):
+    """The processes of a group, each with a monitor of its own that has layers of these names.
 
-    @classmethod
-    def beside(cls, spreads: Sequence[Spread]) -> Spread:
-        """Of the heads of all, one behind the other."""
-        width = max(spread.sample.shape[-1] for spread in spreads)
-        alike = [spread._replace(sample=_wide(spread.sample, width)) for spread in spreads]
-        return cls(*(torch.cat(parts, dim=1) for parts in zip(*alike, strict=True)))
+    A report is one collective of a layout that all know: a header with the heads that each process has heard of every
+    layer, and the numbers of those. What is new to some process, such as the number of heads of a layer that is heard
+    for the first time, makes them send once more.
+    """
 
-    def flat(self, sample: int) -> Tensor:
-        """As one tensor [Q, H, 4 + sample], the same shape whatever has come in."""
-        return torch.cat([torch.stack(self[:4], dim=-1), _wide(_thin(self.sample, sample), sample)], dim=-1)
+    def __init__(self, names: Sequence[str], group: distributed.ProcessGroup | None, notices: Notices) -> None:
+        self._names = list(names)
+        self._group = group
+        self._notices = notices
+        self._heads: dict[str, int] | None = None  # of the layers of all, 0 where not known yet
 
-    @classmethod
-    def join(cls, flats: Tensor) -> Spread:
-        """Of all processes, from what each has made flat, [P, Q, H, 4 + sample]."""
-        count, total, least, largest = flats[..., :4].unbind(-1)
-        sample = flats[..., 4:].permute(1, 2, 0, 3).flatten(2)
-        return cls(count.sum(0), total.sum(0), least.amin(0), largest.amax(0), sample)
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return 1
+        return distributed.get_world_size(self._group)
 
-    def summaries(self) -> list[list[Summary | None]]:
-        """One per quantity and head; None where there were no rows."""
-        quantiles = _quantiles(self.sample).tolist()
-        moments = torch.stack(self[:4], dim=-1).tolist()
-        return [
-            [
-                Summary(total / count, p10, p50, p90, least, largest, int(count)) if count else None
-                for (count, total, least, largest), (p10, p50, p90) in zip(heads, head_marks, strict=True)
-            ]
-            for heads, head_marks in zip(moments, quantiles, strict=True)
+    @property
+    def rank(self) -> int:
+        """Which this one is."""
+        return 0 if self.number == 1 else distributed.get_rank(self._group)
+
+    @property
+    def sample(self) -> int:
+        """How many rows each sends for the quantiles."""
+        return max(FEWEST, SENT // self.number)
+
+    def join(self, step: int, here: Mapping[str, Part], width: int) -> list[Part]:
+        """What all have heard of each layer, from what was heard here, each [1, H, width]."""
+        if self.number == 1:
+            return list(here.values())
+        if self._heads is None:
+            self._heads = self._meet(here)
+        while True:
+            gathered = self._gather(self._message(step, here, width))
+            steps, told = gathered[:, 0].tolist(), gathered[:, 1 : 1 + 2 * len(self._heads)]
+            if len(set(steps)) > 1:
+                self._refuse("steps", f"they are at the steps {', '.join(f'{one:.0f}' for one in steps)}")
+                return list(here.values())
+            heads, modes = told.to(torch.int64).view(len(gathered), 2, -1).unbind(1)
+            if not self._learn(heads):
+                return self._parts(gathered[:, 1 + told.shape[1] :], heads, modes, here, width)
+
+    def _meet(self, here: Mapping[str, Part]) -> dict[str, int]:
+        """The layers of all processes in the order of the first that has them, with the heads that are known."""
+        mine = [(name, here[name].rows.shape[1] if name in here else 0) for name in self._names]
+        theirs: list[list[tuple[str, int]] | None] = [None] * self.number
+        distributed.all_gather_object(theirs, mine, group=self._group)
+        found: dict[str, int] = {}
+        for name, heads in (layer for layers in theirs for layer in layers or ()):
+            found[name] = max(found.get(name, 0), heads)
+        return found
+
+    def _message(self, step: int, here: Mapping[str, Part], width: int) -> Tensor:
+        """Step, heads and modes of all layers, and the numbers of those with as many heads as all expect."""
+        layers = self._heads or {}
+        heads = [here[name].rows.shape[1] if name in here else 0 for name in layers]
+        modes = [int(here[name].training) if name in here else 0 for name in layers]
+        rows = [
+            here[name].rows.flatten() if name in here and told == expected else torch.zeros(expected * width)
+            for (name, expected), told in zip(layers.items(), heads, strict=True)
         ]
+        return torch.cat([torch.tensor([step % STEPS, *heads, *modes], dtype=torch.float32), *rows])
+
+    def _gather(self, message: Tensor) -> Tensor:
+        """What each has sent, [P, ...]."""
+        sent = message.to("cuda") if distributed.get_backend(self._group) == "nccl" else message
+        everywhere = [torch.empty_like(sent) for _ in range(self.number)]
+        distributed.all_gather(everywhere, sent, group=self._group)
+        return torch.stack(everywhere).to(message.device)
+
+    def _learn(self, heads: Tensor) -> bool:
+        """Whether what processes have told, [P, layers], was not known; all of them come to the same answer."""
+        known = self._heads or {}
+        found = {
+            name: max(column) if len(_spoken(column)) == 1 else expected
+            for (name, expected), column in zip(known.items(), heads.T.tolist(), strict=True)
+        }
+        self._heads = found
+        return found != known
+
+    def _parts(self, rows: Tensor, heads: Tensor, modes: Tensor, here: Mapping[str, Part], width: int) -> list[Part]:
+        """Of every layer that somebody has heard, what those who have trained it tell, or else those who have not."""
+        found: list[Part] = []
+        layers = self._heads or {}
+        bodies = torch.split(rows, [expected * width for expected in layers.values()], dim=1)
+        for index, ((name, expected), body) in enumerate(zip(layers.items(), bodies, strict=True)):
+            column, trained = heads[:, index], modes[:, index] == 1
+            if len(_spoken(column.tolist())) > 1:
+                self._refuse("heads", f"{name} has {', '.join(map(str, column.tolist()))} heads there")
+                found += [here[name]] if name in here else []
+            elif bool((column > 0).any()):
+                training = bool(trained.any())
+                chosen = trained if training else column > 0
+                found.append(Part(name, training, body[chosen].view(-1, expected, width)))
+        return found
+
+    def _refuse(self, kind: str, reason: str) -> None:
+        self._notices.add(
+            kind,
+            f"the reports of {self.number} processes cannot be joined: {reason}; each goes on with its own. "
+            "Give the monitor a process_group of those that hold the same layers",
+        )
 
 
-def _quantiles(sample: Tensor) -> Tensor:
-    """10, 50 and 90 per cent of each row [..., S] as [..., 3], interpolated; NaN does not count."""
-    if not sample.shape[-1]:
-        return sample.new_full((*sample.shape[:-1], 3), math.nan)
-    ordered = sample.sort(dim=-1).values  # NaN last
-    last = (~sample.isnan()).sum(-1, keepdim=True).sub(1).clamp(min=0)
-    place = last * torch.tensor([0.1, 0.5, 0.9], dtype=sample.dtype)
-    below = place.floor()
-    low, high = (ordered.gather(-1, at.to(torch.int64)) for at in (below, torch.minimum(below + 1, last)))
-    return torch.lerp(low, high, place - below)
-
-
-def processes() -> int:
-    """How many there are."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def is_writer() -> bool:
-    """Whether this is the one that writes."""
-    return processes() == 1 or distributed.get_rank() == 0
-
-
-def join_processes(flat: Tensor) -> Tensor:
-    """What all processes hold, [P, ...]; the tensor must have the same shape in each."""
-    if processes() == 1:
-        return flat[None]
-    here = flat.to("cuda") if distributed.get_backend() == "nccl" else flat
-    everywhere = here.new_empty((processes(), *here.shape))
-    distributed.all_gather_into_tensor(everywhere.view(-1), here.contiguous().view(-1))
-    return everywhere.to(flat.device)
-
-
-def _wide(rows: Tensor, width: int) -> Tensor:
-    """As many rows [..., N], with NaN for those that are missing."""
-    missing = width - rows.shape[-1]
-    return pad(rows, (0, missing), value=math.nan) if missing else rows
-
-
-def _thin(rows: Tensor, most: int) -> Tensor:
-    """At most so many of the rows [..., N], evenly."""
-    return rows[..., :: max(1, -(-rows.shape[-1] // most))]
+def _spoken(heads: Sequence[int]) -> set[int]:
+    """The numbers of heads that processes have told of a layer; those that have not heard it tell 0."""
+    return {number for number in heads if number}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from threading import RLock
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,9 @@ from attnscale.diagnostics.measure import look
 from attnscale.diagnostics.rows import AGAIN_COLUMNS, Sums
 from attnscale.diagnostics.same import Same
 from attnscale.diagnostics.stack import kin
-from attnscale.tap import Listener, give_up
+from attnscale.diagnostics.tally import Tally
+from attnscale.diagnostics.uncopied import Uncopied
+from attnscale.tap import Listener
 
 # Bytes of keys and values that may be held for a while; where there are more, nothing waits.
 MOST_HELD = 20 * 2**20
@@ -29,21 +30,29 @@ MOST_HELD = 20 * 2**20
 TOGETHER = 2**13
 
 
-class Viewer(Listener, Protocol):
-    """A listener that is told what a look has shown."""
+class Look(Uncopied):
+    """The rows of one call, with their outputs [B, H, R, Dv]: to be looked at, or already seen.
 
-    def saw(self, sums: Tensor, angles: tuple[Tensor, Tensor], gradients: Tensor | None) -> None:
-        """The sums of rows, how far apart they point before and after and, if asked for, what backward says of them."""
-        ...
+    What is seen goes to a tally, the rows under keys of the given salt. With `answerable`, what backward will want to
+    know of the rows is kept for it.
+    """
 
-
-class Look:
-    """The rows of one call, with their outputs [B, H, R, Dv]: to be looked at, or already seen."""
-
-    def __init__(self, viewer: Viewer, call: AttentionCall, out: Tensor, sources: Same) -> None:
-        self.viewer = viewer
+    def __init__(
+        self,
+        listener: Listener,
+        call: AttentionCall,
+        out: Tensor,
+        sources: Same,
+        tally: Tally,
+        salt: int = 0,
+        answerable: bool = True,
+    ) -> None:
+        self.listener = listener
         self.sources = sources
+        self.tally = tally
+        self.salt = salt
         self.gradient: Tensor | None = None  # of the output, once backward has come
+        self._answerable = answerable
         self._rows: tuple[AttentionCall, Tensor] | None = call, out
         self._unchanged = Same(call.key, call.value)
         self._sums: Tensor | None = None
@@ -75,11 +84,14 @@ class Look:
         self._rows = None
 
     def saw(self, sums: Tensor, angles: tuple[Tensor, Tensor], gradients: Tensor | None) -> None:
-        """It has happened."""
+        """It has happened: the sums of rows, how far apart they point before and after, and what backward says."""
         self.drop()
-        if gradients is None:  # backward is to come; copied, or all of the sums would stay with what is kept
+        self.tally.pending.add_forward(sums, self.salt)
+        self.tally.note(angle_in=angles[0].sum(0), angle_out=angles[1].sum(0))
+        if gradients is not None:
+            self.tally.pending.add_backward(sums[..., :AGAIN_COLUMNS], gradients, self.salt)
+        elif self._answerable:  # backward is to come; copied, or all of the sums would stay with what is kept
             self._sums = sums[..., :AGAIN_COLUMNS].clone()
-        self.viewer.saw(sums, angles, gradients)
 
     def sums(self) -> Tensor | None:
         """What backward will want to know of the rows, [B, H, R, C]; None if they could not be seen."""
@@ -101,7 +113,7 @@ def see(looks: Sequence[Look]) -> None:
         one.saw(sums[index], (angles[0][index], angles[1][index]), answer)
 
 
-class Looks:
+class Looks(Uncopied):
     """Those of all layers of a model that wait for each other."""
 
     def __init__(self) -> None:
@@ -129,7 +141,7 @@ class Looks:
                 self.happen()
 
     def happen(self) -> None:
-        """Nothing waits any more; a listener whose look fails is given up."""
+        """Nothing waits any more; a listener whose look fails gives up."""
         with self._lock, torch.no_grad(), torch.autocast("cpu", enabled=False):
             waiting, self._waiting, self._held = self._waiting, [], 0
             alike: dict[Hashable, list[Look]] = {}
@@ -153,4 +165,4 @@ def _try(looks: Sequence[Look]) -> None:
                 _try([one])
         else:
             looks[0].drop()
-            give_up(looks[0].viewer, error)
+            looks[0].listener.give_up(error)

@@ -8,15 +8,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import distributed, nn
 
 from attnscale.diagnostics.alerts import Thresholds, find_alerts
 from attnscale.diagnostics.records import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
-from attnscale.errors import reject, reject_type
+from attnscale.errors import MonitorWarning, reject, reject_type
 from attnscale.tap import Tap
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,19 @@ class Monitor:
     `alerts` are `Thresholds`, a YAML file of them, or None. An `Alert` is raised when a head crosses a limit, and not
     again until it has been back; it goes to `on_alert` and to the sinks that take them. `dump` is a folder for the
     query and key rows of a head that raised one.
+
+    A record is of training: of calls in training mode with gradients enabled, and of calls that backward came to. Other
+    calls of the same step, such as validation between two training steps or the reference model of DPO, are left out.
+    Where a layer had no others, its records tell of those, and their `mode` is "evaluation". A call that cannot be
+    listened to, as inside `torch.func`, is counted in `scalars["skipped_calls"]`; that and whatever fails is warned of
+    once at the end of a step, and listened to again at the next.
+
+    In a distributed run every process has a monitor and calls `step`, and the numbers of all are joined by the names of
+    layers over `process_group` (None: all processes). A layer that some processes did not call is told of those that
+    did. Where processes hold different layers or heads under the same names, as stages of a pipeline and tensor
+    parallelism may, pass the group of those that hold the same. The first process of a group hands records to sinks.
+
+    Copies of a monitor, by `copy` or `pickle` and with whatever holds it, are closed and know no model.
 
     >>> import torch
     >>> from attnscale import ScaledDotProductAttention
@@ -55,6 +71,7 @@ class Monitor:
         alerts: Thresholds | str | Path | None = DEFAULT,
         on_alert: Callable[[Alert], object] | None = None,
         dump: str | Path | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             reject("every", every, "an int >= 1")
@@ -63,28 +80,42 @@ class Monitor:
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
+        if process_group is not None:
+            _check_group(process_group)
         self.every = every
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
         from attnscale.diagnostics.discovery import open_attention
+        from attnscale.diagnostics.gather import Processes
         from attnscale.diagnostics.layer import LayerListener
         from attnscale.diagnostics.looks import Looks
+        from attnscale.diagnostics.notices import Notices
 
-        self._sinks = list(sinks)
-        self._lasting: set[tuple[str, str, int]] = set()
         with contextlib.ExitStack() as undo:
             found = open_attention(model, undo)
+            if any(module.tap is not None for module in found.values()):
+                reject("model", type(model).__name__, "a model that no other monitor is attached to")
             self._undo = undo.pop_all()  # what a model had to be given to be listened to
-        self._looks = Looks()
-        self.layers = {path: LayerListener(path, rows, capture=dump is not None, looks=self._looks) for path in found}
-        if any(module.tap is not None for module in found.values()):
-            reject("model", type(model).__name__, "a model that no other monitor is attached to")
+        self._sinks = list(sinks)
+        self._lasting: set[tuple[str, str, int]] = set()
+        self._closed = False
+        self._looks, self._notices = Looks(), Notices()
+        self._processes = Processes(list(found), process_group, self._notices)
+        modules = dict(model.named_modules())  # where ours is a child of an attention, that one knows its mode
+        self.layers = {
+            path: LayerListener(path, rows, dump is not None, self._looks, modules.get(path, module), self._notices)
+            for path, module in found.items()
+        }
         self._tapped = [(module, Tap(self.layers[path])) for path, module in found.items()]
         for module, tap in self._tapped:
-            module.tap = tap  # type: ignore[assignment]
+            tap.attach(module)
         self._listen(True, 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies are closed: what is held here belongs to one model, and cannot be given back twice."""
+        return _closed, (type(self), self.every)
 
     def step(self, step: int) -> list[Record]:
         """The end of a training step: report if it was one to listen to, and decide about the next.
@@ -95,25 +126,34 @@ class Monitor:
             reject("step", step, "an int >= 0")
         records: list[Record] = []
         alerts: list[Alert] = []
+        if self._closed:
+            return records
         if self._listening:
             self._guard("a report", self._report, step, records, alerts)
             for layer in self.layers.values():
                 layer.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
+        self._notices.give()
         for alert in alerts if self.on_alert is not None else ():
             self.on_alert(alert)  # type: ignore[misc]  # what it raises is the user's own, and may stop the run
         return records
 
     def close(self) -> None:
-        """Leave the model as it was and close the sinks. Twice is once."""
-        for module, _ in self._tapped:
-            del module.tap
+        """Leave the model as it was and close the sinks. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._listen(False, 0)
+        for module, tap in self._tapped:
+            tap.detach(module)
         self._tapped = []
         self._undo.close()
-        self._listening = False
+        for layer in self.layers.values():
+            layer.reset()
         for sink in list(self._sinks):
             self._try(sink, sink.close)
         self._sinks = []
+        self._notices.give()
 
     def __enter__(self) -> Monitor:
         return self
@@ -125,21 +165,21 @@ class Monitor:
 
     def _listen(self, listening: bool, step: int) -> None:
         self._listening = listening
+        rank = self._processes.rank if listening else 0
         for layer in self.layers.values():
-            layer.listening, layer.seed = listening, step
+            layer.listening, layer.seed, layer.rank = listening, step, rank
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Fill in the records and alerts of a step, and hand them on."""
         from attnscale.diagnostics.collect import collect
         from attnscale.diagnostics.dump import dump_rows
-        from attnscale.diagnostics.gather import is_writer
 
-        self._looks.happen()
-        records += collect(self.layers.values(), step)
+        records += collect(list(self.layers.values()), step, self._looks, self._processes, self._notices)
         alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():
-            self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
-        if is_writer() and records:
+            if alert.layer in self.layers:  # or else another process has it
+                self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
+        if self._processes.rank == 0 and records:
             self._to_sinks(records, alerts, step)
             for alert in alerts:
                 log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
@@ -167,6 +207,26 @@ class Monitor:
         try:
             act(*arguments)
         except Exception as error:
-            warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", MonitorWarning, stacklevel=4)
             return False
         return True
+
+
+def _closed(kind: type[Monitor], every: int) -> Monitor:
+    """What a copy of a monitor is."""
+    from attnscale.diagnostics.gather import Processes
+    from attnscale.diagnostics.looks import Looks
+    from attnscale.diagnostics.notices import Notices
+
+    monitor = kind.__new__(kind)
+    monitor.every, monitor.limits, monitor.on_alert, monitor.dump = every, None, None, None
+    monitor.layers, monitor._tapped, monitor._sinks, monitor._lasting = {}, [], [], set()
+    monitor._looks, monitor._notices = Looks(), Notices()
+    monitor._processes = Processes((), None, monitor._notices)
+    monitor._closed, monitor._listening = True, False
+    return monitor
+
+
+def _check_group(group: object) -> None:
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        reject_type("process_group", group, "a torch.distributed.ProcessGroup that this process belongs to, or None")

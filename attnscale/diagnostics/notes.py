@@ -1,8 +1,8 @@
 """How a tap hears what passes forward, and what comes back as gradients.
 
 Everything noted in backward comes from what autograd saved, and so from recomputed tensors where activations are
-checkpointed. In a compiled graph operators note it that have no results: they run, or return at once, as the moment
-asks, and turning a listener on and off changes no graph.
+checkpointed. In a compiled graph operators note it: they run, or return at once, as the moment asks, and turning a
+listener on and off changes no graph. The number of a call, by which backward names it, is saved with the rest.
 """
 
 from __future__ import annotations
@@ -10,35 +10,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from attnscale.backends.call import AttentionCall
 from attnscale.context import Context
+from attnscale.diagnostics.origins import UNKNOWN
 from attnscale.scratch import is_watched
-from attnscale.tap import Heard, Listener, Tap, give_up
+from attnscale.tap import Heard, Listener, Tap
+
+T = TypeVar("T")
 
 
 def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
     """`run(call)`, with what goes in and comes out noted under a ticket, there and back."""
-    noted = _noted(call)
+    if not torch.compiler.is_compiling():
+        if call.query.device.type == "meta":  # there are no numbers to look at
+            return run(call)
+        if _is_transformed():
+            _note_skipped(ticket, call)
+            return run(call)
+    noted, graph = _noted(call), torch.is_grad_enabled()
     if is_watched():
         query, key, value = _Inputs.apply(ticket, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
         out = run(replace(call, query=query, key=key, value=value))
-        result: Tensor = _Output.apply(out, ticket, *noted)  # type: ignore[no-untyped-call]
+        result: Tensor = _Output.apply(out, graph, ticket, *noted)  # type: ignore[no-untyped-call]
         return result
-    arrived: list[Tensor] = []
-    query, key, value = _Passage.apply(arrived, call.query, call.key, call.value, ticket, *noted)  # type: ignore[no-untyped-call]
+    passing = Passing()
+    query, key, value = _Passage.apply(passing, call.query, call.key, call.value, ticket, *noted)  # type: ignore[no-untyped-call]
     out = run(replace(call, query=query, key=key, value=value))
-    _note_forward(out, ticket, *noted, lasting=out.requires_grad and out.device.type == "cpu")
+    lasting = out.requires_grad and out.device.type == "cpu"
+    passing.number = _number_of(out, graph, ticket, *noted, lasting=lasting)
     if out.requires_grad:
-        out.register_hook(arrived.append)  # type: ignore[no-untyped-call]
+        out.register_hook(passing.arrive)  # type: ignore[no-untyped-call]
     return out
+
+
+class Passing:
+    """One call on its way: its number, and the gradient that has arrived at its output."""
+
+    def __init__(self) -> None:
+        self.number = UNKNOWN
+        self.gradient: Tensor | None = None
+
+    def arrive(self, gradient: Tensor) -> None:
+        """Keep a gradient until backward has passed the call."""
+        self.gradient = gradient
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is at work: it would have to pass through what notes."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def _noted(call: AttentionCall) -> tuple[Tensor | float | None, ...]:
@@ -72,17 +99,18 @@ class _Passage(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arrived: list[Tensor], query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, *noted: Any
+        ctx: Any, passing: Passing, query: Tensor, key: Tensor, value: Tensor, ticket: Tensor, *noted: Any
     ) -> tuple[Tensor, ...]:
-        ctx.arrived, ctx.numbers = arrived, noted[TENSORS:]
+        ctx.passing, ctx.numbers = passing, noted[TENSORS:]
         ctx.save_for_backward(ticket, *noted[:TENSORS])
         return query.view_as(query), key.view_as(key), value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ticket, *tensors = ctx.saved_tensors
-        if ctx.arrived:
-            _note_backward(ctx.arrived.pop(), ticket, *tensors, *ctx.numbers)
+        arrived, ctx.passing.gradient = ctx.passing.gradient, None
+        if arrived is not None:
+            _tell_backward(arrived, ctx.passing.number, ticket, *tensors, *ctx.numbers)
             _note_gradients(ticket, *gradients)
         return None, *gradients, *(None,) * (1 + len(tensors) + len(ctx.numbers))
 
@@ -105,31 +133,53 @@ class _Output(Function):
     """The output in a graph, noted with the call that made it; again in backward, from what was saved."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, ticket: Tensor, *noted: Any) -> Tensor:
+    def forward(ctx: Any, out: Tensor, graph: bool, ticket: Tensor, *noted: Any) -> Tensor:
         ctx.numbers = noted[TENSORS:]
-        note_forward(out, ticket, *noted)
-        ctx.save_for_backward(ticket, *noted[:TENSORS])
+        number = note_forward(out, graph, ticket, *noted)
+        ctx.save_for_backward(number, ticket, *noted[:TENSORS])
         return out.clone()  # an alias would forbid changing it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         note_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-        return gradient, *(None,) * (1 + TENSORS + len(ctx.numbers))
+        return gradient, *(None,) * (2 + TENSORS + len(ctx.numbers))
 
 
-def _note_forward(out: Tensor, ticket: Tensor, *noted: Any, lasting: bool = False) -> None:
-    """Tell the listener of a ticket of a call; a graph may use the memory of its tensors for others right after."""
+def _note_forward(out: Tensor, graph: bool, ticket: Tensor, *noted: Any) -> Tensor:
+    """Tell the listener of a ticket of a call, and give its number; a graph may reuse the memory of its tensors."""
+    return torch.tensor(_number_of(out, graph, ticket, *noted))
+
+
+def _note_backward(gradient: Tensor, number: Tensor, ticket: Tensor, *noted: Any) -> None:
+    """Tell the listener of a ticket of a call that backward has come to."""
+    _tell_backward(gradient, int(number), ticket, *noted)
+
+
+def _number_of(out: Tensor, graph: bool, ticket: Tensor, *noted: Any, lasting: bool = False) -> int:
+    """Tell the listener of a ticket of a call, and give its number."""
     listener = Tap.find(ticket)
+    if listener is None:
+        return UNKNOWN
     # A checkpoint runs the forward once more inside backward: that is not another call.
-    if listener is not None and torch._C._current_graph_task_id() == -1:
-        _tell(listener, out.device, listener.forward, Heard(_call(*noted), out, lasting))
+    if torch._C._current_graph_task_id() == -1:
+        number = _tell(listener, out.device, listener.forward, Heard(_call(*noted), out, lasting, graph))
+    else:
+        number = _tell(listener, out.device, listener.repeated, graph)
+    return UNKNOWN if number is None else number
 
 
-def _note_backward(gradient: Tensor, ticket: Tensor, *noted: Any) -> None:
+def _tell_backward(gradient: Tensor, number: int, ticket: Tensor, *noted: Any) -> None:
     """Tell the listener of a ticket of a call that backward has come to."""
     listener = Tap.find(ticket)
     if listener is not None:
-        _tell(listener, gradient.device, listener.backward, _call(*noted), gradient)
+        _tell(listener, gradient.device, listener.backward, _call(*noted), gradient, number)
+
+
+def _note_skipped(ticket: Tensor, call: AttentionCall) -> None:
+    """Tell the listener of a ticket of a call that it cannot be told more of."""
+    listener = Tap.find(ticket)
+    if listener is not None:
+        _tell(listener, call.query.device, listener.skip, call, "inside torch.func transforms or forward-mode AD")
 
 
 def _note_gradients(ticket: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -148,15 +198,22 @@ _CALL = (
 )
 
 note_forward = torch.library.custom_op(
-    "attnscale::note_forward", _note_forward, mutates_args=(), schema=f"(Tensor out, {_CALL}) -> ()"
+    "attnscale::note_forward", _note_forward, mutates_args=(), schema=f"(Tensor out, bool graph, {_CALL}) -> Tensor"
 )
 note_backward = torch.library.custom_op(
-    "attnscale::note_backward", _note_backward, mutates_args=(), schema=f"(Tensor gradient, {_CALL}) -> ()"
+    "attnscale::note_backward",
+    _note_backward,
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor number, {_CALL}) -> ()",
 )
 note_gradients = torch.library.custom_op("attnscale::note_gradients", _note_gradients, mutates_args=())
 
 
 @note_forward.register_fake
+def _no_number(*_: Any) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
 @note_backward.register_fake
 @note_gradients.register_fake
 def _nothing(*_: Any) -> None:
@@ -167,15 +224,16 @@ for _name in ("note_forward", "note_backward", "note_gradients"):
     _register_effectful_op(f"attnscale::{_name}", EffectType.ORDERED)
 
 
-def _tell(listener: Listener, device: torch.device, what: Callable[..., None], *arguments: Any) -> None:
-    """Whatever happens to a listener must not happen to the run: it is not told any more."""
+def _tell(listener: Listener, device: torch.device, what: Callable[..., T], *arguments: Any) -> T | None:
+    """Whatever happens to a listener must not happen to the run: it is not told any more for now."""
     try:
         # Not every device knows autocast, and turning off what is not on takes its time.
         on = torch.is_autocast_enabled(device.type)
         with torch.no_grad(), torch.autocast(device.type, enabled=False) if on else nullcontext():
-            what(*arguments)
+            return what(*arguments)
     except Exception as error:
-        give_up(listener, error)
+        listener.give_up(error)
+        return None
 
 
 def _call(

@@ -25,8 +25,9 @@ class Record:
     """One head of one layer at one step.
 
     `forward` and `backward` map the name of a per-row quantity to its summary; `scalars` holds what a head has one of:
-    angle_ratio, the norms query_gradient, key_gradient and value_gradient, gain = ‖(dQ, dK, dV)‖/‖dO‖, and mismatch, by
-    how much backward's statistics of the same rows differ from forward's.
+    angle_ratio, the norms query_gradient, key_gradient and value_gradient, gain = ‖(dQ, dK, dV)‖/‖dO‖, mismatch, by how
+    much backward's statistics of the same rows differ from forward's, and skipped_calls where some could not be
+    listened to. `mode` is "training", or "evaluation" where no call of the layer belonged to training.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Record:
     forward: Mapping[str, Summary] = field(default_factory=dict)
     backward: Mapping[str, Summary] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
+    mode: str = "training"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers; what is not finite becomes a string, which JSON can hold."""
@@ -42,16 +44,18 @@ class Record:
             phase: {name: _plain(summary._asdict()) for name, summary in summaries.items()}
             for phase, summaries in (("forward", self.forward), ("backward", self.backward))
         }
-        return {"step": self.step, "layer": self.layer, "head": self.head, **phases, "scalars": _plain(self.scalars)}
+        place = {"step": self.step, "layer": self.layer, "head": self.head, "mode": self.mode}
+        return {**place, **phases, "scalars": _plain(self.scalars)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Record:
-        """The way back from `as_dict`."""
+        """The inverse of `as_dict`."""
         phases = {
             phase: {name: Summary(**_numbers(summary)) for name, summary in content[phase].items()}
             for phase in ("forward", "backward")
         }
-        return cls(content["step"], content["layer"], content["head"], **phases, scalars=_numbers(content["scalars"]))
+        scalars, mode = _numbers(content["scalars"]), content.get("mode", "training")
+        return cls(content["step"], content["layer"], content["head"], **phases, scalars=scalars, mode=mode)
 
 
 @dataclass(frozen=True)

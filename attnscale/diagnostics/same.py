@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from attnscale.diagnostics.uncopied import Uncopied
 
-class Same:
+
+class Same(Uncopied):
     """Remembers tensors without keeping their memory; autograd's own count of changes tells the rest.
 
     >>> import torch

@@ -158,7 +158,7 @@ def test_nothing_waits_without_autograd_or_in_a_graph(model):
         assert not monitor._looks._waiting
         torch.compile(model, backend="aot_eager")(tiny_gpt.batch())
         assert not monitor._looks._waiting
-        assert monitor.step(0)[0].forward["w_max"].rows == 32
+        assert monitor.step(0)[0].forward["w_max"].rows == 16  # those of the call with gradients enabled
 
 
 def test_a_look_that_fails_takes_no_other_with_it(model, monkeypatch):

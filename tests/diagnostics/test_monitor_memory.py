@@ -29,8 +29,8 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
 
     def step() -> None:
         listener.reset()
-        listener.forward(heard)
-        listener.backward(call, gradient)
+        number = listener.forward(heard)
+        listener.backward(call, gradient, number)
         listener.gradients(q, k, v)
 
     return peak_bytes(step)

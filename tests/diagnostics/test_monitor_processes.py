@@ -46,8 +46,8 @@ WORKER = textwrap.dedent(
         run = fully_shard(model, mesh=mesh)
     sinks = [JsonlSink(f"{folder}/attn.jsonl")] if rank == 0 else []
     collectives = []
-    gather = distributed.all_gather_into_tensor
-    distributed.all_gather_into_tensor = lambda *a, **k: (collectives.append(1), gather(*a, **k))[1]
+    gather = distributed.all_gather
+    distributed.all_gather = lambda *a, **k: (collectives.append(1), gather(*a, **k))[1]
     with Monitor(model, every=2, rows=5, sinks=sinks, alerts=None) as monitor:
         reports = []
         for step in range(3):

@@ -1,0 +1,285 @@
+"""Number 14: reports of several processes are joined by the names of layers; nothing hangs, and nothing is mixed up."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnscale import ArgumentTypeError, Monitor, ScaledDotProductAttention
+from attnscale.diagnostics import Record
+
+TESTS = Path(__file__).resolve().parents[1]
+
+WORKER = textwrap.dedent(
+    """
+    import datetime, json, sys, warnings
+    import torch
+    from torch import distributed, nn
+    import tiny_gpt
+    from attnscale import Monitor, ScaledDotProductAttention
+    from attnscale.diagnostics import MemorySink
+    from attnscale.diagnostics import collect as collecting
+
+    rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    patience = datetime.timedelta(seconds=60)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
+    collectives = []
+    for name in ("all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "all_gather"):
+        def counted(*arguments, act=getattr(distributed, name), **settings):
+            collectives.append(act.__name__)
+            return act(*arguments, **settings)
+        setattr(distributed, name, counted)
+
+    found = {}
+
+    def report(scenario, monitor, step):
+        collectives.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            records = monitor.step(step)
+        found.setdefault(scenario, []).append({
+            "records": [record.as_dict() for record in records],
+            "collectives": list(collectives),
+            "warnings": [f"{warning.category.__name__}: {warning.message}" for warning in caught],
+        })
+
+    class Layers(nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            self.layers = nn.ModuleDict({name: ScaledDotProductAttention("log") for name in names})
+
+        def forward(self, *names, batch=1, heads=2, length=16, scale=1.0):
+            generator = torch.Generator().manual_seed(rank)
+            x = torch.randn(batch, heads, length, 8, generator=generator).mul(scale).requires_grad_()
+            for name in names:
+                self.layers[name](x, x, x, is_causal=True).sum().backward()
+
+    # A layer that a process skips, one that nobody has called yet, and one that is called late.
+    model = Layers("a", "b", "c")
+    with Monitor(model, every=1, alerts=None) as monitor:
+        for step, called in enumerate([("ab", "a"), ("a", "ab"), ("a", "a"), ("ab", "abc"), ("", "")]):
+            model(*called[rank])
+            report("skipped", monitor, step)
+
+    # Stages of a pipeline, whose layers have names of their own.
+    model, sink = Layers(*("ab" if rank == 0 else "cd")), MemorySink()
+    with Monitor(model, every=1, alerts=None, sinks=[sink]) as monitor:
+        for step in range(2):
+            model(*model.layers, length=16 if rank == 0 else 32)
+            report("pipeline", monitor, step)
+    found["written"] = len(sink.records)
+
+    # The same names with different numbers of heads.
+    model = Layers("a", "b")
+    with Monitor(model, every=1, alerts=None) as monitor:
+        for step in range(2):
+            model("a", heads=2 + 2 * rank)
+            model("b")
+            report("heads", monitor, step)
+
+    # Each in a group of its own.
+    groups = [distributed.new_group([0]), distributed.new_group([1])]
+    model, sink = Layers("a"), MemorySink()
+    with Monitor(model, every=1, alerts=None, process_group=groups[rank], sinks=[sink]) as monitor:
+        model("a", batch=1 + rank)
+        report("alone", monitor, 0)
+    found["written alone"] = len(sink.records)
+    together = distributed.new_group([1, 0])
+    with Monitor(model, every=1, alerts=None, process_group=together) as monitor:
+        model("a", batch=1 + rank)
+        report("together", monitor, 0)
+    try:
+        Monitor(model, process_group=groups[1 - rank])
+    except Exception as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+
+    # Processes that are not at the same step.
+    with Monitor(model, every=1, alerts=None) as monitor:
+        model("a")
+        report("steps", monitor, 5 + rank)
+
+    # A report that fails in one process.
+    settle = collecting.settle
+    with Monitor(model, every=1, alerts=None) as monitor:
+        model("a")
+        if rank == 1:
+            collecting.settle = lambda every: 1 / 0
+        report("failure", monitor, 0)
+        collecting.settle = settle
+        model("a")
+        report("failure", monitor, 1)
+
+    # One that trains while the other evaluates.
+    with Monitor(model, every=1, alerts=None) as monitor:
+        if rank == 0:
+            with torch.no_grad():
+                x = torch.randn(3, 2, 16, 8)
+                model.eval().layers["a"](x, x, x, is_causal=True)
+        else:
+            model.train()("a")
+        report("modes", monitor, 0)
+
+    # Processes with different numbers of rows, more than are sent.
+    model.train()
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        model("a", batch=4 if rank == 0 else 120, length=16 if rank == 0 else 64)
+        report("rows", monitor, 0)
+
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(found, file)
+    distributed.destroy_process_group()
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each of two processes has reported in every scenario."""
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), str(port), str(folder)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=240)
+            assert worker.returncode == 0, errors
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def rows_of(report: dict) -> dict[str, int]:
+    """Rows of each layer, over heads."""
+    found: dict[str, int] = {}
+    for record in map(Record.from_dict, report["records"]):
+        name = record.layer.removeprefix("layers.")
+        found[name] = found.get(name, 0) + record.forward["visible"].rows
+    return found
+
+
+def test_a_layer_is_told_of_the_processes_that_called_it(ranks):
+    reports = [rank["skipped"] for rank in ranks]
+    assert [rows_of(report) for report in reports[0]] == [
+        {"a": 64, "b": 32},
+        {"a": 64, "b": 32},
+        {"a": 64},
+        {"a": 64, "b": 64, "c": 32},
+        {},
+    ]
+    for one, other in zip(*reports, strict=True):
+        assert one["records"] == other["records"]
+        assert one["warnings"] == other["warnings"] == []
+
+
+def test_what_only_one_process_called_is_what_it_saw(ranks):
+    """Its own numbers, not an average with nothing."""
+    record = next(Record.from_dict(r) for r in ranks[0]["skipped"][0]["records"] if r["layer"] == "layers.b")
+    torch.manual_seed(0)
+    attention, x = (
+        ScaledDotProductAttention("log"),
+        torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    x.requires_grad_()
+    with Monitor(attention, every=1, alerts=None) as monitor:
+        attention(x, x, x, is_causal=True).sum().backward()
+        alone = monitor.step(0)[0]
+    assert record.forward["w_max"] == pytest.approx(alone.forward["w_max"])
+    assert record.scalars == pytest.approx(alone.scalars)
+
+
+def test_a_report_is_one_collective_but_where_layers_are_new(ranks):
+    counts = [report["collectives"] for report in ranks[0]["skipped"]]
+    once = ["all_gather"]
+    # At first the names; then a layer that nobody had called before.
+    assert counts == [["all_gather_object", *once], once, once, [*once, *once], once]
+    assert counts == [report["collectives"] for report in ranks[1]["skipped"]]
+
+
+def test_stages_of_a_pipeline_keep_their_names(ranks):
+    for rank in ranks:
+        for report in rank["pipeline"]:
+            assert rows_of(report) == {"a": 32, "b": 32, "c": 64, "d": 64}
+            longest = {r["layer"]: Record.from_dict(r).forward["visible"].max for r in report["records"]}
+            assert longest == {"layers.a": 16, "layers.b": 16, "layers.c": 32, "layers.d": 32}
+    assert [rank["written"] for rank in ranks] == [16, 0]
+
+
+def test_layers_that_cannot_be_joined_are_told_as_each_process_has_them(ranks):
+    for number, rank in enumerate(ranks):
+        first, second = rank["heads"]
+        assert rows_of(first) == rows_of(second) == {"a": (2 + 2 * number) * 16, "b": 64}
+        (warning,) = first["warnings"]
+        assert warning.startswith("MonitorWarning: attnscale: the reports of 2 processes cannot be joined")
+        assert "layers.a has 2, 4 heads there" in warning
+        assert "process_group" in warning
+        assert second["warnings"] == []
+
+
+def test_a_group_is_joined_and_nobody_else(ranks):
+    for number, rank in enumerate(ranks):
+        assert rows_of(rank["alone"][0]) == {"a": (1 + number) * 32}
+        assert rank["alone"][0]["collectives"] == []
+        assert rank["written alone"] == 2
+        assert rows_of(rank["together"][0]) == {"a": 3 * 32}
+        assert rank["refused"].startswith("ArgumentTypeError: process_group=")
+
+
+def test_processes_at_different_steps_are_told_so(ranks):
+    for number, rank in enumerate(ranks):
+        (report,) = rank["steps"]
+        assert rows_of(report) == {"a": 32}
+        assert {record["step"] for record in report["records"]} == {5 + number}
+        assert "they are at the steps 5, 6" in report["warnings"][0]
+
+
+def test_a_process_that_fails_does_not_keep_the_others_waiting(ranks):
+    for number, rank in enumerate(ranks):
+        first, second = rank["failure"]
+        assert rows_of(first) == {"a": 32}
+        assert len(first["warnings"]) == number
+        assert rows_of(second) == {"a": 64}
+
+
+def test_training_of_one_process_is_not_mixed_with_evaluation_of_another(ranks):
+    for rank in ranks:
+        (report,) = rank["modes"]
+        assert {record["mode"] for record in report["records"]} == {"training"}
+        assert rows_of(report) == {"a": 32}
+
+
+def test_percentiles_count_processes_by_their_rows(ranks):
+    lengths = torch.cat([torch.arange(1, 17).repeat(4), torch.arange(1, 65).repeat(120)]).double()
+    for rank in ranks:
+        for record in map(Record.from_dict, rank["rows"][0]["records"]):
+            visible = record.forward["visible"]
+            assert visible.rows == lengths.numel()
+            assert visible.mean == pytest.approx(lengths.mean().item(), rel=1e-5)
+            for mark, level in zip(visible[1:4], (0.1, 0.5, 0.9), strict=True):
+                assert abs((lengths <= mark).double().mean().item() - level) < 5 * 0.5 / 256**0.5
+
+
+@pytest.mark.parametrize("group", ["world", 0, object()])
+def test_what_is_no_process_group_is_refused(group):
+    with pytest.raises(ArgumentTypeError, match="process_group="):
+        Monitor(ScaledDotProductAttention("log"), process_group=group)
