@@ -123,5 +123,5 @@ def test_a_class_without_a_usable_name_is_refused(name):
 
 @pytest.mark.parametrize("what", ["log", None, nn.Identity, CubeRootLog(), lambda n: n])
 def test_what_is_no_class_of_policies_is_refused(what):
-    with pytest.raises(ArgumentTypeError, match="a subclass of attnscale.LengthPolicy"):
+    with pytest.raises(ArgumentTypeError, match=r"a subclass of attnscale\.LengthPolicy"):
         register_policy(what)
