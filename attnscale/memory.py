@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -20,7 +19,7 @@ _NOTHING = object()
 
 
 class Memory(Generic[Value]):
-    """The last `most` results by key; any thread may ask.
+    """The `most` results that were made last, by key; any thread may ask.
 
     Nothing is stored or given out while torch.compile, a dispatch mode, a functional transform or the capture of a CUDA
     graph is active: what is made there (fake tensors, traced ones, memory of the graph) is of no use outside, and what
@@ -36,7 +35,7 @@ class Memory(Generic[Value]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Value] = OrderedDict()
+        self._entries: dict[Hashable, Value] = {}
 
     def recall(self, key: Hashable, device: torch.device, make: Callable[[], Value]) -> Value:
         """What was made for this key, or what `make` makes of it now; not to be changed in place."""
@@ -48,17 +47,15 @@ class Memory(Generic[Value]):
                 return make()
             stream = torch.cuda.current_stream(device).cuda_stream
         place = (key, device, stream, torch.is_inference_mode_enabled())
-        with self._lock:
-            found = self._entries.get(place, _NOTHING)
-            if found is not _NOTHING:
-                self._entries.move_to_end(place)
-                return found  # type: ignore[return-value]
+        found = self._entries.get(place, _NOTHING)  # one operation, and so without the lock
+        if found is not _NOTHING:
+            return found  # type: ignore[return-value]
         made = make()
         if _is_ordinary(made, device):
             with self._lock:
                 self._entries[place] = made
                 while len(self._entries) > self._most:
-                    self._entries.popitem(last=False)
+                    del self._entries[next(iter(self._entries))]  # the oldest
         return made
 
     def __len__(self) -> int:

@@ -27,8 +27,7 @@ from attnscale.bench.steps import causal_step, label
 from attnscale.bench.variants import VARIANTS
 from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.policies import build_policy
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies import LengthPolicy, build_policy
 from attnscale.policies.base import check_length
 
 # A β from which on weights underflow often enough to show in the time.
@@ -161,10 +160,9 @@ class AttentionCost:
         candidate = step(functools.partial(scaled_dot_product_attention, policy=policy))
         baseline = step(F.scaled_dot_product_attention)
         rows = [self._row("time_ratio", *interleaved_ratio(candidate, baseline, self.rounds))]
-        beta = torch.ones(()) if isinstance(policy, ScorePolicy) else policy(torch.arange(1, self.length + 1))
-        if float(beta.max()) > SHARP:
+        if isinstance(policy, LengthPolicy) and policy.longest_beta() > SHARP:
             # What torch itself takes for logits as sharp as these: tiny weights are slow numbers on some CPUs.
-            sharp = step(F.scaled_dot_product_attention, beta=beta)
+            sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1)))
             rows.append(self._row("time_ratio_same_logits", *interleaved_ratio(candidate, sharp, self.rounds)))
         copy = 4 * self.plan.heads * self.length * self.plan.head_dim
         extra = (peak_bytes(candidate) - peak_bytes(baseline)) / copy
