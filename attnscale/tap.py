@@ -33,12 +33,14 @@ class Listener(Protocol):
     listening: bool
     failed: bool  # it is not told anything more for now
 
-    def forward(self, heard: Heard) -> int:
-        """A call, in forward; returns its number."""
+    def begin(self, graph: bool) -> int:
+        """A call is made, with gradients enabled or not: its number. One that a checkpoint makes again inside backward
+        has the number of the first.
+        """
         ...
 
-    def repeated(self, graph: bool) -> int:
-        """A checkpoint makes a call again inside backward, with gradients or without; the number of the first one."""
+    def forward(self, heard: Heard, number: int) -> None:
+        """A call, in forward."""
         ...
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:

@@ -67,6 +67,7 @@ class LayerListener(Uncopied):
         self._unanswered: OrderedDict[int, Look] = OrderedDict()  # by number, those whose backward may still come
         self._origins = Origins(UNANSWERED)
         self.captured: dict[str, Tensor] = {}
+        self._captured_rank = 0
         self._padding_rows: Tensor | None = None  # of the call whose backward was told last
 
     def tally(self) -> Tally:
@@ -78,35 +79,37 @@ class LayerListener(Uncopied):
             self.training.absorb(self.evaluation)
         return self.training if self.training.heard else self.evaluation
 
-    def forward(self, heard: Heard) -> int:
-        """Look at the sampled rows of a call; its number."""
+    def begin(self, graph: bool) -> int:
+        """The number of a call, or of the one that a checkpoint makes again inside backward."""
+        if torch._C._current_graph_task_id() != -1:
+            return self._origins.repeated(graph)
+        self._number += 1
+        return self._number
+
+    def forward(self, heard: Heard, number: int) -> None:
+        """Look at the sampled rows of a call."""
         if _is_empty(heard.call):
-            return UNKNOWN
+            return
         trained = self._module is None or self._module.training
-        answerable = trained or heard.graph
+        answerable = (trained or heard.graph) and number != UNKNOWN
         tally = self.training if trained and heard.graph else Tally() if answerable else self.evaluation
         rows = self._sampled(heard.call)
         call = without_padding(heard.call)[0].select(rows)
         tally.note(broken_row=_first_broken(heard.out))
-        self._number += 1
-        salt = salt_of(self.seed, self.rank, self._number)
+        salt = salt_of(self.seed, self.rank, number)
         sources = Same(*_sources(heard.call))
         one = Look(self, call, heard.out.index_select(2, rows), sources, tally, salt, answerable)
         if answerable:
-            self._remember(one, heard.graph)
+            self._remember(one, number, heard.graph)
         if heard.lasting and self.looks is not None:
             self.looks.add(one)
         else:
             see([one])
-        if self.capture:
+        if self.capture and answerable + (tally is self.training) >= self._captured_rank:
+            self._captured_rank = answerable + (tally is self.training)  # evaluation does not replace training
             slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
             key = heard.call.key[:, :, slots]
             self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
-        return self._number if answerable else UNKNOWN
-
-    def repeated(self, graph: bool) -> int:
-        """The number of the call that a checkpoint makes again."""
-        return self._origins.repeated(graph)
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
         """Look at the same rows as backward sees them.
@@ -154,11 +157,11 @@ class LayerListener(Uncopied):
         self.failed = True
         self._notices.add_error(f"a listener failed and hears no more of this step, that of {self.name}", error)
 
-    def _remember(self, one: Look, graph: bool) -> None:
+    def _remember(self, one: Look, number: int, graph: bool) -> None:
         """Keep a call for its backward; those that give way are of evaluation, unless it is known that they are not."""
-        self._unanswered[self._number] = one
+        self._unanswered[number] = one
         if not graph:
-            self._origins.add(self._number)
+            self._origins.add(number)
         held = sum(
             other.tally.pending.numbers for other in self._unanswered.values() if other.tally is not self.training
         )

@@ -45,7 +45,8 @@ def hear(ticket: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Ten
     query, key, value = _Passage.apply(passing, call.query, call.key, call.value, ticket, *noted)  # type: ignore[no-untyped-call]
     out = run(replace(call, query=query, key=key, value=value))
     lasting = out.requires_grad and out.device.type == "cpu"
-    passing.number = _number_of(out, graph, ticket, *noted, lasting=lasting)
+    passing.number = _number_of(ticket, graph)
+    _tell_forward(out, passing.number, graph, ticket, *noted, lasting=lasting)
     if out.requires_grad:
         out.register_hook(passing.arrive)  # type: ignore[no-untyped-call]
     return out
@@ -135,7 +136,8 @@ class _Output(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, graph: bool, ticket: Tensor, *noted: Any) -> Tensor:
         ctx.numbers = noted[TENSORS:]
-        number = note_forward(out, graph, ticket, *noted)
+        number = call_number(out, ticket, graph)
+        note_forward(out, number, graph, ticket, *noted)
         ctx.save_for_backward(number, ticket, *noted[:TENSORS])
         return out.clone()  # an alias would forbid changing it in place
 
@@ -145,9 +147,14 @@ class _Output(Function):
         return gradient, *(None,) * (2 + TENSORS + len(ctx.numbers))
 
 
-def _note_forward(out: Tensor, graph: bool, ticket: Tensor, *noted: Any) -> Tensor:
-    """Tell the listener of a ticket of a call, and give its number; a graph may reuse the memory of its tensors."""
-    return torch.tensor(_number_of(out, graph, ticket, *noted))
+def _call_number(out: Tensor, ticket: Tensor, graph: bool) -> Tensor:
+    """The number of a call that a listener is about to be told of; the output tells a graph which call it is."""
+    return torch.tensor(_number_of(ticket, graph))
+
+
+def _note_forward(out: Tensor, number: Tensor, graph: bool, ticket: Tensor, *noted: Any) -> None:
+    """Tell the listener of a ticket of a call; a graph may use the memory of its tensors for others right after."""
+    _tell_forward(out, int(number), graph, ticket, *noted)
 
 
 def _note_backward(gradient: Tensor, number: Tensor, ticket: Tensor, *noted: Any) -> None:
@@ -155,17 +162,18 @@ def _note_backward(gradient: Tensor, number: Tensor, ticket: Tensor, *noted: Any
     _tell_backward(gradient, int(number), ticket, *noted)
 
 
-def _number_of(out: Tensor, graph: bool, ticket: Tensor, *noted: Any, lasting: bool = False) -> int:
-    """Tell the listener of a ticket of a call, and give its number."""
+def _number_of(ticket: Tensor, graph: bool) -> int:
     listener = Tap.find(ticket)
-    if listener is None:
-        return UNKNOWN
-    # A checkpoint runs the forward once more inside backward: that is not another call.
-    if torch._C._current_graph_task_id() == -1:
-        number = _tell(listener, out.device, listener.forward, Heard(_call(*noted), out, lasting, graph))
-    else:
-        number = _tell(listener, out.device, listener.repeated, graph)
+    number = None if listener is None else _tell(listener, ticket.device, listener.begin, graph)
     return UNKNOWN if number is None else number
+
+
+def _tell_forward(out: Tensor, number: int, graph: bool, ticket: Tensor, *noted: Any, lasting: bool = False) -> None:
+    """Tell the listener of a ticket of a call."""
+    listener = Tap.find(ticket)
+    # A checkpoint runs the forward once more inside backward: that is not another call.
+    if listener is not None and torch._C._current_graph_task_id() == -1:
+        _tell(listener, out.device, listener.forward, Heard(_call(*noted), out, lasting, graph), number)
 
 
 def _tell_backward(gradient: Tensor, number: int, ticket: Tensor, *noted: Any) -> None:
@@ -197,8 +205,13 @@ _CALL = (
     "SymInt slot, bool causal, SymInt? left, SymInt? right, float scale, float? softcap"
 )
 
+# The number is an operator's of its own: one with a result and an effect cannot be computed again in a checkpoint.
+call_number = torch.library.custom_op("attnscale::call_number", _call_number, mutates_args=())
 note_forward = torch.library.custom_op(
-    "attnscale::note_forward", _note_forward, mutates_args=(), schema=f"(Tensor out, bool graph, {_CALL}) -> Tensor"
+    "attnscale::note_forward",
+    _note_forward,
+    mutates_args=(),
+    schema=f"(Tensor out, Tensor number, bool graph, {_CALL}) -> ()",
 )
 note_backward = torch.library.custom_op(
     "attnscale::note_backward",
@@ -209,11 +222,12 @@ note_backward = torch.library.custom_op(
 note_gradients = torch.library.custom_op("attnscale::note_gradients", _note_gradients, mutates_args=())
 
 
-@note_forward.register_fake
+@call_number.register_fake
 def _no_number(*_: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
+@note_forward.register_fake
 @note_backward.register_fake
 @note_gradients.register_fake
 def _nothing(*_: Any) -> None:

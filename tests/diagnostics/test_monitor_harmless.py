@@ -129,7 +129,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
 
 
 def test_a_listener_that_fails_hears_no_more_and_the_run_goes_on(monkeypatch):
-    def fail(self, heard):
+    def fail(self, heard, number):
         raise RuntimeError("out of memory")
 
     plain = curve(tiny_gpt.build(), steps=1)

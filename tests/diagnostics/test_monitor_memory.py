@@ -29,7 +29,8 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
 
     def step() -> None:
         listener.reset()
-        number = listener.forward(heard)
+        number = listener.begin(graph=True)
+        listener.forward(heard, number)
         listener.backward(call, gradient, number)
         listener.gradients(q, k, v)
 

@@ -156,10 +156,10 @@ def test_a_listener_that_failed_hears_the_next_step_and_each_kind_is_warned_of_o
     model = tiny_gpt.build()
     forward, failing = LayerListener.forward, [True]
 
-    def fail(self, heard):
+    def fail(self, heard, number):
         if failing[0]:
             raise RuntimeError(f"out of memory at {torch.rand(())}")
-        return forward(self, heard)
+        return forward(self, heard, number)
 
     monkeypatch.setattr(LayerListener, "forward", fail)
     with Monitor(model, every=1) as monitor:
@@ -179,7 +179,7 @@ def test_a_listener_that_failed_hears_the_next_step_and_each_kind_is_warned_of_o
 
 
 def test_warnings_that_are_errors_do_not_break_forward_or_backward(monkeypatch):
-    def fail(self, heard):
+    def fail(self, heard, number):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(LayerListener, "forward", fail)
