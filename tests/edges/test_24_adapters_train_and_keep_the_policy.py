@@ -123,8 +123,10 @@ def test_an_adapter_without_a_policy_is_loaded_beside_one(tmp_path):
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     assert all(torch.equal(p, torch.full((4,), 0.4)) for p in handle.parameters())
     answers(loaded)
+    handle.save(tmp_path / "policy")
     with pytest.raises(ArgumentError, match="has a policy already"):
-        attnscale.hf.load_policy(loaded, tmp_path)
+        attnscale.hf.load_policy(loaded, tmp_path / "policy")
+    assert all(torch.equal(p, torch.full((4,), 0.4)) for p in handle.parameters())
     handle.remove()
     with pytest.raises(ArgumentError, match=r"neither attnscale_config\.json, nor an adapter"):
         attnscale.hf.load_policy(loaded, tmp_path)
