@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ def on_two_ranks(run: Callable[[int], Any], folder: Path) -> list[Any]:
     """What `run(rank)`, a function of a test file, returns in each of two processes that form a group."""
     # A server that has imported everything forks both, instead of each importing for itself. It has no threads.
     multiprocessing.set_forkserver_preload(["torch.distributed.tensor.experimental", "attnscale.hf"])
-    torch.multiprocessing.start_processes(_in_process, args=(run, str(folder)), nprocs=RANKS, start_method="forkserver")
+    arguments = (inspect.getfile(run), run.__name__, str(folder))
+    torch.multiprocessing.start_processes(_in_process, args=arguments, nprocs=RANKS, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
@@ -27,8 +30,10 @@ def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
 
 
-def _in_process(rank: int, run: Callable[[int], Any], folder: str) -> None:
+def _in_process(rank: int, file: str, name: str, folder: str) -> None:
     torch.set_num_threads(1)
+    # By its file: test modules have names that only pytest can import.
+    run = runpy.run_path(file)[name]
     join(folder, rank, RANKS)
     try:
         torch.save(run(rank), f"{folder}/{rank}.pt")
