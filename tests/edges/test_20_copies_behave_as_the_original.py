@@ -279,7 +279,7 @@ def test_a_second_policy_for_other_layers_is_refused_and_the_first_stays():
     model = llama()
     handle = attnscale.hf.apply(model, LAW, layers="0")
     expected, config = logits(model), model.config.to_dict()
-    with pytest.raises(ArgumentError, match="in one call"):
+    with pytest.raises(ArgumentError, match="in one plan"):
         attnscale.hf.apply(model, LAW, layers="1")
     assert torch.equal(logits(model), expected)
     assert model.config.to_dict() == config
