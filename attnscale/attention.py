@@ -378,14 +378,14 @@ def _read_numbers(
 
 
 def _check_sinks(layout: Layout, sinks: Tensor | None, device: torch.device) -> None:
-    accepted = f"a floating tensor [{layout.heads}] on {device}, one logit per head"
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
-        reject_type("sinks", sinks, accepted)
+        reject_type("sinks", sinks, "a floating tensor [H], one logit per head")
     if tuple(sinks.shape) != (layout.heads,) or not sinks.dtype.is_floating_point or sinks.device != device:
         raise TensorError(
-            f"sinks of shape {list(sinks.shape)}, {sinks.dtype}, on {sinks.device} is not accepted: expected {accepted}"
+            f"sinks of shape {list(sinks.shape)}, {sinks.dtype}, on {sinks.device} is not accepted: expected "
+            f"a floating tensor [{layout.heads}] on {device}, one logit per head"
         )
 
 

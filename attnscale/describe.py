@@ -140,7 +140,7 @@ def _mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.d
 
 
 def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.device) -> int | Tensor:
-    accepted = f"an int >= 0 or an integer tensor [{layout.size}]: keys in the cache before the first query"
+    accepted = "an int >= 0 or an integer tensor [B]: keys in the cache before the first query"
     if isinstance(offset, Tensor):
         offset = _integer("cache_offset", offset, device)
         if offset.numel() not in (1, layout.size):
@@ -185,7 +185,7 @@ def _documents(packing: Packing, slot: int | Tensor, queries: int, device: torch
 
 def _edges(packing: Packing, queries: int, keys: int, device: torch.device) -> Packing:
     """`cu_seqlens` as int64, checked; a pair where queries and keys are packed differently."""
-    accepted = "an integer tensor [documents + 1] that starts with 0 and increases up to at most the tokens, or a pair"
+    accepted = "an integer tensor [documents + 1] that starts with 0 and increases, or a pair of them"
     pair = isinstance(packing, (tuple, list))
     if pair and len(packing) != 2:
         reject_type("cu_seqlens", packing, accepted)
@@ -198,7 +198,7 @@ def _edges(packing: Packing, queries: int, keys: int, device: torch.device) -> P
         def wrong(edges: Tensor = edges, limit: int = limit) -> Tensor:
             return (edges[0] != 0) | (edges[-1] > limit) | (edges[1:] < edges[:-1]).any()
 
-        _check_values("cu_seqlens", edges, wrong, f"{accepted}; here there are {limit} tokens")
+        _check_values("cu_seqlens", edges, wrong, f"{accepted}; the last is at most the number of tokens")
     if of_queries.numel() != of_keys.numel():
         reject(
             "cu_seqlens",

@@ -243,7 +243,12 @@ def test_a_compiled_derivative_is_that_of_eager():
         lambda q: torch.func.jvp(lambda q: attend(q, K, V), (q,), (TANGENTS[0],))[1],
         lambda q: torch.func.grad(lambda q: attend(q, K, V).square().sum())(q),
     ):
-        torch.testing.assert_close(torch.compile(take, backend="eager")(Q), take(Q))
+        torch.testing.assert_close(torch.compile(take, backend="eager", fullgraph=True)(Q), take(Q))
+    # And what was compiled outside of a transform is not used inside of it.
+    compiled = torch.compile(lambda q: attend(q, K, V), backend="eager")
+    torch.testing.assert_close(compiled(Q), attend(Q, K, V))
+    pair = [torch.func.jvp(f, (Q,), (TANGENTS[0],))[1] for f in (compiled, lambda q: attend(q, K, V))]
+    torch.testing.assert_close(*pair)
     torch.compiler.reset()
 
 

@@ -209,6 +209,20 @@ def test_the_numbers_under_autocast_are_those_of_inputs_in_its_dtype(backend, ba
     assert_within_budget(got, exact(*narrow, is_causal=True, policy="log"), own, times=2)
 
 
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_autocast_does_not_reach_the_products_inside(backend, softcap):
+    q, k, v = tensors((1, 2, 33, 16), (1, 2, 33, 16), torch.bfloat16)
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):  # around the backward, too
+            rules = {"is_causal": True, "policy": "log", "softcap": softcap, "backend": backend}
+            found.append(differentiate(lambda *qkv, r=rules: scaled_dot_product_attention(*qkv, **r), q, k, v))
+    # The reference has the backward of torch's own operators, and autocast does with those what it always does.
+    for name in found[0] if backend == "blockwise" else ["out"]:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
 @pytest.mark.parametrize("backend", ["auto", "blockwise", "reference"])
 def test_statistics_under_autocast_are_of_rounded_inputs_and_in_fp32(backend):
     q, k, v = tensors((1, 2, 33, 16), (1, 2, 33, 16), torch.float32)
