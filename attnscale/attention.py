@@ -20,6 +20,7 @@ from attnscale.backends.sdpa import TORCH_ATTENTION, attend, attend_by_row, torc
 from attnscale.causal_bias import is_causal_bias, read_causal_bias
 from attnscale.checks import check_flag, read_number
 from attnscale.context import Window
+from attnscale.context_parallel import refuse_context_parallel
 from attnscale.describe import Packing, check_mask, describe, per_row
 from attnscale.errors import BackendError, TensorError, reject, reject_type
 from attnscale.layout import Layout, read_layout
@@ -126,7 +127,7 @@ def scaled_dot_product_attention(
             visible = per_row(layout, visible, query.shape[-2], query.device)
         if chosen.uniform == 1.0:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        _refuse_tracing(chosen)
+        _refuse_unknown_length(chosen, query, known=visible is not None)
         if _is_short(chosen, query):
             scale = default_scale(query) if scale is None else scale
             beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
@@ -301,7 +302,8 @@ def _prepare(
     sinks: Tensor | None,
     **rules: Any,
 ) -> AttentionCall:
-    _refuse_tracing(policy)
+    known = rules.get("visible") is not None or rules.get("positions") is not None
+    _refuse_unknown_length(policy, query, known=known)
     _check_sinks(layout, sinks, query.device)
     context = describe(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
@@ -340,13 +342,17 @@ def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | N
     return mask.dim() >= 2 and mask.dtype in (torch.bool, query.dtype, torch.float32)
 
 
-def _refuse_tracing(policy: Policy) -> None:
-    """`torch.jit.trace` would record the β of this length as a constant, for calls of every other length too."""
-    if policy.uniform is None and torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+def _refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None:
+    """Refuse where n is not that of this call: recorded by `torch.jit.trace`, or of one process's part of the keys."""
+    if policy.uniform is not None or torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         raise BackendError(
             f"policy {policy!r} cannot be recorded by torch.jit.trace, which would keep the β of this length for every "
             "other one: use torch.export or torch.compile"
         )
+    if not known:
+        refuse_context_parallel(query, "gather the keys and pass positions=, or pass n itself as visible=")
 
 
 def _resolve(policy: PolicySpec) -> Policy:

@@ -45,7 +45,9 @@ def read_causal_bias(
     if (mask.seq_len_q, mask.seq_len_kv) != (queries, keys):
         reject("attn_mask", f"a causal bias of {[mask.seq_len_q, mask.seq_len_kv]}", f"{[queries, keys]}", TensorError)
     if is_causal:
-        reject("is_causal", True, "False beside a causal bias as attn_mask, which says where causality begins")
+        # Ends in the words of torch's own error, which its tests look for.
+        accepted = "False beside a causal bias as attn_mask: CausalBias should not be used with causal=True"
+        reject("is_causal", True, accepted)
     offset = keys - queries if mask.variant == CausalVariant.LOWER_RIGHT else 0
     if aligned:
         return CausalRule(torch.ones(queries, keys, dtype=torch.bool, device=device).tril(offset), False, 0)

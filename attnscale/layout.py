@@ -156,7 +156,8 @@ def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
 def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
     """Whether a shape broadcasts to another as it is; quick for the usual one."""
     if len(shape) == len(full):
-        return all(extent in (1, other) for extent, other in zip(shape, full, strict=True))
+        # In this order: an extent that only a device knows is equal to itself, but nobody can say whether it is 1.
+        return all(extent == other or extent == 1 for extent, other in zip(shape, full, strict=True))
     return _broadcast(shape, full) == full
 
 

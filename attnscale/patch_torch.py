@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from attnscale.attention import attention_and_weights, scaled_dot_product_attention
+from attnscale.backends.sdpa import REPLACED
+from attnscale.causal_bias import is_causal_bias
 from attnscale.policies import Policy, PolicySpec, build_policy
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -53,7 +56,9 @@ class TorchPatch:
         self.active = True
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._captured = threading.local()
+        self._beneath = F.scaled_dot_product_attention
         self._replace(_ATTENTION, self._attention)
+        REPLACED.append(self._beneath)
         if policy.uniform != 1.0:
             self._replace(_MULTIHEAD, self._multihead)
             if not TorchPatch._closing:
@@ -70,6 +75,7 @@ class TorchPatch:
             if namespace.get(name) is ours:
                 namespace[name] = _before(ours)
         self._replaced = []
+        REPLACED.remove(self._beneath)
         if self in TorchPatch._closing:
             TorchPatch._closing.remove(self)
             if not TorchPatch._closing:
@@ -99,7 +105,6 @@ class TorchPatch:
                     namespace[name] = ours
 
     def _attention(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(scaled_dot_product_attention, assigned=("__doc__",), updated=())
         def attend(
             query: Tensor,
             key: Tensor,
@@ -112,6 +117,10 @@ class TorchPatch:
             enable_gqa: bool = False,
         ) -> Tensor:
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            if self._is_overridden(query, key, value, attn_mask):
+                overridden = (query, key, value, attn_mask)
+                rest: Any = (attn_mask, dropout_p, is_causal)
+                return handle_torch_function(attend, overridden, query, key, value, *rest, **options)
             if not self.active:
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
             options["policy"] = self.policy
@@ -121,7 +130,20 @@ class TorchPatch:
                 return output
             return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
+        # As torch's own: others look it up by name (context parallelism), pickle it, or record it (torch.fx).
+        attend.__name__ = attend.__qualname__ = _ATTENTION
+        attend.__module__, attend.__doc__ = F.__name__, before.__doc__
         return attend
+
+    def _is_overridden(self, *tensors: Any) -> bool:
+        """Whether somebody's `__torch_function__` has to be asked: that of a tensor subclass, or a proxy of torch.fx.
+
+        Not of nested tensors, which answer only for torch's own function; nor of a causal bias beside a temperature,
+        which would go on to kernels that have none.
+        """
+        if not has_torch_function(tensors) or any(isinstance(x, Tensor) and x.is_nested for x in tensors):
+            return False
+        return self.policy.uniform == 1.0 or not is_causal_bias(tensors[-1])
 
     def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
         """torch's function writes attention out itself where weights are wanted. So it is asked for the output alone,

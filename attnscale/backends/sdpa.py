@@ -21,6 +21,9 @@ SHARPEST_ROUNDED = 12.0
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
 TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
+# What the patches of `attnscale.patch_torch` that are in place have replaced, the first of them at the front.
+REPLACED: list[Callable[..., Tensor]] = []
+
 
 class SdpaBackend:
     """A β shared by all rows goes through `scale` and is not rounded; a β per row goes into q, in fp32.
@@ -128,8 +131,11 @@ def attend(
 
 
 def torch_attention() -> Callable[..., Tensor]:
-    """torch's function, or what others have put in its place (context parallelism does); ours would call itself."""
-    function: Callable[..., Tensor] = F.scaled_dot_product_attention
+    """torch's function, or what others have put in its place (context parallelism does); ours would call itself.
+
+    Beneath a patch of ours that is what it replaced: whatever was put on top of the patch since calls us, too.
+    """
+    function: Callable[..., Tensor] = REPLACED[0] if REPLACED else F.scaled_dot_product_attention
     while function is not TORCH_ATTENTION and hasattr(function, "replaces"):
         function = function.replaces
     return function

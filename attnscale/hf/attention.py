@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnscale.errors import ArgumentError
 from attnscale.hf.attach import site_of
 from attnscale.hf.counting import visible_keys_of
-from attnscale.hf.parallel import refuse_context_parallel
+from attnscale.hf.parallel import refuse_split
 
 # Arguments by which a model says which keys its indexer chose: attention without them would silently be dense.
 SPARSE = ("indices", "block_indices", "topk_indices")
@@ -44,7 +44,7 @@ def attention_forward(
         if arguments.get(name) is not None:
             raise ArgumentError(f"{type(module).__name__} attends to {name} of its own choice: attnscale cannot")
     site = site_of(module)
-    refuse_context_parallel(query)
+    refuse_split(query)
     if cache is not None:  # the paged cache of continuous batching
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
     queries, keys = query.shape[2], key.shape[2]

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from attnscale.errors import ArgumentError, BackendError
-
-# Where torch keeps its context parallelism: a module that few programs import.
-_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
-
-
-def refuse_context_parallel(query: Tensor) -> None:
-    """Refuse a call in which each process holds a part of the sequence: it would count the keys of that part alone."""
-    if sequence_is_split() or (type(query) is not Tensor and _is_sharded_by_row(query)):
-        raise BackendError(
-            "attnscale does not work under context parallelism yet: each process would count the keys of its own part "
-            "of the sequence, and so use a wrong β; train without it (cp_size=1), or call handle.remove() first"
-        )
+from attnscale.context_parallel import refuse_context_parallel, sequence_is_split
+from attnscale.errors import ArgumentError
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def sequence_is_split() -> bool:
-    """Whether torch's `context_parallel`, which Trainer and accelerate use too, is active in this process."""
-    return F.scaled_dot_product_attention in getattr(sys.modules.get(_CONTEXT_PARALLEL), "_replaced_functions", ())
+def _sequence_is_split() -> bool:
+    """As a constant of a compiled graph."""
+    return sequence_is_split()
+
+
+def refuse_split(query: Tensor) -> None:
+    """Refuse a call of attention under context parallelism, compiled or not."""
+    if _sequence_is_split() or type(query) is not Tensor:
+        refuse_context_parallel(query, "train without it (cp_size=1), or call handle.remove() first")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -61,8 +54,3 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
                 id(candidate) in own or any(module is model for module in candidate.modules())
             ):
                 yield names
-
-
-def _is_sharded_by_row(query: Tensor) -> bool:
-    """Whether queries [B, H, Tq, D] are a DTensor of which each process holds some rows."""
-    return any(placement.is_shard(2) for placement in getattr(query, "placements", ()))

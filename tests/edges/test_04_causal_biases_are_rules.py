@@ -72,7 +72,10 @@ def test_dispatch_explains_it_and_errors_name_it():
     assert attnscale.explain_dispatch(q, k, v, causal_lower_right(5, 9), policy="log").chosen == "sdpa"
     with pytest.raises(ArgumentError, match=r"causal bias of \[4, 9\].*expected \[5, 9\]"):
         scaled_dot_product_attention(q, k, v, causal_upper_left(4, 9))
-    with pytest.raises(ArgumentError, match="is_causal=True is not accepted: expected False beside a causal bias"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"is_causal=True is not accepted: expected False beside a causal bias.*CausalBias should not be used",
+    ):
         scaled_dot_product_attention(q, k, v, causal_upper_left(5, 9), is_causal=True)
     module = attnscale.MultiheadAttention(16, 2, batch_first=True)
     x = torch.randn(1, 5, 16)

@@ -1,5 +1,6 @@
 """Replacing torch's attention by ours does not recurse, and `patch_torch` does it everywhere and undoes it exactly."""
 
+import pickle
 import sys
 import threading
 import types
@@ -181,3 +182,67 @@ def test_compiled_code_gets_the_policy_too():
         compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), backend="eager", fullgraph=True)
         got = compiled(q, k, v)
     torch.testing.assert_close(got, attnscale.scaled_dot_product_attention(q, k, v, policy=LAW))
+
+
+class Logged(torch.Tensor):
+    """A subclass that answers for torch's attention itself."""
+
+    @classmethod
+    def __torch_function__(cls, func, kinds, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return "theirs"
+        return super().__torch_function__(func, kinds, args, kwargs or {})
+
+
+@pytest.mark.parametrize("policy", ["constant", LAW], ids=str)
+def test_whoever_overrides_torchs_function_is_still_asked(policy):
+    q, k, v = tensors((1, 2, 6, 8), (1, 2, 6, 8), torch.float32)
+    with attnscale.patch_torch(policy):
+        assert F.scaled_dot_product_attention(q.as_subclass(Logged), k, v) == "theirs"
+        assert F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(6, 6).as_subclass(Logged)) == "theirs"
+        plain = F.scaled_dot_product_attention(q, k, v)
+        parameter = nn.Parameter(q)
+        assert torch.equal(F.scaled_dot_product_attention(parameter, k, v), plain)
+
+
+class Attends(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_it_is_found_by_name_pickled_and_recorded_as_torchs():
+    x = torch.randn(1, 2, 6, 8)
+    with attnscale.patch_torch(LAW):
+        function = F.scaled_dot_product_attention
+        assert (function.__module__, function.__name__) == ("torch.nn.functional", "scaled_dot_product_attention")
+        saved = pickle.dumps(function)
+        assert pickle.loads(saved) is function
+        traced = torch.fx.symbolic_trace(Attends())
+        assert torch.equal(traced(x), Attends()(x))
+    assert pickle.loads(saved) is ORIGINAL[0]
+
+
+def test_a_wrapper_put_on_top_of_a_patch_does_not_recurse(monkeypatch):
+    q, k, v = tensors((1, 2, 6, 8), (1, 2, 6, 8))
+    with attnscale.patch_torch(LAW) as patch:
+        expected = F.scaled_dot_product_attention(q, k, v)
+        below = F.scaled_dot_product_attention
+        with monkeypatch.context() as theirs:
+            theirs.setattr(F, "scaled_dot_product_attention", lambda *a, **k: below(*a, **k))
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
+            assert torch.equal(attnscale.scaled_dot_product_attention(q, k, v, policy=LAW), expected)
+            patch.remove()  # beneath the other, where it passes calls on from now on
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v), ORIGINAL[0](q, k, v))
+    F.scaled_dot_product_attention = ORIGINAL[0]  # what monkeypatch put back is the patch, which passes calls on
+
+
+def test_a_mask_of_a_length_that_only_the_data_knows_is_exported():
+    class Chosen(nn.Module):
+        def forward(self, x):
+            q = x[x.sum((1, 2, 3)) != 0]
+            return F.scaled_dot_product_attention(q, q, q, torch.ones(q.shape[0], 1, 1, 1, dtype=torch.bool))
+
+    x = torch.randn(2, 4, 8, 8)
+    with attnscale.patch_torch("constant"):
+        program = torch.export.export(Chosen(), (x,)).module()
+    assert torch.equal(program(x), Chosen()(x))
