@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import TORCH_ATTENTION, attend, attend_by_row, torch_dtype
-from attnscale.causal_bias import is_causal_bias, read_causal_bias
-from attnscale.checks import check_flag, read_number
+from attnscale.backends.sdpa import TORCH_ATTENTION, attend
 from attnscale.context import Window
-from attnscale.context_parallel import refuse_context_parallel
-from attnscale.describe import Packing, check_mask, describe, per_row
-from attnscale.errors import BackendError, TensorError, reject, reject_type
+from attnscale.describe import Packing
 from attnscale.layout import Layout, read_layout
 from attnscale.nested import attend_nested
-from attnscale.policies import STATELESS, FormulaPolicy, LengthPolicy, Policy, PolicySpec, build_policy
-from attnscale.scratch import is_watched
+from attnscale.policies import Policy, PolicySpec
+from attnscale.prepare import prepare, read_numbers, resolve
+from attnscale.short_calls import short_attention
 from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
 from attnscale.tap import Tap, listen
-from attnscale.temperature import short_temperature, temperature
-
-# Built ahead, so that a name costs a look-up, also under torch.compile.
-_BY_NAME: dict[str, Policy] = {name: build_policy(name) for name in STATELESS}
 
 
 def scaled_dot_product_attention(
@@ -85,7 +76,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, v, is_causal=True, policy="log").shape
     torch.Size([1, 2, 16, 8])
     """
-    chosen = _resolve(policy)
+    chosen = resolve(policy)
     rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
     dispatch.check_backend(backend)
     torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules)  # in the words of torch's function
@@ -114,29 +105,14 @@ def scaled_dot_product_attention(
         )
         return attend_nested(same, query, key, value, is_causal, dense_only)
     layout = read_layout(query, key, value, enable_gqa)
-    scale, dropout_p, softcap = _read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
-    if torchs and is_causal_bias(attn_mask):
-        rule = read_causal_bias(
-            attn_mask, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, aligned=False
+    scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
+    if torchs:
+        out = short_attention(
+            layout, chosen, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, visible
         )
-        if rule is not None and isinstance(rule.slot, int) and rule.slot == 0:
-            attn_mask, is_causal = None, True
-    if torchs and _is_torchs_mask(layout, query, key, attn_mask, is_causal):
-        # The calls that models make, kept short: torch's own, to the bit, or one product more.
-        if visible is not None:
-            visible = per_row(layout, visible, query.shape[-2], query.device)
-        if chosen.uniform == 1.0:
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        _refuse_unknown_length(chosen, query, known=visible is not None)
-        if _is_short(chosen, query):
-            scale = default_scale(query) if scale is None else scale
-            beta = short_temperature(chosen, query, key, attn_mask, is_causal, visible)
-            if isinstance(beta, float):
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
-            # Other devices have a better backend for float16: dispatch decides.
-            if beta is not None and (query.device.type == "cpu" or torch_dtype(query) != torch.float16):
-                return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call = _prepare(
+        if out is not None:
+            return out
+    call = prepare(
         layout,
         query,
         key,
@@ -266,14 +242,14 @@ def explain_dispatch(
 def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy]:
     """The call that `scaled_dot_product_attention` would make of its arguments, with backend and policy."""
     given = _arguments(*args, **kwargs)
-    backend, policy = given.pop("backend"), _resolve(given.pop("policy"))
+    backend, policy = given.pop("backend"), resolve(given.pop("policy"))
     dispatch.check_backend(backend)
     enable_gqa = given.pop("enable_gqa")
     layout = read_layout(given["query"], given["key"], given["value"], enable_gqa)
     numbers = (given.pop("scale"), given.pop("dropout_p"), given.pop("softcap"))
-    scale, dropout_p, softcap = _read_numbers(*numbers, given["is_causal"], enable_gqa)
+    scale, dropout_p, softcap = read_numbers(*numbers, given["is_causal"], enable_gqa)
     given |= {"scale": scale, "dropout_p": dropout_p, "softcap": softcap}
-    return layout, _prepare(layout, policy=policy, **given), backend, policy
+    return layout, prepare(layout, policy=policy, **given), backend, policy
 
 
 def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -285,114 +261,6 @@ def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     if missing or unclear or len(args) > _PLACES:
         _SIGNATURE.bind(*args, **kwargs)  # which says what is wrong
     return given
-
-
-def _prepare(
-    layout: Layout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    *,
-    policy: Policy,
-    softcap: float | None,
-    sinks: Tensor | None,
-    **rules: Any,
-) -> AttentionCall:
-    known = rules.get("visible") is not None or rules.get("positions") is not None
-    _refuse_unknown_length(policy, query, known=known)
-    _check_sinks(layout, sinks, query.device)
-    context = describe(
-        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
-    )
-    call = AttentionCall(
-        query=layout.flatten_query(query),
-        key=layout.flatten_key(key),
-        value=layout.flatten_key(value),
-        context=context,
-        beta=1.0,
-        scale=default_scale(query) if scale is None else scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    return replace(call, beta=temperature(policy, call))
-
-
-def default_scale(query: Tensor) -> float:
-    """1/√D, and 1 for heads without a dimension, whose scores are all 0."""
-    return 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
-
-
-def _is_short(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
-    """Whether a call in torch's words may need no more than a remembered β."""
-    return isinstance(policy, FormulaPolicy) and policy.uniform is None and query.dim() == 4 and not is_watched()
-
-
-def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether torch's function takes the mask as it is; a mask that cannot be used at all is refused."""
-    if mask is None:
-        return True
-    if is_causal or is_causal_bias(mask):
-        return False
-    check_mask(layout, mask, query.shape[-2], key.shape[-2], query.device)
-    return mask.dim() >= 2 and mask.dtype in (torch.bool, query.dtype, torch.float32)
-
-
-def _refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None:
-    """Refuse where n is not that of this call: recorded by `torch.jit.trace`, or of one process's part of the keys."""
-    if policy.uniform is not None or torch.compiler.is_compiling():
-        return
-    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        raise BackendError(
-            f"policy {policy!r} cannot be recorded by torch.jit.trace, which would keep the β of this length for every "
-            "other one: use torch.export or torch.compile"
-        )
-    if not known:
-        refuse_context_parallel(query, "gather the keys and pass positions=, or pass n itself as visible=")
-
-
-def _resolve(policy: PolicySpec) -> Policy:
-    if isinstance(policy, LengthPolicy):
-        return policy
-    if not isinstance(policy, str):
-        return build_policy(policy)
-    return _BY_NAME[policy] if policy in _BY_NAME else build_policy(policy)
-
-
-def _read_numbers(
-    scale: object, dropout_p: object, softcap: object, is_causal: object, enable_gqa: object
-) -> tuple[float | None, float, float | None]:
-    """`scale`, `dropout_p` and `softcap` as plain floats; refuses what cannot be used, the flags included."""
-    if scale is not None:
-        scale = read_number("scale", scale, "a number or None")
-    dropout_p = read_number("dropout_p", dropout_p, "a probability in [0, 1]")
-    if not 0.0 <= dropout_p <= 1.0:
-        reject("dropout_p", dropout_p, "a probability in [0, 1]", TensorError)
-    if softcap is not None:
-        softcap = read_number("softcap", softcap, "a number > 0 or None")
-        if not softcap > 0.0:
-            reject("softcap", softcap, "a number > 0 or None")
-    if is_causal is not True and is_causal is not False:
-        check_flag("is_causal", is_causal)
-    if enable_gqa is not True and enable_gqa is not False:
-        check_flag("enable_gqa", enable_gqa)
-    return scale, dropout_p, softcap
-
-
-def _check_sinks(layout: Layout, sinks: Tensor | None, device: torch.device) -> None:
-    if sinks is None:
-        return
-    if not isinstance(sinks, Tensor):
-        reject_type("sinks", sinks, "a floating tensor [H], one logit per head")
-    if tuple(sinks.shape) != (layout.heads,) or not sinks.dtype.is_floating_point or sinks.device != device:
-        raise TensorError(
-            f"sinks of shape {list(sinks.shape)}, {sinks.dtype}, on {sinks.device} is not accepted: expected "
-            f"a floating tensor [{layout.heads}] on {device}, one logit per head"
-        )
 
 
 # Whoever replaces torch's function by ours (`attnscale.patch_torch` does it properly) does not make it call itself.
