@@ -84,11 +84,15 @@ class Spread(NamedTuple):
             torch.cat([self.keys, other.keys]),
         ).thinned(KEPT)
 
-    def flat(self, sample: int) -> Tensor:
-        """As one tensor [Q, H, 4 + sample], the same shape whatever has come in."""
-        rows = self.thinned(sample).sample
-        rows = pad(rows, (0, sample - rows.shape[-1]), value=math.nan)
-        return torch.cat([torch.stack(self[:4], dim=-1), rows], dim=-1)
+    @staticmethod
+    def flat(spreads: Sequence[Spread], sample: int) -> Tensor:
+        """The heads of several, one behind the other, as one tensor [Q, H, 4 + sample]: the same shape whatever has
+        come in.
+        """
+        samples = [spread.thinned(sample).sample for spread in spreads]
+        wide = [pad(x, (0, sample - x.shape[-1]), value=math.nan) if x.shape[-1] < sample else x for x in samples]
+        moments = (torch.cat(parts, dim=1) for parts in zip(*(spread[:4] for spread in spreads), strict=True))
+        return torch.cat([torch.stack(list(moments), dim=-1), torch.cat(wide, dim=1)], dim=-1)
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
@@ -137,16 +141,22 @@ def _quantiles(samples: Tensor, numbers: Tensor) -> Tensor:
     Interpolated; with equal weights the same as `torch.quantile`. NaN does not count.
     """
     known = ~samples.isnan()
-    share = torch.where(known, (numbers / known.sum(-1))[..., None], 0.0).to(torch.float64)
     ordered, order = samples.movedim(0, 2).flatten(2).sort(dim=-1)  # NaN last
-    weight = share.movedim(0, 2).flatten(2).gather(-1, order)
-    # A row lies in the middle of what it stands for; the first at 0.
-    place = weight.cumsum(-1) - weight / 2 - weight[..., :1] / 2
     last = known.sum((0, 3)).sub_(1).clamp_(min=0)[..., None]
-    wanted = place.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64)
-    below = (torch.searchsorted(place, wanted, right=True) - 1).clamp_(min=0).minimum(last)
-    above = torch.minimum(below + 1, last)
+    if samples.shape[0] == 1:
+        place = last * torch.tensor(LEVELS, dtype=torch.float64)
+        below = place.to(torch.int64)
+        part = place - below
+        above = torch.minimum(below + 1, last)
+    else:
+        share = torch.where(known, (numbers / known.sum(-1))[..., None], 0.0).to(torch.float64)
+        weight = share.movedim(0, 2).flatten(2).gather(-1, order)
+        # A row lies in the middle of what it stands for; the first at 0.
+        places = weight.cumsum(-1) - weight / 2 - weight[..., :1] / 2
+        place = places.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64)
+        below = (torch.searchsorted(places, place, right=True) - 1).clamp_(min=0).minimum(last)
+        above = torch.minimum(below + 1, last)
+        left, right = places.gather(-1, below), places.gather(-1, above)
+        part = torch.where(right > left, (place - left) / (right - left), 0.0)
     low, high = ordered.gather(-1, below), ordered.gather(-1, above)
-    left, right = place.gather(-1, below), place.gather(-1, above)
-    part = torch.where(right > left, (wanted - left) / (right - left), 0.0)
     return torch.where(low == high, low, torch.lerp(low.to(torch.float64), high.to(torch.float64), part))

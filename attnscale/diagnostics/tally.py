@@ -117,6 +117,6 @@ def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
 
 def _pack(tallies: Sequence[Tally], sample: int) -> Tensor:
     phases = zip(*(tally.spreads() for tally in tallies), strict=True)
-    rows = torch.cat([torch.cat([spread.flat(sample) for spread in spreads], dim=1) for spreads in phases])  # [Q, H, ·]
+    rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
     scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in tallies])
     return torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)

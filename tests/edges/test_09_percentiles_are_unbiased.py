@@ -113,7 +113,7 @@ def test_processes_count_by_their_rows(sizes):
     values = [torch.linspace(index, index + 1, size) for index, size in enumerate(sizes)]
     for draw in range(40):
         flats = [
-            Spread.of(x.view(1, 1, -1), row_keys(salt_of(draw, rank, 1), x.shape[0], CPU)).flat(sample)
+            Spread.flat([Spread.of(x.view(1, 1, -1), row_keys(salt_of(draw, rank, 1), x.shape[0], CPU))], sample)
             for rank, x in enumerate(values)
         ]
         ((summary,),) = summaries(torch.stack(flats))
@@ -127,7 +127,7 @@ def test_processes_count_by_their_rows(sizes):
 def test_whole_samples_of_processes_give_the_quantiles_of_all_rows():
     parts = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (3, 17, 40)]
     parts[1][3] = torch.nan  # a row that does not count
-    flats = [Spread.of(x.view(1, 1, -1), row_keys(1, x.shape[0], CPU)).flat(64) for x in parts]
+    flats = [Spread.flat([Spread.of(x.view(1, 1, -1), row_keys(1, x.shape[0], CPU))], 64) for x in parts]
     ((summary,),) = summaries(torch.stack(flats))
     truth = torch.cat(parts).nanquantile(torch.tensor([0.1, 0.5, 0.9]))
     assert summary[1:4] == pytest.approx(truth.tolist(), rel=1e-5)

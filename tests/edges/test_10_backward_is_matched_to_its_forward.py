@@ -251,11 +251,14 @@ def test_hundreds_of_forwards_between_forward_and_backward_do_not_come_between(a
     assert {record.scalars["mismatch"] for record in records} == {0.0}
 
 
-def test_observe_tells_what_was_called():
-    model = build().eval()
-    with torch.no_grad(), observe(model) as seen:
-        model(tiny_gpt.batch())
+def test_observe_tells_of_training_or_else_of_evaluation():
+    model = build()
+    with observe(model) as seen, torch.no_grad():
+        model.eval()(tiny_gpt.batch())
     assert {record.mode for record in seen.records} == {"evaluation"}
-    with observe(build()) as seen_training:
-        tiny_gpt.build()
-    assert seen_training.records == ()
+    with observe(model) as seen:
+        with torch.no_grad():
+            model(tiny_gpt.batch())
+        model.train().loss(tiny_gpt.batch()).backward()
+    assert {record.mode for record in seen.records} == {"training"}
+    assert rows_of(seen.records) == {46}
