@@ -72,6 +72,7 @@ def scaled_dot_product_attention(
         visible: n itself, [Tq], [B, Tq] or [B, H, Tq], where this process does not hold all keys (context parallel).
         backend: "auto", or a name that is then used or refused, never replaced.
 
+    >>> import torch
     >>> q = k = v = torch.randn(1, 2, 16, 8)
     >>> scaled_dot_product_attention(q, k, v, is_causal=True, policy="log").shape
     torch.Size([1, 2, 16, 8])
@@ -148,6 +149,7 @@ def attention_with_stats(
     The output carries gradients, the statistics do not. Nothing of size Tq × Tk is held, forward or backward. With
     `StatsRequest(rows=R)` the output is computed as without statistics, and R rows are looked at beside it.
 
+    >>> import torch
     >>> q = torch.randn(1, 2, 16, 8)
     >>> output, stats = attention_with_stats(q, q, q, is_causal=True, policy="log")
     >>> stats.entropy.shape, bool((stats.w_max <= 1).all())
@@ -210,6 +212,7 @@ def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
 
     Takes its keywords but for `value` and `backend`. Memory is that of the result; rows that see nothing are zero.
 
+    >>> import torch
     >>> q = torch.zeros(1, 1, 3, 4)
     >>> attention_weights(q, q, is_causal=True)[0, 0]
     tensor([[1.0000, 0.0000, 0.0000],
@@ -227,6 +230,7 @@ def explain_dispatch(
 
     With a request, what `attention_with_stats` would use; for sampled rows, to compute the output.
 
+    >>> import torch
     >>> q = torch.randn(1, 2, 16, 8)
     >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
     backend    usable  reason

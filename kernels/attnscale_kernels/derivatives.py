@@ -25,15 +25,12 @@ def other_derivative(*tensors: object) -> str | None:
     torch.func.grad
     tensor([1., 1.])
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        if torch.compiler.is_compiling():
-            return "torch.func transform"  # a graph cannot ask which one
-        wrapped = any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
-        for interpreter in torch._C._functorch.get_interpreter_stack() or () if wrapped else ():
-            if interpreter.key().name not in _HARMLESS:
-                return f"torch.func.{interpreter.key().name.lower()}"
-    # What is inside a graph is not asked for its tangent: there, an open level is taken for one.
-    if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
+    # Tensors in a graph are not asked: there, an open transform or level is taken for one of theirs.
+    in_graph = torch.compiler.is_compiling()
+    transform = _open_transform()
+    if transform is not None and (in_graph or any(map(_is_transformed, tensors))):
+        return transform
+    if forward_ad._current_level >= 0 and (in_graph or any(map(_has_tangent, tensors))):
         return "forward-mode differentiation (torch.autograd.forward_ad)"
     return None
 
@@ -48,6 +45,23 @@ def refuse_others(*tensors: object) -> None:
 def refuse_second(*_: Any) -> NoReturn:
     """The gradient of a backward pass."""
     raise RuntimeError("these kernels have no second derivative: use plain torch for it")
+
+
+def _open_transform() -> str | None:
+    """The outermost transform of torch.func that differentiates, if one is open."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return None
+    names = (interpreter.key().name for interpreter in torch._C._functorch.get_interpreter_stack() or ())
+    return next((f"torch.func.{name.lower()}" for name in names if name not in _HARMLESS), None)
+
+
+# torch.compile cannot trace this, but enters the same transforms while it traces and guards its graphs by them, so
+# that the answer is a constant of the graph. The decorator of torch.compiler, which sets this flag, would load dynamo.
+_open_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_transformed(x: object) -> bool:
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _has_tangent(x: object) -> bool:

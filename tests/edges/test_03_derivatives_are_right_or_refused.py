@@ -252,6 +252,19 @@ def test_a_compiled_derivative_is_that_of_eager():
     torch.compiler.reset()
 
 
+def test_a_graph_without_derivatives_of_these_kinds_keeps_to_the_tiles():
+    torch.compiler.reset()
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compile(attention("softcap"), backend=backend, fullgraph=True)(Q, K, V)
+    torch.compiler.reset()
+    assert any("blockwise_forward" in target for target in seen)
+
+
 def _flash(q: Tensor) -> Tensor:
     from attnscale_kernels import Visibility, flash_attention
 

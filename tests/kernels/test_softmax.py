@@ -467,7 +467,7 @@ def test_in_place_admits_that_it_does_not_know_the_gradient_of_a_zero_temperatur
 def test_a_second_gradient_is_refused() -> None:
     scores = normal(2, 8).requires_grad_()
     (first,) = torch.autograd.grad(softmax(scores).weights.square().sum(), scores, create_graph=True)
-    with pytest.raises(RuntimeError, match="softmax_backward"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(first.sum(), scores)
 
 
