@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from attnscale.errors import ArgumentError
+from attnscale.errors import ArgumentError, reject_type
 from attnscale.module import MultiheadAttention
 from attnscale.policies import Policy, PolicySpec, build_policy_for
 
@@ -67,6 +67,8 @@ def convert(model: nn.Module, policy: PolicySpec, **parameters: Any) -> Conversi
     >>> list(conversion.policies)
     ['self_attn']
     """
+    if not isinstance(model, nn.Module):
+        reject_type("model", model, "a torch.nn.Module, before the policy")
     found = {name: module for name, module in model.named_modules() if type(module) is nn.MultiheadAttention}
     if not found:
         already = any(isinstance(module, MultiheadAttention) for module in model.modules())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+LONGEST_QUOTE = 120
+
 
 class AttnScaleError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -53,7 +55,7 @@ def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError
     ...
     attnscale.errors.ArgumentError: window=0 is not accepted: expected an int >= 1
     """
-    raise kind(f"{argument}={value!r} is not accepted: expected {accepted}")
+    raise kind(f"{argument}={_quoted(value)} is not accepted: expected {accepted}")
 
 
 def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
@@ -64,4 +66,11 @@ def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
     ...
     attnscale.errors.ArgumentTypeError: beta='hot' (str) is not accepted: expected a number
     """
-    raise ArgumentTypeError(f"{argument}={value!r} ({type(value).__name__}) is not accepted: expected {accepted}")
+    kind = type(value).__name__
+    raise ArgumentTypeError(f"{argument}={_quoted(value)} ({kind}) is not accepted: expected {accepted}")
+
+
+def _quoted(value: object) -> str:
+    """A value as it would be written, cut off where it is a page long, as a model is or a tensor."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"

@@ -136,3 +136,12 @@ def test_sampled_rows_are_explained_by_what_really_runs(monkeypatch):
     monkeypatch.setattr(blockwise, "statistics", lambda *a: ran.append("blockwise statistics") or statistics(*a))
     attention_with_stats(Q, K, V, policy="log", request=request)
     assert ran == ["sdpa", "blockwise statistics"]
+
+
+def test_a_value_of_many_lines_is_quoted_in_one():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
+    with pytest.raises(AttnScaleError, match=r"policy=Sequential\( .*… \(Sequential\) is not accepted") as raised:
+        attnscale.build_policy(model)
+    assert len(str(raised.value)) < 300
+    with pytest.raises(AttnScaleError, match=r"model='log' \(str\) is not accepted: expected a torch.nn.Module"):
+        attnscale.convert("log", model)
