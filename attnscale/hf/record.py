@@ -16,7 +16,7 @@ from typing import Any
 from attnscale.errors import ArgumentError
 from attnscale.policies import Policy, build_policy_for
 from attnscale.policies.base import LengthPolicy
-from attnscale.policies.build import POLICIES
+from attnscale.policies.build import find_policy
 from attnscale.ranges import read_range, write_range
 
 MODULES = "modules"
@@ -110,13 +110,13 @@ def describe(policy: Policy) -> dict[str, Any]:
         plain = json.loads(json.dumps(policy.to_dict(), default=_nested)) if isinstance(policy, LengthPolicy) else {}
     except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that JSON does not know
         plain = {}
-    return plain if plain and POLICIES.get(plain["name"]) is kind else plain | {_CLASS: kind.__qualname__}
+    return plain if plain and find_policy(plain["name"]) is kind else plain | {_CLASS: kind.__qualname__}
 
 
 def build_described(entry: Mapping[str, Any], *, num_heads: int, head_dim: int) -> Policy:
     """The policy that `describe` described, for one module; what it had learned is not part of the description."""
     plain = {key: value for key, value in entry.items() if key != _CLASS}
-    kind, told = POLICIES.get(plain.get("name", "")), entry.get(_CLASS)
+    kind, told = find_policy(plain.get("name")), entry.get(_CLASS)
     if kind is None or (told is not None and told != kind.__qualname__):
         what = told or plain.get("name")
         raise ArgumentError(

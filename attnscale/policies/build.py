@@ -140,7 +140,7 @@ def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **param
     if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(_FILES)):
         spec = read_yaml(spec)
     name = spec.get("name") if isinstance(spec, Mapping) else spec
-    kind = _find(name)
+    kind = find_policy(name)
     if kind is None:
         return copy.deepcopy(build_policy(spec, **parameters))
     given = set(parameters) | (set(spec) if isinstance(spec, Mapping) else set())
@@ -150,7 +150,7 @@ def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **param
 
 
 def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
-    kind = _find(name)
+    kind = find_policy(name)
     if kind is None:
         close = difflib.get_close_matches(str(name), (*POLICIES, *_REGISTERED), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -171,7 +171,8 @@ def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
     return kind(**parameters)
 
 
-def _find(name: object) -> type[LengthPolicy] | None:
+def find_policy(name: object) -> type[LengthPolicy] | None:
+    """The class of a name, ours or registered; None where there is none."""
     if not isinstance(name, str):
         return None
     return POLICIES.get(name) or _REGISTERED.get(name)

@@ -18,7 +18,7 @@ from tiny_models import llama, logits
 import attnscale
 import attnscale.hf
 from attnscale import ArgumentError
-from attnscale.policies.build import POLICIES
+from attnscale.policies import build
 
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
@@ -51,11 +51,17 @@ class Learned(attnscale.LengthPolicy):
         return 20.0
 
 
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """An empty one for each test."""
+    monkeypatch.setattr(build, "_REGISTERED", {})
+
+
 @pytest.fixture
-def registered(monkeypatch):
-    """Both classes have a name, as after attnscale.register_policy."""
+def registered(registry):
+    """Both classes have a name."""
     for kind in (CubeRootLog, Learned):
-        monkeypatch.setitem(POLICIES, kind.name, kind)
+        attnscale.register_policy(kind)
 
 
 def ssmax(values, **fields):
@@ -146,7 +152,7 @@ def test_inspect_shows_a_finished_policy():
     assert "selected: β = 2.553" in text
 
 
-def test_an_unregistered_policy_is_saved_and_loading_it_says_what_to_do(tmp_path, monkeypatch):
+def test_an_unregistered_policy_is_saved_and_loading_it_says_what_to_do(tmp_path):
     model = llama().float()
     attnscale.hf.apply(model, CubeRootLog(gamma=1.5))
     expected = logits(model)
@@ -156,7 +162,7 @@ def test_an_unregistered_policy_is_saved_and_loading_it_says_what_to_do(tmp_path
     by_name = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="attnscale")
     with pytest.raises(ArgumentError, match=r"'CubeRootLog'.*attnscale\.register_policy"):
         logits(by_name)
-    monkeypatch.setitem(POLICIES, CubeRootLog.name, CubeRootLog)
+    attnscale.register_policy(CubeRootLog)
     assert torch.equal(logits(attnscale.hf.load(tmp_path).model), expected)
     assert torch.equal(logits(by_name), expected)
 
