@@ -117,12 +117,11 @@ class TorchPatch:
             enable_gqa: bool = False,
         ) -> Tensor:
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-            if self._is_overridden(query, key, value, attn_mask):
-                overridden = (query, key, value, attn_mask)
-                rest: Any = (attn_mask, dropout_p, is_causal)
-                return handle_torch_function(attend, overridden, query, key, value, *rest, **options)
             if not self.active:
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            if self._is_overridden(query, key, value, attn_mask):
+                given: Any = (query, key, value, attn_mask)
+                return handle_torch_function(attend, given, *given, dropout_p, is_causal, **options)
             options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
                 rules: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
