@@ -120,8 +120,10 @@ class TorchPatch:
             if not self.active:
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
             if self._is_overridden(query, key, value, attn_mask):
-                given: Any = (query, key, value, attn_mask)
-                return handle_torch_function(attend, given, *given, dropout_p, is_causal, **options)
+                given = (query, key, value, attn_mask)
+                ask: Any = handle_torch_function  # typed for functions with keywords alone
+                overridden: Tensor = ask(attend, given, *given, dropout_p, is_causal, **options)
+                return overridden
             options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
                 rules: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
