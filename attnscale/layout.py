@@ -115,8 +115,9 @@ def read_layout(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
     _check_tensors(query, key, value)
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
         heads, key_heads = query.shape[1], key.shape[1]
-        if heads == key_heads == value.shape[1]:
-            return Layout((query.shape[0], heads), True, heads)
+        grouped = enable_gqa and key_heads > 0 and heads % key_heads == 0
+        if key_heads == value.shape[1] and (heads == key_heads or grouped):
+            return Layout((query.shape[0], heads), True, key_heads)
     if enable_gqa:
         return _grouped_layout(query, key, value)
     shapes = [x.shape[:-2] for x in (query, key, value)]
@@ -162,6 +163,7 @@ def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape to which all broadcast; None if there is none."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
