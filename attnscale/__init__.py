@@ -15,16 +15,16 @@ from attnscale.attention import (
     explain_dispatch,
     scaled_dot_product_attention,
 )
+from attnscale.call.lengths import visible_keys
 from attnscale.convert import convert
 from attnscale.diagnostics import Monitor, observe
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, AttnScaleWarning, BackendError
-from attnscale.gaps import accumulation_scale
-from attnscale.lengths import visible_keys
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 from attnscale.patch_torch import patch_torch
 from attnscale.policies import LengthPolicy, Policy, build_policy, register_policy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
+from attnscale.statistics.gaps import accumulation_scale
 
 __version__ = "0.1.0"
 

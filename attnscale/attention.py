@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.backends import dispatch, reference
-from attnscale.backends.call import AttentionCall
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.sdpa import TORCH_ATTENTION, attend
-from attnscale.context import Window
-from attnscale.describe import Packing
-from attnscale.layout import Layout, read_layout
-from attnscale.nested import attend_nested
+from attnscale.backends.torch_calls import short_attention
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import Window
+from attnscale.call.layout import Layout, read_layout
+from attnscale.call.nested import attend_nested
+from attnscale.call.parse import Packing
+from attnscale.call.tap import Tap, listen
 from attnscale.policies import Policy, PolicySpec
 from attnscale.prepare import prepare, read_numbers, resolve
-from attnscale.short_calls import short_attention
 from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
-from attnscale.tap import Tap, listen
 
 
 def scaled_dot_product_attention(

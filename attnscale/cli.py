@@ -129,7 +129,7 @@ def _demo(console: Console) -> None:
 
 
 def _watch(console: Console, path: Path, once: bool) -> None:
-    from attnscale.diagnostics.watch import show
+    from attnscale.diagnostics.views.watch import show
 
     show(path, console, once=once)
 

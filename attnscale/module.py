@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnscale.attention import attention_and_weights, attention_through
-from attnscale.causal_bias import is_causal_bias
+from attnscale.call.causal_bias import is_causal_bias
+from attnscale.call.nested import nest_like, pad_nested
+from attnscale.call.tap import Tap
 from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
-from attnscale.nested import nest_like, pad_nested
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
-from attnscale.tap import Tap
 
 
 class ScaledDotProductAttention(nn.Module):

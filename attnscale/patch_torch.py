@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from attnscale.attention import attention_and_weights, scaled_dot_product_attention
 from attnscale.backends.sdpa import REPLACED
-from attnscale.causal_bias import is_causal_bias
+from attnscale.call.causal_bias import is_causal_bias
 from attnscale.policies import Policy, PolicySpec, build_policy
 
 _ATTENTION = "scaled_dot_product_attention"

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.backends.call import AttentionCall
-from attnscale.checks import check_flag, read_number
-from attnscale.context_parallel import refuse_context_parallel
-from attnscale.describe import describe
+from attnscale._util.checks import check_flag, read_number
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context_parallel import refuse_context_parallel
+from attnscale.call.layout import Layout
+from attnscale.call.parse import describe
 from attnscale.errors import BackendError, TensorError, reject, reject_type
-from attnscale.layout import Layout
 from attnscale.policies import STATELESS, LengthPolicy, Policy, PolicySpec, build_policy
-from attnscale.temperature import temperature
+from attnscale.policies.temperature import temperature
 
 # Built ahead, so that a name costs a look-up, also under torch.compile.
 _BY_NAME: dict[str, Policy] = {name: build_policy(name) for name in STATELESS}

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.gaps import Accumulation
 from attnscale.policies import Policy, build_policy
 from attnscale.statistics import RowStats
+from attnscale.statistics.gaps import Accumulation
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "constant": {},

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale_kernels.device import keep
-from attnscale_kernels.flash_backward import Backward, flash_backward
-from attnscale_kernels.flash_forward import Forward, flash_forward
+from attnscale_kernels.flash.backward import Backward, flash_backward
+from attnscale_kernels.flash.forward import Forward, flash_forward
 from attnscale_kernels.tiles import Tile
 from attnscale_kernels.visibility import Visibility
 

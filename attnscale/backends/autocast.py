@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from attnscale.backends.call import AttentionCall
+from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import ArgumentTypeError
 
 Given = ParamSpec("Given")

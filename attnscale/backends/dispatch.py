@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.autocast import cast
-from attnscale.backends.blockwise import BlockwiseBackend
-from attnscale.backends.call import AttentionCall, Backend, MeasuringBackend, no_derivative
+from attnscale.backends.blockwise.backend import BlockwiseBackend
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend, torch_dtype
 from attnscale.backends.triton import TritonBackend
+from attnscale.call.attention_call import AttentionCall, Backend, MeasuringBackend, no_derivative
 from attnscale.errors import BackendError, reject
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
 from attnscale_kernels.derivatives import other_derivative

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale.backends.call import AttentionCall
-from attnscale.context import shown
-from attnscale.scratch import is_watched, multiply
+from attnscale._util.scratch import is_watched, multiply
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import shown
 
 # How large logits may be, by the estimate of `_is_sharp`, for β·q to be rounded to bfloat16. Up to here the rounding
 # costs about half of the error budget of three times torch's own, measured with β of all kinds.

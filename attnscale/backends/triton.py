@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.autocast import dtype_of
-from attnscale.backends.blockwise import softmax_stats
-from attnscale.backends.call import AttentionCall
-from attnscale.backends.gap_pass import add_gaps
-from attnscale.gaps import Accumulation
+from attnscale.backends.blockwise.backend import softmax_stats
+from attnscale.backends.blockwise.gaps import add_gaps
+from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
+from attnscale.statistics.gaps import Accumulation
 from attnscale_kernels import interpreting, why_unavailable
 
 if TYPE_CHECKING:
-    from attnscale_kernels.flash_forward import Forward
-    from attnscale_kernels.merge import Decode
+    from attnscale_kernels.decode.merge import Decode
+    from attnscale_kernels.flash.forward import Forward
     from attnscale_kernels.visibility import Visibility
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,8 +72,8 @@ class TritonBackend:
 
 
 def _attend(call: AttentionCall, *, entropy: bool) -> Forward | Decode:
-    from attnscale_kernels.ops_decode import decode_attention
-    from attnscale_kernels.ops_flash import flash_attention
+    from attnscale_kernels.decode.op import decode_attention
+    from attnscale_kernels.flash.op import flash_attention
 
     beta = call.beta
     if isinstance(beta, float):
@@ -101,7 +101,7 @@ def _needs_gradient(call: AttentionCall) -> bool:
 
 def _add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
     """The statistics with gap counts and Λ, from kernels where they can: ranks from the second on, and a bracket."""
-    from attnscale_kernels.ops_gap import accumulation_bracket, gap_counts
+    from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
     call = call.detached()
     arguments = call.query, call.key, visibility_of(call)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnscale._util.yaml_files import read_yaml
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.bench.hf_cost import ModelCost
 from attnscale.bench.memory import peak_bytes
@@ -25,7 +26,6 @@ from attnscale.bench.rows import Row
 from attnscale.bench.statistics_cost import PROVIDERS, StatisticsMemory, TimeRatio, eager_matrix, provider
 from attnscale.bench.steps import causal_step, label
 from attnscale.bench.variants import VARIANTS
-from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
 from attnscale.policies.base import check_length

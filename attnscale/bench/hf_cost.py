@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from attnscale._util.optional import need
 from attnscale.bench.ratio import Spread, in_both_roles, interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
-from attnscale.optional import need
 
 # SmolLM2-135M, whose layers are these; a prefill of all of them would take minutes here.
 SHAPE: dict[str, Any] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
-from attnscale.scratch import forget
+from attnscale._util.scratch import forget
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

@@ -16,9 +16,9 @@ from attnscale.bench.ratio import interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
 from attnscale.diagnostics.monitor import Monitor
-from attnscale.diagnostics.rows import MIN_RANK, THRESHOLDS
-from attnscale.gaps import bracket_accumulation, count_gaps
 from attnscale.policies import Policy, build_policy
+from attnscale.statistics.gaps import bracket_accumulation, count_gaps
+from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
 
 # How a training is watched: the monitor's cadence, and how many steps are measured at a time.
 WATCHED = {"every_1": (1, 1), "every_10": (10, 10), "not_this_step": (10**9, 1)}

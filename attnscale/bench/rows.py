@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from attnscale.files import write_whole
+from attnscale._util.files import write_whole
 
 
 @dataclass(frozen=True)

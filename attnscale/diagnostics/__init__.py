@@ -7,11 +7,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnscale.diagnostics.alerts import Thresholds
     from attnscale.diagnostics.discovery import add_finder, find_attention
-    from attnscale.diagnostics.inspection import Inspection, observe
     from attnscale.diagnostics.monitor import Monitor
-    from attnscale.diagnostics.records import Alert, Record, Summary
+    from attnscale.diagnostics.records.record import Alert, Record, Summary
     from attnscale.diagnostics.sinks import (
         AlertSink,
         ConsoleSink,
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
         TrackerSink,
         read_jsonl,
     )
+    from attnscale.diagnostics.thresholds import Thresholds
+    from attnscale.diagnostics.views.observe import Inspection, observe
 
 __all__ = [
     "Alert",
@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "alerts": ("Thresholds",),
+    "thresholds": ("Thresholds",),
     "discovery": ("add_finder", "find_attention"),
-    "inspection": ("Inspection", "observe"),
+    "views.observe": ("Inspection", "observe"),
     "monitor": ("Monitor",),
-    "records": ("Alert", "Record", "Summary"),
+    "records.record": ("Alert", "Record", "Summary"),
 }
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 
-from attnscale.diagnostics.alerts import Thresholds, find_alerts
-from attnscale.diagnostics.records import Alert, Record
+from attnscale.call.tap import Tap
+from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
+from attnscale.diagnostics.thresholds import Thresholds, find_alerts
 from attnscale.errors import MonitorWarning, reject, reject_type
-from attnscale.tap import Tap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,11 +87,11 @@ class Monitor:
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
+        from attnscale.diagnostics.deferred import Looks
         from attnscale.diagnostics.discovery import open_attention
-        from attnscale.diagnostics.gather import Processes
-        from attnscale.diagnostics.layer import LayerListener
-        from attnscale.diagnostics.looks import Looks
+        from attnscale.diagnostics.listener import LayerListener
         from attnscale.diagnostics.notices import Notices
+        from attnscale.diagnostics.records.distributed import Processes
 
         with contextlib.ExitStack() as undo:
             found = open_attention(model, undo)
@@ -171,8 +171,8 @@ class Monitor:
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Fill in the records and alerts of a step, and hand them on."""
-        from attnscale.diagnostics.collect import collect
-        from attnscale.diagnostics.dump import dump_rows
+        from attnscale.diagnostics.alert_dump import dump_rows
+        from attnscale.diagnostics.records.collect import collect
 
         records += collect(list(self.layers.values()), step, self._looks, self._processes, self._notices)
         alerts += self._new_alerts(records)
@@ -214,9 +214,9 @@ class Monitor:
 
 def _closed(kind: type[Monitor], every: int) -> Monitor:
     """What a copy of a monitor is."""
-    from attnscale.diagnostics.gather import Processes
-    from attnscale.diagnostics.looks import Looks
+    from attnscale.diagnostics.deferred import Looks
     from attnscale.diagnostics.notices import Notices
+    from attnscale.diagnostics.records.distributed import Processes
 
     monitor = kind.__new__(kind)
     monitor.every, monitor.limits, monitor.on_alert, monitor.dump = every, None, None, None

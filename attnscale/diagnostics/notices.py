@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from attnscale.diagnostics.uncopied import Uncopied
+from attnscale._util.uncopied import Uncopied
 from attnscale.errors import MonitorWarning
 
 

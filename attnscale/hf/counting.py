@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnscale.context import shown
-from attnscale.scratch import is_watched
-from attnscale.temperature import mark_counted
+from attnscale._util.scratch import is_watched
+from attnscale.call.context import shown
+from attnscale.policies.temperature import mark_counted
 
 # A model has a few masks: full and sliding, encoder, decoder and cross attention.
 _REMEMBERED = 8

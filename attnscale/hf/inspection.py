@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.advice import check_order, instead, instead_of_sparse
 from attnscale.hf.attach import described_in, described_policies, is_pending
@@ -23,7 +24,6 @@ from attnscale.hf.plan import Plan, read_plan
 from attnscale.hf.sites import has_site, site_at
 from attnscale.hf.survey import AttentionLayer, survey, transformers_model
 from attnscale.policies import Policy, PolicySpec
-from attnscale.ranges import write_range
 
 LENGTHS = (1024, 8192, 65536)
 

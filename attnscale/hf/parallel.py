@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from attnscale.context_parallel import refuse_context_parallel, sequence_is_split
+from attnscale.call.context_parallel import refuse_context_parallel, sequence_is_split
 from attnscale.errors import ArgumentError
 
 

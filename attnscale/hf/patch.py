@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject, reject_type
 from attnscale.hf.advice import OWN_ATTENTION, check_order, few, instead, instead_of_sparse, without_attention
 from attnscale.hf.cautions import find_cautions
@@ -21,7 +22,6 @@ from attnscale.hf.probe import probe as run_probe
 from attnscale.hf.sites import has_site, is_learned
 from attnscale.hf.survey import AttentionLayer, survey, transformers_model
 from attnscale.policies import FormulaPolicy, Policy, PolicySpec
-from attnscale.ranges import read_range, write_range
 
 Layers = Literal["all", "full", "nope"] | str | int | Sequence[int]
 OnExisting = Literal["raise", "compose", "replace"]

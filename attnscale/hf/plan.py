@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnscale.config import read_yaml
+from attnscale._util.ranges import read_range, write_range
+from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.record import describe
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
-from attnscale.ranges import read_range, write_range
 
 _KEYS = ("default", "layers", "heads")
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnscale._util.files import write_whole
+from attnscale._util.optional import need
 from attnscale.errors import ArgumentError
-from attnscale.files import write_whole
 from attnscale.hf.attach import described_policies, install_described
 from attnscale.hf.checkpoint import CONFIG, described_in_json, load_learned, read_learned
 from attnscale.hf.configs import NAME
@@ -19,7 +20,6 @@ from attnscale.hf.install import path_of_transformers_model
 from attnscale.hf.record import DESCRIPTION, MODULES, locate
 from attnscale.hf.stored import Stored, is_of_policy, split, stored
 from attnscale.hf.survey import survey, transformers_model
-from attnscale.optional import need
 
 POLICY_CONFIG = "attnscale_config.json"
 POLICY_WEIGHTS = "attnscale_policy.safetensors"

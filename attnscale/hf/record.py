@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError
 from attnscale.policies import Policy, build_policy_for
 from attnscale.policies.base import LengthPolicy
 from attnscale.policies.build import find_policy
-from attnscale.ranges import read_range, write_range
 
 MODULES = "modules"
 ON_EXISTING = "on_existing"

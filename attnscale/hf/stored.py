@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from attnscale._util.optional import need
 from attnscale.errors import ArgumentError
 from attnscale.hf.sites import CHILD
-from attnscale.optional import need
 
 # Arguments of `from_pretrained` that say where a repository and its files are.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from attnscale.config import write_yaml
+from attnscale._util.yaml_files import write_yaml
 from attnscale.errors import FrozenPolicyError, reject, reject_type
 
 # A policy whose β is not finite at this length is refused when it is built.

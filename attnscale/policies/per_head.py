@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
 from attnscale.policies.base import LengthPolicy, check_length
-from attnscale.ranges import read_range
 
 
 class Run(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records import Alert, Record
+from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.jsonl import read_jsonl
 from attnscale.errors import ArgumentError, reject
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from attnscale import __version__
-from attnscale.diagnostics.names import short_names
+from attnscale._util.files import write_whole
+from attnscale.diagnostics.records.names import short_names
 from attnscale.errors import ArgumentError, reject
-from attnscale.files import write_whole
 from attnscale.report.data import AlertGroup, Run, read_run
 from attnscale.report.encode import BUDGET, Encoded, encode, pack
 from attnscale.report.quantities import label, order

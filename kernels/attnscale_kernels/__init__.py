@@ -11,15 +11,15 @@ from .visibility import Visibility
 # The rest is imported when first asked for, and triton with it: where it is, and its name there. None is called like a
 # module of this package, which Python would put in its place.
 _HOME = {
-    "accumulation_bracket": ("ops_gap", "accumulation_bracket"),
-    "accumulation_lower_bound": ("accumulation", "accumulation_lower_bound"),
-    "adaptive_attention": ("ops_gap", "adaptive_attention"),
-    "decode_attention": ("ops_decode", "decode_attention"),
-    "flash_attention": ("ops_flash", "flash_attention"),
-    "gap_counts": ("ops_gap", "gap_counts"),
-    "merge_parts": ("merge", "merge"),
-    "paged_decode_attention": ("ops_decode", "paged_decode_attention"),
-    "row_softmax": ("ops_softmax", "softmax"),
+    "accumulation_bracket": ("gaps.op", "accumulation_bracket"),
+    "accumulation_lower_bound": ("gaps.accumulation", "accumulation_lower_bound"),
+    "adaptive_attention": ("gaps.op", "adaptive_attention"),
+    "decode_attention": ("decode.op", "decode_attention"),
+    "flash_attention": ("flash.op", "flash_attention"),
+    "gap_counts": ("gaps.op", "gap_counts"),
+    "merge_parts": ("decode.merge", "merge"),
+    "paged_decode_attention": ("decode.op", "paged_decode_attention"),
+    "row_softmax": ("softmax.op", "softmax"),
 }
 
 __all__ = ["Visibility", "interpreting", "why_unavailable", *_HOME]

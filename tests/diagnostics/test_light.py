@@ -11,15 +11,14 @@ import attnscale.diagnostics
 import attnscale.diagnostics.sinks
 
 HEAVY = (
-    "collect",
-    "gather",
-    "heatmap",
-    "layer",
-    "measure",
-    "notes",
+    "autograd",
+    "listener",
+    "records.collect",
+    "records.distributed",
     "sinks.console",
     "sinks.jsonl",
     "sinks.tensorboard",
+    "views.heatmap",
 )
 
 

@@ -10,10 +10,10 @@ import torch
 
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.attention import _bind
-from attnscale.diagnostics import looks
-from attnscale.diagnostics.measure import look
-from attnscale.diagnostics.pending import Pending, settle
-from attnscale.diagnostics.rows import AGAIN_COLUMNS
+from attnscale.diagnostics import deferred as looks
+from attnscale.diagnostics.records.pending import Pending, settle
+from attnscale.statistics.rows.quantities import AGAIN_COLUMNS
+from attnscale.statistics.rows.row_sums import look
 
 LAYERS = 3
 

@@ -76,7 +76,7 @@ LOOKS = COMMON + textwrap.dedent(
     """
     from dataclasses import replace
     from test_measure import RULES, call_of
-    from attnscale.diagnostics.measure import look, look_back
+    from attnscale.statistics.rows.row_sums import look, look_back
 
     def moved(call):
         fields = {name: getattr(call, name) for name in ("query", "key", "value", "beta", "sinks")}

@@ -13,8 +13,8 @@ import torch
 
 from attnscale import ArgumentError, ArgumentTypeError, Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink, Thresholds
-from attnscale.diagnostics.layer import LayerListener
-from attnscale.diagnostics.pending import settle
+from attnscale.diagnostics.listener import LayerListener
+from attnscale.diagnostics.records.pending import settle
 
 
 def curve(model, steps=6, monitor=None, **settings):

@@ -12,9 +12,10 @@ from attnscale.attention import _bind
 from attnscale.bench.gpt import build_gpt
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MonitorMemory, training
-from attnscale.diagnostics import Monitor, looks
-from attnscale.diagnostics.layer import LayerListener
-from attnscale.tap import Heard
+from attnscale.call.tap import Heard
+from attnscale.diagnostics import Monitor
+from attnscale.diagnostics import deferred as looks
+from attnscale.diagnostics.listener import LayerListener
 
 MOST = 32 * 2**20
 

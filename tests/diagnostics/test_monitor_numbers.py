@@ -12,8 +12,8 @@ from torch import nn
 
 from attnscale import Monitor, MultiheadAttention, StatsRequest, convert, row_statistics
 from attnscale.diagnostics import MemorySink
-from attnscale.diagnostics.rows import THRESHOLDS, gap_name
 from attnscale.statistics import sample_rows
+from attnscale.statistics.rows.quantities import THRESHOLDS, gap_name
 
 MARKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 

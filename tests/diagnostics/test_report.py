@@ -530,7 +530,7 @@ def test_a_directory_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_earlier_page_survives_a_failure(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "page.html"
     output.write_text("earlier")
-    monkeypatch.setattr("attnscale.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr("attnscale._util.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(ValueError, match="disk full"):
         write_report(run_file, output)
     assert output.read_text() == "earlier"

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from attnscale.cli import main
 from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
-from attnscale.diagnostics.history import History
-from attnscale.diagnostics.tail import Tail
-from attnscale.diagnostics.watch import Watch, show, sparkline
+from attnscale.diagnostics.views.history import History
+from attnscale.diagnostics.views.tail import Tail
+from attnscale.diagnostics.views.watch import Watch, show, sparkline
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 
@@ -182,8 +182,8 @@ def test_a_line_that_is_no_record_is_counted_and_left_out(line: bytes, path: Pat
 
 
 def test_a_line_without_end_is_not_kept_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscale.diagnostics.tail.LONGEST", 1000)
-    monkeypatch.setattr("attnscale.diagnostics.tail.BLOCK", 512)
+    monkeypatch.setattr("attnscale.diagnostics.views.tail.LONGEST", 1000)
+    monkeypatch.setattr("attnscale.diagnostics.views.tail.BLOCK", 512)
     path.write_bytes(b"x" * 5000)
     tail = Tail(path)
     assert list(tail.new()) == []

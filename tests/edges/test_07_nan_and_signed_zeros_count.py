@@ -18,7 +18,7 @@ from attnscale import (
     scaled_dot_product_attention,
     visible_keys,
 )
-from attnscale.gaps import bracket_accumulation, count_gaps, find_contact
+from attnscale.statistics.gaps import bracket_accumulation, count_gaps, find_contact
 
 ROWS, KEYS, BROKEN = 7, 9, 4  # the row whose mask holds the NaN
 MASK = torch.zeros(ROWS, KEYS)

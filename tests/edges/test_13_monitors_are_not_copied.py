@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink
-from attnscale.diagnostics.same import Same
+from attnscale.diagnostics.tensor_identity import Same
 
 
 class Watched(nn.Module):

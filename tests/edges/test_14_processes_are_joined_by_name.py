@@ -26,7 +26,7 @@ WORKER = textwrap.dedent(
     import tiny_gpt
     from attnscale import Monitor, ScaledDotProductAttention
     from attnscale.diagnostics import MemorySink
-    from attnscale.diagnostics import collect as collecting
+    from attnscale.diagnostics.records import collect as collecting
 
     rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)

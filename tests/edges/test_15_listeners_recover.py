@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from attnscale import Monitor, MultiheadAttention, ScaledDotProductAttention
-from attnscale.diagnostics.layer import LayerListener
+from attnscale.diagnostics.listener import LayerListener
 from attnscale.errors import MonitorWarning
 
 SHAPE = (2, 2, 12, 8)

@@ -24,9 +24,9 @@ from attnscale import (
     scaled_dot_product_attention,
     scratch,
 )
-from attnscale.memory import MOST_ELEMENTS, Memory
+from attnscale._util.memory import MOST_ELEMENTS, Memory
 from attnscale.policies import FormulaPolicy
-from attnscale.temperature import _BETAS, mark_counted
+from attnscale.policies.temperature import _BETAS, mark_counted
 
 KINDS = {
     "causal": lambda q, policy: scaled_dot_product_attention(q, q, q, is_causal=True, policy=policy),

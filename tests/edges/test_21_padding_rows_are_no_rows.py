@@ -9,9 +9,9 @@ from torch import nn
 
 import attnscale
 from attnscale import MultiheadAttention, ScaledDotProductAttention, observe
-from attnscale.describe import describe
-from attnscale.diagnostics.padding import padding_rows
-from attnscale.layout import read_layout
+from attnscale.call.layout import read_layout
+from attnscale.call.parse import describe
+from attnscale.diagnostics.padding_rows import padding_rows
 
 LENGTHS = (9, 4, 1)
 LONGEST = max(LENGTHS)

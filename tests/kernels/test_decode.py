@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from oracle import assert_within_budget, torch_error
 from torch import Tensor
 
-from attnscale_kernels.decode import decode, paged_decode
-from attnscale_kernels.flash_forward import flash_forward
-from attnscale_kernels.merge import Decode, merge
-from attnscale_kernels.ops_decode import decode_attention, decode_op, paged_decode_attention, paged_decode_op
+from attnscale_kernels.decode.kernel import decode, paged_decode
+from attnscale_kernels.decode.merge import Decode, merge
+from attnscale_kernels.decode.op import decode_attention, decode_op, paged_decode_attention, paged_decode_op
+from attnscale_kernels.flash.forward import flash_forward
 from attnscale_kernels.tiles import Tile, decode_splits
 from attnscale_kernels.visibility import Visibility
 

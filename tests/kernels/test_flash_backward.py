@@ -29,7 +29,7 @@ from flash_cases import (
     written_out,
 )
 
-from attnscale_kernels.flash_backward import flash_backward
+from attnscale_kernels.flash.backward import flash_backward
 from attnscale_kernels.tiles import Tile
 
 FP32, FP16, BF16 = DTYPES

@@ -27,7 +27,7 @@ from flash_cases import (
     written_out,
 )
 
-from attnscale_kernels.flash_forward import flash_forward
+from attnscale_kernels.flash.forward import flash_forward
 from attnscale_kernels.tiles import Tile
 
 FP32, FP16, BF16 = DTYPES

@@ -15,13 +15,13 @@ from families import NAMES, rows, zeta
 from flash_cases import RULES, Case, Inputs, guarded, inputs_of, poisoned
 from torch import Tensor
 
-from attnscale.gaps import accumulation_scale, count_gaps
 from attnscale.policies.adaptive import GapAdaptive
 from attnscale.statistics import RowStats
-from attnscale_kernels.accumulation import accumulation_lower_bound
-from attnscale_kernels.flash_forward import flash_forward
-from attnscale_kernels.gap_count import GapBracket, adaptive_forward, gap_bracket, gap_count
-from attnscale_kernels.ops_gap import (
+from attnscale.statistics.gaps import accumulation_scale, count_gaps
+from attnscale_kernels.flash.forward import flash_forward
+from attnscale_kernels.gaps.accumulation import accumulation_lower_bound
+from attnscale_kernels.gaps.kernel import GapBracket, adaptive_forward, gap_bracket, gap_count
+from attnscale_kernels.gaps.op import (
     accumulation_bracket,
     adaptive_attention,
     gap_bracket_rows,

@@ -13,13 +13,13 @@ from corrected_interpreter import corrected, fused
 from oracle import assert_within_budget
 from torch import Tensor
 
-from attnscale_kernels import ops_softmax
 from attnscale_kernels.launch import GFX_942, SM_80
-from attnscale_kernels.ops_softmax import softmax
-from attnscale_kernels.softmax import RowSoftmax, SoftmaxGradient, softmax_tile
+from attnscale_kernels.softmax import op as ops_softmax
+from attnscale_kernels.softmax.kernel import RowSoftmax, SoftmaxGradient, softmax_tile
+from attnscale_kernels.softmax.op import softmax
 from attnscale_kernels.tiles import Tile
 
-kernels = importlib.import_module("attnscale_kernels.softmax")  # the module, not the function of that name
+kernels = importlib.import_module("attnscale_kernels.softmax.kernel")  # the module, not the function of that name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 63, 64, 65, 129, 257)

@@ -22,7 +22,7 @@ from attnscale import (
 )
 from attnscale.backends.triton import TritonBackend
 from attnscale_kernels import Visibility, flash_attention
-from attnscale_kernels.ops_flash import flash_attention_backward, flash_attention_forward
+from attnscale_kernels.flash.op import flash_attention_backward, flash_attention_forward
 
 LENGTH = 40
 SIZE = (2, 4, LENGTH, 24)

@@ -8,9 +8,9 @@ from torch import Tensor
 from attnscale.attention import attention_with_stats, scaled_dot_product_attention
 from attnscale.bench.gpu.problem import Inputs, Problem
 from attnscale.bench.gpu.provider import Answer, Attention, Provider
-from attnscale.gaps import Accumulation
 from attnscale.policies.adaptive import GapAdaptive
 from attnscale.statistics import StatsRequest
+from attnscale.statistics.gaps import Accumulation
 
 POLICY = GapAdaptive()
 
@@ -32,7 +32,7 @@ def fused_temperature(problem: Problem, inputs: Inputs) -> Tensor:
 
 def _fused(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     from attnscale_kernels import Visibility
-    from attnscale_kernels.ops_gap import adaptive_attention
+    from attnscale_kernels.gaps.op import adaptive_attention
 
     visibility = Visibility(right=0) if problem.causal else Visibility()
     found, beta = adaptive_attention(

@@ -14,7 +14,7 @@ PAGE = 64
 def split(problem: Problem) -> Attention:
     """A cache in one piece."""
     from attnscale_kernels import Visibility
-    from attnscale_kernels.ops_decode import decode_attention
+    from attnscale_kernels.decode.op import decode_attention
 
     beta = problem.temperature()[None, None]
 
@@ -26,7 +26,7 @@ def split(problem: Problem) -> Attention:
 
 def paged(problem: Problem) -> Attention:
     """A cache in pages that lie in no order; putting it there is part of the first call, not of those that count."""
-    from attnscale_kernels.ops_decode import paged_decode_attention
+    from attnscale_kernels.decode.op import paged_decode_attention
 
     beta = problem.temperature()[None, None]
     pages = -(-problem.keys // PAGE)

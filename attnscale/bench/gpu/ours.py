@@ -54,7 +54,7 @@ def level(name: str, problem: Problem) -> Attention:
 def squares(problem: Problem) -> Attention:
     """Everything the kernel can give, Σ w² included, which the package has no name for."""
     from attnscale_kernels import Visibility
-    from attnscale_kernels.ops_flash import flash_attention
+    from attnscale_kernels.flash.op import flash_attention
 
     beta = problem.temperature()[None, None]
     visibility = Visibility(right=0) if problem.causal else Visibility()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from attnscale._util.yaml_files import read_yaml
 from attnscale.bench.gpu.figures import Card
-from attnscale.config import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import FormulaPolicy, build_policy
 from attnscale.policies.base import check_length, check_number

@@ -35,7 +35,7 @@ def softmax_variants() -> Iterator[Variant]:
 
 def _softmax_forward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.softmax import softmax_forward_launch
+        from attnscale_kernels.softmax.kernel import softmax_forward_launch
 
         return softmax_forward_launch(
             meta(BATCH, HEADS, 512, keys, dtype=dtype), meta(BATCH, HEADS, 512),
@@ -49,7 +49,7 @@ def _softmax_forward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
 
 def _softmax_backward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.softmax import softmax_backward_launch
+        from attnscale_kernels.softmax.kernel import softmax_backward_launch
 
         scores = meta(BATCH, HEADS, 512, keys, dtype=dtype)
         from_scores = "dbeta from scores" in extras
@@ -71,7 +71,7 @@ def gap_variants() -> Iterator[Variant]:
 
 def _gap_bracket(dim: int, bins: int, rule: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.gap_count import bracket_launch
+        from attnscale_kernels.gaps.kernel import bracket_launch
 
         query, key, _ = heads_of(dim, torch.bfloat16)
         return bracket_launch(query, key, seen_by(rule), scale=SCALE, softcap=None, bins=bins)[0]
@@ -80,7 +80,7 @@ def _gap_bracket(dim: int, bins: int, rule: str) -> Variant:
 
 
 def _gap_count() -> Launch:
-    from attnscale_kernels.gap_count import count_launch
+    from attnscale_kernels.gaps.kernel import count_launch
 
     query, key, _ = heads_of(128, torch.bfloat16)
     return count_launch(query, key, seen_by("causal"), [0.1 * t for t in range(8)], scale=SCALE, softcap=None)[0]
@@ -96,7 +96,7 @@ def decode_variants() -> Iterator[Variant]:
 
 def _decode(stage: str, index: int, dim: int, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.decode import decode_launches, paged_decode_launches
+        from attnscale_kernels.decode.kernel import decode_launches, paged_decode_launches
 
         query, key, beta = heads_of(dim, torch.bfloat16, queries=1)
         entropy, thresholds = "entropy" in extras, meta(8) if "gaps" in extras else None

@@ -95,7 +95,7 @@ def _forward() -> Iterator[Variant]:
 
 def _one_forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.flash_forward import forward_launch
+        from attnscale_kernels.flash.forward import forward_launch
 
         query, key, beta = heads_of(dim, dtype)
         entropy, squares = STATISTICS[level]
@@ -128,7 +128,7 @@ def _backward() -> Iterator[Variant]:
 
 def _one_backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.flash_backward import backward_launches
+        from attnscale_kernels.flash.backward import backward_launches
 
         query, key, beta = heads_of(dim, dtype)
         dropout = "dropout" in extras

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from attnscale.diagnostics.records import Alert, Record
+from attnscale.diagnostics.records.record import Alert, Record
 
 
 @runtime_checkable

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import IO, Any
 
-from attnscale.diagnostics.quantities import MAIN, Quantity
-from attnscale.diagnostics.records import Alert, Record, layers_of
+from attnscale._util.optional import need
+from attnscale.diagnostics.records.record import Alert, Record, layers_of
+from attnscale.diagnostics.views.display import MAIN, Quantity
 from attnscale.errors import reject_type
-from attnscale.optional import need
 
 # The column that shows why an alert was raised.
 COLUMN_OF = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscale.diagnostics.records import Alert, Record
+from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.errors import reject, reject_type
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from attnscale.diagnostics.records import Alert, Record
+from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.errors import reject
 
 

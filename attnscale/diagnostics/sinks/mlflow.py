@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from attnscale.diagnostics.flatten import compact, flatten
-from attnscale.diagnostics.records import Alert, Record
+from attnscale._util.optional import need
+from attnscale.diagnostics.records.flatten import compact, flatten
+from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.errors import reject_type
-from attnscale.optional import need
 
 BATCH = 1000  # metrics that an MLflow server takes in one request
 

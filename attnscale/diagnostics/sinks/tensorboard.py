@@ -12,12 +12,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from attnscale.diagnostics.flatten import SPREAD
-from attnscale.diagnostics.heatmap import draw
-from attnscale.diagnostics.quantities import MAIN, Grid, Quantity, grid_of
-from attnscale.diagnostics.records import Alert, Record, layers_of
+from attnscale._util.optional import need
+from attnscale.diagnostics.records.flatten import SPREAD
+from attnscale.diagnostics.records.record import Alert, Record, layers_of
+from attnscale.diagnostics.views.display import MAIN, Grid, Quantity, grid_of
+from attnscale.diagnostics.views.heatmap import draw
 from attnscale.errors import reject, reject_type
-from attnscale.optional import need
 
 BINS = 20
 SHOWN = 50  # alerts written out in one text

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attnscale.diagnostics.flatten import PREFIX, compact, flatten
-from attnscale.diagnostics.records import Alert, Record
+from attnscale._util.optional import need
+from attnscale.diagnostics.records.flatten import PREFIX, compact, flatten
+from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.optional import need
 
 MODULES = ("wandb", "trackio")
 STEP = f"{PREFIX}/step"

@@ -1,0 +1,284 @@
+"""Attention in tiles, in pure torch: any device, memory linear in length, statistics along the way.
+
+The forward keeps output and lse only; the backward computes each tile again. torch.compile takes both as they are.
+There is no further derivative: forward mode, torch.func and a second backward are for the `reference` backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from attnscale._util.scratch import is_watched
+from attnscale.backends import autocast
+from attnscale.backends.blockwise.gaps import add_gaps
+from attnscale.backends.blockwise.logits import leaves_of, logit_tile, logit_tile_backward
+from attnscale.backends.blockwise.softmax import Partial, add_keys
+from attnscale.backends.blockwise.tiles import (
+    HIDDEN,
+    LOG2E,
+    Scores,
+    add,
+    cut,
+    keys_of,
+    mask_of,
+    place,
+    rows_of,
+    store,
+    workspace_for,
+)
+from attnscale.call.attention_call import AttentionCall, no_derivative
+from attnscale.errors import BackendError
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, largest_weight
+from attnscale_kernels.derivatives import other_derivative
+
+
+class BlockwiseBackend:
+    """Takes every call that has one set of heads for keys and values; β acts inside, in fp32, and is never rounded."""
+
+    name = "blockwise"
+    automatic = True
+    plain = False
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        if call.key.shape[1] != call.value.shape[1]:
+            return "key and value have different numbers of heads"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        return attend(call, entropy=False)[0]
+
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        out, lse, top, entropy = attend(call, entropy=request.entropy)
+        return AttentionOutput(out, add_gaps(call, request, softmax_stats(call, request, lse, top, entropy)))
+
+    @torch.no_grad()
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        if not request.softmax:
+            return add_gaps(call, request, call.count())
+        nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # no product with the values
+        found = attend(replace(call.detached(), value=nothing), entropy=request.entropy)
+        return add_gaps(call, request, softmax_stats(call, request, *found[1:]))
+
+
+def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
+    start, stop = call.context.bounds()
+    seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
+    # Where nobody will ask for a gradient or a graph, the function itself: an operator takes a tenth of a millisecond.
+    # It reads values, which meta tensors do not have, and those of a subclass are for the subclass to compute with.
+    direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
+    forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
+    out, lse, top, disorder = forward(
+        call.query,
+        call.key,
+        call.value,
+        call.row_beta(),
+        start,
+        stop,
+        call.context.padding,
+        call.context.mask,
+        call.sinks,
+        seed,
+        call.scale,
+        call.softcap,
+        call.dropout_p,
+        entropy,
+    )
+    return out, lse.detach(), top.detach(), disorder.detach()
+
+
+def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: Tensor, entropy: Tensor) -> RowStats:
+    """What was asked for of the statistics that the forward gives."""
+    return call.count()._replace(
+        lse=lse if request.lse else None,
+        max_logit=top if request.max_logit else None,
+        w_max=largest_weight(top, lse) if request.w_max else None,
+        entropy=entropy if request.entropy else None,
+        with_sink=call.sinks is not None and request.softmax,
+    )
+
+
+@autocast.without
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output in the query's dtype; lse, largest logit and entropy (or nothing) [B, H, Tq], in fp32 at least."""
+    scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
+    scores, value = scores.without_broken(value.to(scores.query.dtype), keys=False)
+    scores = scores.folded(LOG2E)
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    sums = value.new_zeros(*query.shape[:3], 3)
+    sums[..., 0] = HIDDEN
+    weight = None if sinks is None else (sinks.to(value.dtype) * LOG2E)[:, None, None].expand(*query.shape[:3], 1)
+    room = workspace_for(scores)
+    number = itertools.count()
+    for tile in cut(scores):
+        found: Partial | None = None
+        for piece in tile.pieces():
+            logits = logit_tile(scores, leaves_of(scores, piece), piece, room, LOG2E)
+            kept = None if seed is None else _kept(logits, seed, next(number), dropout_p)
+            powers = room.of("powers", logits.shape)
+            found = add_keys(found, logits, keys_of(value, piece), powers, moment=entropy, kept=kept)
+        if found is not None:
+            store(sums, tile, torch.cat(found[:3], dim=-1))
+        if found is not None and value.shape[-1]:
+            whole = found.total if weight is None else found.with_sink(rows_of(weight, tile, scores.group))
+            if tile.clear_left >= tile.clear_right or padding is not None or mask is not None:
+                # A row that sees nothing has powers of hidden keys, as many as there are; a NaN has been seen.
+                whole = whole.masked_fill(found.top <= HIDDEN / 2, math.inf)
+            part = place(out, tile, found.mixed)
+            torch.div(found.mixed.view(part.shape), whole.view(*part.shape[:2], 1), out=part)
+    best, total, moment = sums.unbind(-1)
+    unseen = best <= HIDDEN / 2
+    total = total.masked_fill(unseen, 1.0)
+    top = (best / LOG2E).masked_fill_(unseen, -math.inf)
+    log = total.log()
+    lse = top + log
+    disorder = value.new_zeros(0)
+    if entropy:
+        disorder = (log - moment / (LOG2E * total)).masked_fill_(unseen, 0.0)
+    if sinks is not None:
+        keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        if entropy:
+            share = torch.exp(keys - lse)  # of the weight that is left to the keys
+            disorder = share * disorder + torch.special.entr(share) + torch.special.entr(1 - share)
+    return out, lse, top, disorder.clamp_(min=0.0)
+
+
+blockwise_forward = torch.library.custom_op("attnscale::blockwise_forward", _forward, mutates_args=())
+
+
+@blockwise_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, value, entropy = arguments[0], arguments[2], arguments[13]
+    lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, lse, torch.empty_like(lse), torch.empty_like(lse) if entropy else lse.new_empty(0)
+
+
+@torch.library.custom_op("attnscale::blockwise_backward", mutates_args=())
+@autocast.without
+def blockwise_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    wants_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, β, sinks and mask; the last two empty where there is nothing to give."""
+    scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
+    scores, value = scores.without_broken(value.to(scores.query.dtype))
+    scores = scores.without_unseeing(lse, sinks)
+    folded = scores.folded(LOG2E)
+    gradient = gradient.to(scores.query.dtype)
+    delta = (gradient * out.to(gradient.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
+    anchor = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
+    dq, dk, dv = (torch.zeros_like(x) for x in (scores.query, scores.key, value))
+    dbeta = torch.zeros_like(delta)
+    dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
+    room = workspace_for(scores)
+    for number, tile in enumerate(piece for whole in cut(scores) for piece in whole.pieces()):
+        weights = logit_tile(folded, leaves_of(folded, tile), tile, room, LOG2E)
+        weights = weights.sub_(rows_of(anchor, tile, scores.group)[..., None]).exp2_()
+        upstream = rows_of(gradient, tile, scores.group)
+        pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.of("powers", weights.shape))
+        kept = weights
+        if seed is not None:
+            scaled = _kept(weights, seed, number, dropout_p)
+            kept, pull = weights * scaled, pull * scaled
+        keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
+        pull = pull.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
+        found = logit_tile_backward(scores, leaves_of(scores, tile), pull)
+        add(dq, tile, found.query)
+        keys_of(dk, tile).add_(found.key)
+        if found.beta is not None:
+            add(dbeta, tile, found.beta)
+        if wants_mask and found.bias is not None:
+            part = mask_of(dmask, tile, scores.group)
+            part.add_(found.bias.sum_to_size(part.shape))
+    dsinks = value.new_zeros(0)
+    if sinks is not None:
+        dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+    dmask = dmask.to(mask.dtype) if wants_mask and mask is not None else dmask
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(query.dtype), dbeta.to(beta.dtype), dsinks, dmask
+
+
+@blockwise_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    query, key, value, beta, mask, sinks = (arguments[i] for i in (1, 2, 3, 4, 8, 9))
+    nothing = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    return (
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+        torch.empty_like(key, memory_format=torch.contiguous_format),
+        torch.empty_like(value, memory_format=torch.contiguous_format),
+        beta.new_empty(query.shape[:3]),
+        nothing if sinks is None else torch.empty_like(sinks),
+        mask.new_empty(mask.shape) if arguments[16] else nothing,
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:10], output[0], output[1])
+    ctx.numbers = inputs[10:13]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse = ctx.saved_tensors
+    derivative = other_derivative(gradient, query, key, value, beta, mask, sinks)
+    if derivative is not None:
+        raise BackendError(f"backend='blockwise' cannot compute this backward: {no_derivative(derivative)}")
+    wants_mask = ctx.needs_input_grad[7]
+    dq, dk, dv, dbeta, dsinks, dmask = blockwise_backward(
+        gradient, query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse, *ctx.numbers, wants_mask
+    )
+    masks = (None, None, None, dmask if wants_mask else None, None if sinks is None else dsinks)
+    return (dq, dk, dv, dbeta, *masks, None, None, None, None, None)
+
+
+def _refuse_second(*_: Any) -> NoReturn:
+    raise BackendError(
+        "backend='blockwise' has no second derivative: ask for backend='reference', which has every derivative"
+    )
+
+
+blockwise_forward.register_autograd(_backward, setup_context=_save)
+blockwise_backward.register_autograd(_refuse_second)
+
+
+def _kept(like: Tensor, seed: Tensor, number: int, dropout_p: float) -> Tensor:
+    """The dropout mask of a tile, scaled; the same again for the same seed and tile number."""
+    generator = torch.Generator(device=like.device).manual_seed(int(seed) + number)
+    kept = torch.rand(like.shape, generator=generator, device=like.device) >= dropout_p
+    return kept.to(like.dtype) / (1 - dropout_p) if dropout_p < 1.0 else torch.zeros_like(like)

@@ -1,0 +1,71 @@
+"""The calls that models make, in the words of torch's function: its own call, to the bit, or one product more."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from attnscale._util.scratch import is_watched
+from attnscale.backends.sdpa import attend, attend_by_row, torch_dtype
+from attnscale.call.causal_bias import is_causal_bias, read_causal_bias
+from attnscale.call.layout import Layout
+from attnscale.call.parse import check_mask, per_row
+from attnscale.policies import FormulaPolicy, Policy
+from attnscale.policies.temperature import short_temperature
+from attnscale.prepare import default_scale, refuse_unknown_length
+
+
+def short_attention(
+    layout: Layout,
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    visible: Tensor | None,
+) -> Tensor | None:
+    """The output where torch's function gives it at once, with a β that is 1 or remembered; None for any other call."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    if is_causal_bias(attn_mask):
+        rule = read_causal_bias(attn_mask, queries, keys, query.device, is_causal=is_causal, aligned=False)
+        if rule is None or not isinstance(rule.slot, int) or rule.slot != 0:
+            return None
+        attn_mask, is_causal = None, True
+    if not _is_torchs_mask(layout, query, key, attn_mask, is_causal):
+        return None
+    if visible is not None:
+        visible = per_row(layout, visible, queries, query.device)
+    if policy.uniform == 1.0:
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    refuse_unknown_length(policy, query, known=visible is not None)
+    if not _is_short(policy, query):
+        return None
+    scale = default_scale(query) if scale is None else scale
+    beta = short_temperature(policy, query, key, attn_mask, is_causal, visible)
+    if isinstance(beta, float):
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
+    # Other devices have a better backend for float16: dispatch decides.
+    if beta is None or (query.device.type != "cpu" and torch_dtype(query) == torch.float16):
+        return None
+    return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _is_short(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
+    """Whether a call in torch's words may need no more than a remembered β."""
+    return isinstance(policy, FormulaPolicy) and policy.uniform is None and query.dim() == 4 and not is_watched()
+
+
+def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether torch's function takes the mask as it is; a mask that cannot be used at all is refused."""
+    if mask is None:
+        return True
+    if is_causal or is_causal_bias(mask):
+        return False
+    check_mask(layout, mask, query.shape[-2], key.shape[-2], query.device)
+    return mask.dim() >= 2 and mask.dtype in (torch.bool, query.dtype, torch.float32)

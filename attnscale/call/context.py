@@ -1,0 +1,166 @@
+"""Which keys each query row may see: causality, cache, window, padding, documents and masks in one description.
+
+Keys live in *slots* 0 … Tk−1. Apart from an explicit mask, every rule restricts a row to an interval of slots, less the
+padded ones; so a row is described by two integers, and nothing of size Tq × Tk exists until a backend asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnscale._util.memory import Memory
+
+# An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
+HIDDEN_BELOW = -1e4
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Context:
+    """A validated description of what the rows of one attention call may see; `lengths.describe` makes it.
+
+    `slot` is the slot of the query tokens themselves: an int where they lie at `slot, slot + 1, …` for every sequence,
+    else a tensor [B|1, Tq]. `first`, `last` are bounds [B|1, Tq] that documents set. `padding` [B|1, Tk] is True where
+    the key is padding, `mask` [B|1, H|1, Tq, Tk] is bool (True: visible) or additive. `positions` and `visible`
+    override the values otherwise derived.
+    """
+
+    queries: int
+    keys: int
+    device: torch.device
+    causal: bool = False
+    slot: int | Tensor = 0
+    window: Window = (None, None)
+    first: Tensor | None = None
+    last: Tensor | None = None
+    padding: Tensor | None = None
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    visible: Tensor | None = None
+
+    @property
+    def left(self) -> int | None:
+        """How many slots before its own a row may see; None: all."""
+        return self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """How many slots after its own a row may see; None: all."""
+        if not self.causal:
+            return self.window[1]
+        return 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True where the rules are known on the host: no padding, documents, mask or per-sequence slots."""
+        return isinstance(self.slot, int) and self.first is None and self.padding is None and self.mask is None
+
+    @property
+    def is_causal_alone(self) -> bool:
+        """True where causality from the first slot on is the only rule."""
+        starts_there = isinstance(self.slot, int) and self.slot == 0
+        nothing_else = self.positions is None and self.visible is None and self.window == (None, None)
+        return self.causal and self.is_plain and starts_there and nothing_else
+
+    def slots(self) -> Tensor:
+        """The slot of each query token, [B|1, Tq]."""
+        if isinstance(self.slot, Tensor):
+            return self.slot
+        return torch.arange(self.slot, self.slot + self.queries, device=self.device)[None]
+
+    def with_own_slots(self, own_keys: bool | None) -> Context:
+        """The same for a listener, which takes `slot` for the place of each row's own key: behind all keys where it has
+        none.
+
+        `own_keys` says whether queries and keys are made of the same tokens. Where that is not known (None), they are
+        if there are as many, or if a rule other than a mask or padding has told where the queries lie.
+        """
+        if self.causal or self.window != (None, None):
+            return self  # rows see by their slots
+        if own_keys is None:
+            told = isinstance(self.slot, Tensor) or self.slot != 0
+            own_keys = told or (self.padding is None and self.mask is None) or self.queries == self.keys
+        return self if own_keys else replace(self, slot=self.keys)
+
+    def key_range(self) -> tuple[int, int]:
+        """Slots outside [start, stop) are invisible to every row; known without asking the device."""
+        start, stop = 0, self.keys
+        if isinstance(self.slot, int):
+            if self.right is not None:
+                stop = max(0, min(stop, self.slot + self.queries + self.right))
+            if self.left is not None:
+                start = min(stop, max(0, self.slot - self.left))
+        return start, stop
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk]; padding is not considered.
+
+        Not to be changed: the layers of a model ask for the same ones.
+        """
+        if self.is_causal_alone and not torch.compiler.is_compiling():
+            return _CAUSAL_BOUNDS.recall((self.queries, self.keys), self.device, self._bounds)
+        return self._bounds()
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        if self.left is None and self.right is None and self.first is not None and self.last is not None:
+            start, stop = self.first, self.last
+        else:
+            slots = self.slots()
+            start = torch.zeros_like(slots) if self.left is None else slots - self.left
+            stop = torch.full_like(slots, self.keys) if self.right is None else slots + self.right + 1
+            if self.first is not None and self.last is not None:
+                start, stop = torch.maximum(start, self.first), torch.minimum(stop, self.last)
+        start = start.clamp(0, self.keys)
+        return start, torch.maximum(start, stop.clamp(0, self.keys))
+
+    def select(self, rows: Tensor) -> Context:
+        """The same for some of the rows [R]."""
+
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.index_select(-1, rows)
+
+        return replace(
+            self,
+            queries=rows.numel(),
+            slot=self.slot.index_select(-1, rows) if isinstance(self.slot, Tensor) else (self.slot + rows)[None],
+            first=pick(self.first),
+            last=pick(self.last),
+            mask=None if self.mask is None else self.mask[:, :, rows],
+            positions=pick(self.positions),
+            visible=pick(self.visible),
+        )
+
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor | None:
+        """Visibility [B|1, H|1, Tq, stop−start] as bool, or None where every row sees every key of that range."""
+        stop = self.keys if stop is None else stop
+        visible: Tensor | None = None
+        if self.left is not None or self.right is not None or self.first is not None:
+            slot = torch.arange(start, stop, device=self.device)
+            low, high = self.bounds()
+            visible = ((slot >= low[..., None]) & (slot < high[..., None]))[:, None]
+        if self.padding is not None:
+            visible = _both(visible, ~self.padding[:, None, None, start:stop])
+        if self.mask is not None:
+            visible = _both(visible, shown(self.mask[..., start:stop]))
+        return visible
+
+
+_CAUSAL_BOUNDS: Memory[tuple[Tensor, Tensor]] = Memory(most=8)
+
+
+def shown(mask: Tensor) -> Tensor:
+    """A mask as bool, True where the key may be seen. A NaN does not hide a key: it has to reach the row."""
+    return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN_BELOW)
+
+
+def hidden(mask: Tensor) -> Tensor:
+    """A mask as bool, True where the key may not be seen."""
+    return ~mask if mask.dtype == torch.bool else mask <= HIDDEN_BELOW
+
+
+def _both(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a & b

@@ -1,0 +1,93 @@
+"""How many keys each query row may see, and where it stands: the n and the positions that policies are called with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnscale._util.checks import check_flag
+from attnscale.call.causal_bias import is_causal_bias
+from attnscale.call.context import Context
+from attnscale.call.layout import Layout
+from attnscale.call.parse import describe
+from attnscale.errors import reject
+
+
+def visible_keys(queries: int, keys: int, *, batch: int = 1, heads: int = 1, **rules: Any) -> Tensor:
+    """n [B|1, H|1, Tq]: how many of `keys` each of `queries` rows may see, as int64.
+
+    The rules are the keywords of `scaled_dot_product_attention`: `is_causal`, `attn_mask`, `window`, `positions`,
+    `key_padding`, `document_ids`, `cu_seqlens`, `cache_offset`. The tensors among them decide the device.
+
+    >>> visible_keys(4, 4, is_causal=True, window=3)
+    tensor([[[1, 2, 3, 3]]])
+    >>> visible_keys(1, 8, is_causal=True, cache_offset=5)
+    tensor([[[6]]])
+    """
+    for name, extent in (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads)):
+        if isinstance(extent, bool) or not isinstance(extent, (int, torch.SymInt)) or extent < 0:
+            reject(name, extent, "an int >= 0")
+    check_flag("is_causal", rules.get("is_causal", False))
+    parts = [part for rule in rules.values() for part in (rule if isinstance(rule, (tuple, list)) else (rule,))]
+    # A causal bias of torch holds no values, so that its device means nothing.
+    tensors = [part for part in parts if isinstance(part, Tensor) and not is_causal_bias(part)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    layout = Layout((batch, heads), True, heads)
+    return count_visible(describe(layout, queries, keys, device, **rules))
+
+
+def count_visible(context: Context) -> Tensor:
+    """n [B|1, H|1, Tq] as int64: what each row may see, counted without waiting for the device."""
+    if context.visible is not None:
+        return context.visible
+    if context.mask is not None:
+        dense = context.dense()
+        if dense is not None:
+            return dense.sum(-1)
+    start, stop = context.bounds()
+    return (_real_keys_before(context, stop) - _real_keys_before(context, start))[:, None]
+
+
+def same_for_every_row(context: Context) -> int | None:
+    """n as a plain int where the host knows that all rows see equally many keys (one-token decoding), else None."""
+    if context.visible is not None or not context.is_plain:
+        return None
+    if context.queries != 1 and (context.left is not None or context.right is not None):
+        return None
+    start, stop = context.key_range()
+    return stop - start
+
+
+def find_positions(context: Context) -> Tensor | None:
+    """Absolute position [B|1, 1, Tq] of each query, or None where it is not known and n − 1 has to serve.
+
+    Known where given, and under causality: the rank of the row's own slot among the real keys of its document. A
+    window shortens n but not this.
+    """
+    if context.positions is not None:
+        return context.positions[:, None]
+    if context.visible is not None or not context.causal:
+        return None
+    if context.mask is not None:
+        # A mask may hide padding, so ranks must be counted through it; without a window that is n itself.
+        return None if context.left is None else count_visible(replace(context, window=(None, None))) - 1
+    own = context.slots()
+    if context.padding is None and context.first is None:
+        return own.clamp(max=max(0, context.keys - 1))[:, None]
+    before = _real_keys_before(context, (own + 1).clamp(0, context.keys))
+    if context.first is not None:
+        before = before - _real_keys_before(context, context.first.clamp(0, context.keys))
+    return (before - 1).clamp(min=0)[:, None]
+
+
+def _real_keys_before(context: Context, slot: Tensor) -> Tensor:
+    """How many unpadded keys lie before each slot, [B|1, Tq]."""
+    if context.padding is None:
+        return slot
+    count = pad((~context.padding).cumsum(-1), (1, 0))  # [B|1, Tk + 1]
+    batch = max(count.shape[0], slot.shape[0])
+    return count.expand(batch, -1).gather(-1, slot.expand(batch, -1))

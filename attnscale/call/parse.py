@@ -1,0 +1,264 @@
+"""From the keywords of an attention call to a checked `Context`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnscale._util.scratch import is_watched
+from attnscale.call.causal_bias import read_causal_bias
+from attnscale.call.context import Context, Window
+from attnscale.call.layout import Layout
+from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
+
+Packing = Tensor | tuple[Tensor, Tensor]
+
+
+def describe(
+    layout: Layout,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    window: int | Window | None = None,
+    positions: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Packing | None = None,
+    cache_offset: int | Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Context:
+    """Check the keywords against the shapes and settle in which slot each query token lies.
+
+    `cache_offset` says it outright. Otherwise packed queries lie where their document puts them, `positions` are looked
+    up among the unpadded keys, and without either the alignment is torch's: query i in slot i. What only the values of
+    a tensor tell (a negative position, edges that decrease) is checked on the CPU; on other devices reading them back
+    would synchronise.
+    """
+    if positions is not None:
+        positions = layout.rows("positions", _integer("positions", positions, device), queries, "0-based, per query")
+        _check_values("positions", positions, (positions < 0).any, "0-based positions, none of them negative")
+    if key_padding is not None:
+        if not isinstance(key_padding, Tensor) or key_padding.dtype != torch.bool:
+            reject_type("key_padding", _kind(key_padding), "a bool tensor, True where the key is padding")
+        _check_device("key_padding", key_padding, device)
+        key_padding = layout.rows("key_padding", key_padding, keys, "True where the key is padding")
+    if visible is not None:
+        visible = per_row(layout, visible, queries, device)
+    if document_ids is not None and cu_seqlens is not None:
+        raise ArgumentError("document_ids and cu_seqlens are not accepted together: they say the same thing")
+    if cu_seqlens is not None:
+        cu_seqlens = _edges(cu_seqlens, queries, keys, device)
+
+    slot: int | Tensor = 0
+    aligned = positions is not None or cache_offset is not None or cu_seqlens is not None or document_ids is not None
+    rule = read_causal_bias(attn_mask, queries, keys, device, is_causal=is_causal, aligned=aligned)
+    if rule is not None:
+        attn_mask, is_causal, slot = rule.mask, rule.is_causal, rule.slot
+    if cache_offset is not None:
+        slot = _offset(layout, cache_offset, queries, device)
+    elif isinstance(cu_seqlens, tuple):
+        slot = _slots_of_packed(*cu_seqlens, queries=queries, device=device)
+    elif positions is not None and document_ids is None and cu_seqlens is None:
+        slot = _slots_of_positions(positions, key_padding)
+    elif (document_ids is not None or cu_seqlens is not None) and queries != keys:
+        reject(
+            "queries, keys", (queries, keys), "equal lengths for packed documents, a cache_offset, or two cu_seqlens"
+        )
+
+    first = last = None
+    if document_ids is not None:
+        ids = layout.rows("document_ids", _integer("document_ids", document_ids, device), keys, "one id per key")
+        first, last = _at(slot, *_runs(ids), queries=queries)
+    elif cu_seqlens is not None:
+        first, last = _documents(cu_seqlens, slot, queries, device)
+
+    return Context(
+        queries=queries,
+        keys=keys,
+        device=device,
+        causal=is_causal,
+        slot=slot,
+        window=_window(window),
+        first=first,
+        last=last,
+        padding=key_padding,
+        mask=None if attn_mask is None else _mask(layout, attn_mask, queries, keys, device),
+        positions=positions,
+        visible=visible,
+    )
+
+
+def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.device) -> None:
+    """Refuse a mask of another type, device or shape than attention takes."""
+    if not isinstance(mask, Tensor):
+        reject_type("attn_mask", mask, "a bool tensor (True: visible) or a floating one (added)")
+    if not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        raise DtypeError(
+            f"attn_mask of {mask.dtype} is not accepted: expected bool (True: visible) or floating (added)"
+        )
+    _check_device("attn_mask", mask, device)
+    layout.check_mask(mask, queries, keys)
+
+
+def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device) -> Tensor:
+    """n as given, [Tq], [B, Tq] or [B, H, Tq], to [B|1, H|1, Tq]."""
+    given = _integer("visible", visible, device)
+    n = given.reshape(1, 1, -1) if given.dim() <= 1 else given[:, None] if given.dim() == 2 else given
+    fits = n.dim() == 3 and n.shape[0] in (1, layout.size) and n.shape[1] in (1, layout.heads)
+    if not fits or n.shape[2] not in (1, queries):
+        full = [layout.size, layout.heads, queries]
+        reject("visible.shape", list(given.shape), f"[Tq], [B, Tq] or [B, H, Tq] that broadcasts to {full}")
+    # A tensor of the full length is used as it is, so that what was made of it can be found again.
+    return n if n.shape[2] == queries else n.expand(n.shape[0], n.shape[1], queries)
+
+
+def _window(window: int | Window | None) -> Window:
+    accepted = "an int >= 1 (keys nearer than that) or (left, right), each an int >= 0 or None"
+    if window is None:
+        return (None, None)
+    if isinstance(window, int) and not isinstance(window, bool):
+        if window < 1:
+            reject("window", window, accepted)
+        return (window - 1, window - 1)
+    if not isinstance(window, tuple) or len(window) != 2:
+        reject_type("window", window, accepted)
+    for extent in window:
+        if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 0):
+            reject("window", window, accepted)
+    return window
+
+
+def _mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.device) -> Tensor:
+    check_mask(layout, mask, queries, keys, device)
+    return layout.mask(mask, queries, keys)
+
+
+def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.device) -> int | Tensor:
+    accepted = "an int >= 0 or an integer tensor [B]: keys in the cache before the first query"
+    if isinstance(offset, Tensor):
+        offset = _integer("cache_offset", offset, device)
+        if offset.numel() not in (1, layout.size):
+            reject("cache_offset", list(offset.shape), accepted)
+        _check_values("cache_offset", offset, (offset < 0).any, accepted)
+        return offset.reshape(-1, 1) + torch.arange(queries, device=device)
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        reject_type("cache_offset", offset, accepted)
+    if offset < 0:
+        reject("cache_offset", offset, accepted)
+    return offset
+
+
+def _slots_of_positions(positions: Tensor, padding: Tensor | None) -> Tensor:
+    """The slot [B|1, Tq] that holds the key of each position: the position itself, moved on by what is padding."""
+    if padding is None:
+        return positions
+    batch = max(positions.shape[0], padding.shape[0])
+    real_keys = (~padding).cumsum(-1).expand(batch, -1).contiguous()  # [B, Tk], up to and including the slot
+    return torch.searchsorted(real_keys, (positions + 1).expand(batch, -1).contiguous())
+
+
+def _slots_of_packed(queries_at: Tensor, keys_at: Tensor, *, queries: int, device: torch.device) -> Tensor:
+    """The queries of a packed document are its last tokens: slot = end of the keys − distance to the queries' end."""
+    token = torch.arange(queries, device=device)
+    document = _document_of(queries_at, token)
+    return (keys_at[1:][document] - queries_at[1:][document] + token)[None]
+
+
+def _documents(packing: Packing, slot: int | Tensor, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last slot [B|1, Tq] of each query's document; tokens behind the last document see nothing."""
+    if isinstance(packing, tuple):
+        queries_at, keys_at = packing
+        token = torch.arange(queries, device=device)[None]
+    else:
+        queries_at = keys_at = packing
+        token = slot if isinstance(slot, Tensor) else torch.arange(slot, slot + queries, device=device)[None]
+    document = _document_of(queries_at, token)
+    first, last = keys_at[:-1][document], keys_at[1:][document]
+    return first, torch.where(token < queries_at[-1], last, first)
+
+
+def _edges(packing: Packing, queries: int, keys: int, device: torch.device) -> Packing:
+    """`cu_seqlens` as int64, checked; a pair where queries and keys are packed differently."""
+    accepted = "an integer tensor [documents + 1] that starts with 0 and increases, or a pair of them"
+    pair = isinstance(packing, (tuple, list))
+    if pair and len(packing) != 2:
+        reject_type("cu_seqlens", packing, accepted)
+    of_queries, of_keys = (_integer("cu_seqlens", x, device) for x in (packing if pair else (packing, packing)))
+    for edges, tokens in ((of_queries, queries), (of_keys, keys)):
+        if edges.dim() != 1 or edges.numel() < 2:
+            reject("cu_seqlens.shape", list(edges.shape), accepted)
+        limit = tokens if pair else keys
+
+        def wrong(edges: Tensor = edges, limit: int = limit) -> Tensor:
+            return (edges[0] != 0) | (edges[-1] > limit) | (edges[1:] < edges[:-1]).any()
+
+        _check_values("cu_seqlens", edges, wrong, f"{accepted}; the last is at most the number of tokens")
+    if of_queries.numel() != of_keys.numel():
+        reject(
+            "cu_seqlens",
+            (list(of_queries.shape), list(of_keys.shape)),
+            "a pair with as many documents of queries as of keys",
+        )
+    return (of_queries, of_keys) if pair else of_keys
+
+
+def _document_of(edges: Tensor, token: Tensor) -> Tensor:
+    inner = edges[1:].contiguous()
+    return torch.searchsorted(inner, token.contiguous(), right=True).clamp(max=inner.numel() - 1)
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """First slot of the run of equal ids that each slot is in, and the slot after its last; both [B|1, Tk]."""
+    keys = ids.shape[-1]
+    slot = torch.arange(keys, device=ids.device).expand_as(ids)
+    changes = ids[:, 1:] != ids[:, :-1]
+    begins = torch.where(pad(changes, (1, 0), value=True), slot, 0)
+    ends = torch.where(pad(changes, (0, 1), value=True), slot + 1, keys)
+    return begins.cummax(-1).values, ends.flip(-1).cummin(-1).values.flip(-1)
+
+
+def _at(slot: int | Tensor, first: Tensor, last: Tensor, *, queries: int) -> tuple[Tensor, Tensor]:
+    """The bounds of the document that each query's slot is in; behind the last key nothing is seen."""
+    keys = first.shape[-1]
+    if isinstance(slot, int):
+        if slot + queries > keys:
+            reject(
+                "cache_offset", slot, f"at most {keys - queries}: {queries} queries among {keys} keys with document_ids"
+            )
+        return first[:, slot : slot + queries], last[:, slot : slot + queries]
+    batch = max(slot.shape[0], first.shape[0])
+    index = slot.clamp(0, max(0, keys - 1)).expand(batch, -1)
+    begin, end = (bound.expand(batch, -1).gather(-1, index) for bound in (first, last))
+    return begin, torch.where(slot < keys, end, begin)
+
+
+def _integer(argument: str, value: object, device: torch.device) -> Tensor:
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype.is_floating_point
+        or value.dtype.is_complex
+        or value.dtype == torch.bool
+    ):
+        reject_type(argument, _kind(value), "an integer tensor")
+    _check_device(argument, value, device)
+    return value.to(torch.int64)
+
+
+def _check_device(argument: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        reject(f"{argument}.device", str(value.device), f"that of the query, {device}", TensorError)
+
+
+def _check_values(argument: str, value: Tensor, wrong: Callable[[], Tensor], accepted: str) -> None:
+    if value.device.type == "cpu" and not is_watched() and bool(wrong()):
+        reject(argument, value.tolist(), accepted)
+
+
+def _kind(value: object) -> object:
+    return value.dtype if isinstance(value, Tensor) else value

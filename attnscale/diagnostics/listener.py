@@ -1,0 +1,228 @@
+"""What one attention layer has shown since the last report: the listener at its tap."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from attnscale._util.uncopied import Uncopied
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.tap import Heard
+from attnscale.diagnostics.deferred import Look, Looks, see
+from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.padding_rows import blank, without_padding
+from attnscale.diagnostics.recomputed_calls import UNKNOWN, Origins
+from attnscale.diagnostics.records.spread import salt_of
+from attnscale.diagnostics.records.tally import Tally
+from attnscale.diagnostics.tensor_identity import Same
+from attnscale.statistics import sample_rows
+from attnscale.statistics.rows.quantities import AGAIN_COLUMNS, again_quantities
+from attnscale.statistics.rows.row_sums import look, look_back
+
+# Calls that wait for a backward; of more, the first are forgotten.
+UNANSWERED = 64
+# Numbers of calls that are held apart because they may turn out to be of training.
+UNDECIDED = 2**18
+# Numbers of a gradient whose norms are taken at a time: they may have to be widened.
+NUMBERS = 2**20
+
+
+class LayerListener(Uncopied):
+    """Collects the rows of a layer's calls, over micro-batches and however many calls there are.
+
+    A call belongs to training if gradients were enabled and the module was in training mode, or if backward has come
+    to it: that of a reentrant checkpoint runs without gradients. All others are evaluation, and told only where there
+    was no training. Where asked for, rows of the last call are captured, for a look at what raised an alert.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: int | None,
+        capture: bool = False,
+        looks: Looks | None = None,
+        module: nn.Module | None = None,
+        notices: Notices | None = None,
+    ) -> None:
+        self.name = name
+        self.rows = rows
+        self.capture = capture
+        self.looks = looks  # those of the whole model
+        self._module = module
+        self._notices = Notices() if notices is None else notices
+        self.listening = False
+        self.seed = 0  # of the rows that are sampled: the same in all processes
+        self.rank = 0
+        self._number = 0  # of the last call: never given again, so that a late backward finds no other call
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was heard."""
+        self.failed = False
+        self.training, self.evaluation = Tally(), Tally()
+        self._unanswered: OrderedDict[int, Look] = OrderedDict()  # by number, those whose backward may still come
+        self._origins = Origins(UNANSWERED)
+        self.captured: dict[str, Tensor] = {}
+        self._captured_rank = 0
+        self._padding_rows: Tensor | None = None  # of the call whose backward was told last
+
+    def tally(self) -> Tally:
+        """What is told: of training if there was any."""
+        for one in self._unanswered.values():
+            self._decide(one, self.evaluation)
+        if self.training.pending.has_backward and not self.training.pending.has_forward:
+            # Backward came to calls that could not be told from evaluation: a model trained in evaluation mode.
+            self.training.absorb(self.evaluation)
+        return self.training if self.training.heard else self.evaluation
+
+    def begin(self, graph: bool) -> int:
+        """The number of a call, or of the one that a checkpoint makes again inside backward."""
+        if torch._C._current_graph_task_id() != -1:
+            return self._origins.repeated(graph)
+        self._number += 1
+        return self._number
+
+    def forward(self, heard: Heard, number: int) -> None:
+        """Look at the sampled rows of a call."""
+        if _is_empty(heard.call):
+            return
+        trained = self._module is None or self._module.training
+        answerable = (trained or heard.graph) and number != UNKNOWN
+        tally = self.training if trained and heard.graph else Tally() if answerable else self.evaluation
+        rows = self._sampled(heard.call)
+        call = without_padding(heard.call)[0].select(rows)
+        tally.note(broken_row=_first_broken(heard.out))
+        salt = salt_of(self.seed, self.rank, number)
+        sources = Same(*_sources(heard.call))
+        one = Look(self, call, heard.out.index_select(2, rows), sources, tally, salt, answerable)
+        if answerable:
+            self._remember(one, number, heard.graph)
+        if heard.lasting and self.looks is not None:
+            self.looks.add(one)
+        else:
+            see([one])
+        if self.capture and answerable + (tally is self.training) >= self._captured_rank:
+            self._captured_rank = answerable + (tally is self.training)  # evaluation does not replace training
+            slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
+            key = heard.call.key[:, :, slots]
+            self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
+
+    def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
+        """Look at the same rows as backward sees them.
+
+        What is of the same tensors as in forward need not be computed again to be known.
+        """
+        if _is_empty(call):
+            return
+        rows = self._sampled(call)
+        upstream = gradient.index_select(2, rows)
+        call, self._padding_rows = without_padding(call)
+        self.training.note(output_gradient=_squares(blank(gradient, self._padding_rows)))
+        self._origins.answered(number)
+        one = self._unanswered.pop(number, None)  # None where backward comes once more, too
+        if one is None:
+            self._look_again(call.select(rows), upstream, None)
+            return
+        self._decide(one, self.training)
+        if not one.sources.are(*_sources(call)):
+            self._look_again(call.select(rows), upstream, one)
+            return
+        self.training.note(mismatch=torch.zeros(gradient.shape[1], device=gradient.device))
+        if one.waits and self.looks is not None:
+            self.looks.answer(one, upstream)
+        elif (seen := one.sums()) is not None:
+            self.training.pending.add_backward(seen, look_back(call.select(rows), upstream, seen), one.salt)
+
+    def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Squared norms per query head; a key head that several share is divided among them."""
+        if 0 in (*query.shape[:3], *key.shape[:3]):
+            return
+        group = query.shape[1] // key.shape[1]
+        of_query, of_key, of_value = (_squares(x) for x in (blank(query, self._padding_rows), key, value))
+        if group > 1:
+            of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
+        self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
+
+    def skip(self, call: AttentionCall, reason: str) -> None:
+        """Count a call that cannot be listened to, and say why, once."""
+        self._notices.add(reason, f"{self.name} was not listened to in a call: {reason}")
+        self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
+
+    def give_up(self, error: Exception) -> None:
+        """Hear no more until the next report."""
+        self.failed = True
+        self._notices.add_error(f"a listener failed and hears no more of this step, that of {self.name}", error)
+
+    def _remember(self, one: Look, number: int, graph: bool) -> None:
+        """Keep a call for its backward; those that give way are of evaluation, unless it is known that they are not."""
+        self._unanswered[number] = one
+        if not graph:
+            self._origins.add(number)
+        held = sum(
+            other.tally.pending.numbers for other in self._unanswered.values() if other.tally is not self.training
+        )
+        while len(self._unanswered) > UNANSWERED or (held > UNDECIDED and len(self._unanswered) > 1):
+            _, first = self._unanswered.popitem(last=False)
+            held -= first.tally.pending.numbers if first.tally is not self.training else 0
+            self._decide(first, self.evaluation)
+
+    def _decide(self, one: Look, tally: Tally) -> None:
+        """A call that was held apart belongs to training, or to evaluation."""
+        if one.tally is not self.training and one.tally is not self.evaluation:
+            tally.absorb(one.tally)
+            one.tally = tally
+
+    def _look_again(self, call: AttentionCall, upstream: Tensor, one: Look | None) -> None:
+        """At rows that were recomputed, or never seen; by how much they differ, if they were."""
+        sums, gradients = look([call], [upstream])
+        again = sums[0, ..., :AGAIN_COLUMNS]
+        if one is None:
+            self._number += 1  # rows of their own, as far as is known
+        salt = salt_of(self.seed, self.rank, self._number) if one is None else one.salt
+        if gradients is not None:
+            self.training.pending.add_backward(again, gradients[0], salt)
+        if one is not None and (seen := one.sums()) is not None:
+            difference = (again_quantities(again) - again_quantities(seen)).abs()
+            self.training.note(mismatch=difference.nan_to_num().amax((0, 1, 3)))
+
+    def _sampled(self, call: AttentionCall) -> Tensor:
+        queries, device = call.query.shape[2], call.query.device
+        return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
+
+
+def _is_empty(call: AttentionCall) -> bool:
+    """Whether there is no row that sees anything: no sequence, head, query or key."""
+    return 0 in (*call.query.shape[:3], call.key.shape[2])
+
+
+def _sources(call: AttentionCall) -> list[Tensor]:
+    """What scores and logits are made of."""
+    mask = call.context.mask
+    return [call.query, call.key, call.row_beta(), *([] if mask is None else [mask])]
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
+    rows = max(1, NUMBERS // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    return reduce(torch.add, (_squares_of(part) for part in torch.split(x, rows, dim=2)))
+
+
+def _squares_of(x: Tensor) -> Tensor:
+    # In the order of memory, where projections leave heads side by side: that is twice as fast.
+    beside = x.stride(1) < x.stride(2)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x.transpose(1, 2) if beside else x, dim=-1, dtype=wide)
+    return norms.square_().sum((0, 1) if beside else (0, 2))
+
+
+def _first_broken(out: Tensor) -> Tensor:
+    """Per head the first row that holds a NaN or an infinity, −1 if none."""
+    # As always but once. On other devices, reading the sum back would synchronise.
+    if out.device.type == "cpu" and math.isfinite(float(out.sum())):
+        return torch.full(out.shape[1:2], -1)
+    broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]
+    return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)

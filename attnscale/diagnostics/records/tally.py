@@ -1,0 +1,122 @@
+"""What calls of one layer have shown together: quantities of their rows, and what a head has one of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnscale._util.uncopied import Uncopied
+from attnscale.diagnostics.records.pending import Pending
+from attnscale.diagnostics.records.spread import Spread
+from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
+
+# One number per head: sums over calls, and for the last two the largest.
+SUMS = (
+    "angle_in",
+    "angle_out",
+    "query_gradient",
+    "key_gradient",
+    "value_gradient",
+    "output_gradient",
+    "skipped_calls",
+)
+LARGEST = ("mismatch", "broken_row")
+
+# Numbers of calls that are kept apart before they are added up.
+APART = 64
+
+
+class Tally(Uncopied):
+    """The sums of any number of calls, on the layer's device: nothing waits for it until they are asked for."""
+
+    def __init__(self) -> None:
+        self.pending = Pending()
+        self.heads, self.device = 0, torch.device("cpu")
+        self._noted: dict[str, list[Tensor]] = {}  # each [H]
+
+    @property
+    def heard(self) -> bool:
+        """Whether there was any call."""
+        return self.heads > 0
+
+    def note(self, **numbers: Tensor) -> None:
+        """Add what a head has one of, [H]."""
+        for name, value in numbers.items():
+            self.heads, self.device = value.shape[0], value.device
+            noted = self._noted.setdefault(name, [])
+            noted.append(value.to(torch.float32))
+            if len(noted) > APART:
+                self._noted[name] = [self.scalar(name)]
+
+    def absorb(self, other: Tally) -> None:
+        """Take over what another one holds; it is empty then."""
+        self.pending.absorb(other.pending)
+        for name, values in other._noted.items():
+            for value in values:
+                self.note(**{name: value})
+        if other.heard:
+            self.heads, self.device = other.heads, other.device
+        other.heads, other._noted = 0, {}
+
+    def scalar(self, name: str) -> Tensor:
+        """What a head has one of, of all calls together, [H]."""
+        noted = self._noted.get(name)
+        if not noted:
+            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
+        if len(noted) == 1:
+            return noted[0]
+        together = torch.stack(noted)
+        return together.sum(0) if name in SUMS else together.amax(0)
+
+    @property
+    def width(self) -> int:
+        """How many rows are kept for the quantiles."""
+        spreads = (self.pending.forward, self.pending.backward)
+        return max((spread.keys.shape[0] for spread in spreads if spread is not None), default=0)
+
+    def spreads(self) -> tuple[Spread, Spread]:
+        """Of the quantities of forward and backward, with nothing in it where nothing was heard."""
+        forward, backward = self.pending.forward, self.pending.backward
+        return (
+            self._no_rows(FORWARD) if forward is None else forward,
+            self._no_rows(BACKWARD) if backward is None else backward,
+        )
+
+    def _no_rows(self, names: Sequence[str]) -> Spread:
+        keys = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return Spread.of(torch.full((len(names), self.heads, 1), math.nan, device=self.device), keys)
+
+
+def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:
+    """What each holds as a tensor [H, width(sample)] on the CPU, of a shape that does not depend on what it was."""
+    by_device: dict[torch.device, list[Tally]] = {}
+    for tally in tallies:
+        by_device.setdefault(tally.device, []).append(tally)
+    packed: dict[int, Tensor] = {}
+    for group in by_device.values():  # each of which the host waits for once
+        parts = torch.split(_pack(group, sample).cpu(), [tally.heads for tally in group])
+        packed |= zip(map(id, group), parts, strict=True)
+    return [packed[id(tally)] for tally in tallies]
+
+
+def width(sample: int) -> int:
+    """How many numbers a packed head has."""
+    return (len(FORWARD) + len(BACKWARD)) * (4 + sample) + len(SUMS) + len(LARGEST)
+
+
+def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
+    """Flat spreads [P, Q, H, 4 + sample], and scalars [SUMS + LARGEST, H] of all, from [P, H, width(sample)]."""
+    quantities = len(FORWARD) + len(BACKWARD)
+    rows, sums, largest = torch.split(packed, [quantities * (4 + sample), len(SUMS), len(LARGEST)], dim=-1)
+    flats = rows.reshape(*rows.shape[:2], quantities, 4 + sample).movedim(2, 1)
+    return flats, torch.cat([sums.sum(0), largest.amax(0)], dim=-1).T
+
+
+def _pack(tallies: Sequence[Tally], sample: int) -> Tensor:
+    phases = zip(*(tally.spreads() for tally in tallies), strict=True)
+    rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
+    scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in tallies])
+    return torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)

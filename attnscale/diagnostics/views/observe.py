@@ -1,0 +1,156 @@
+"""One look at a model, in a notebook: what its attention did inside a `with` block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from attnscale._util.optional import need
+from attnscale.diagnostics.monitor import Monitor
+from attnscale.diagnostics.records.record import Record
+from attnscale.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from attnscale.diagnostics.views.display import Grid
+
+# What only shows results is imported where it does: `import attnscale` brings this file along for `observe`.
+
+
+class Inspection:
+    """What was seen: `records`, one per layer and head, empty until the block ends. Prints as a table."""
+
+    def __init__(self) -> None:
+        self.records: Sequence[Record] = ()
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row per (layer, head) and columns such as `forward/w_max/mean` and `gain`.
+
+        `frame["forward/w_max/mean"].unstack()` is layer × head.
+        """
+        from attnscale.diagnostics.records.flatten import PREFIX, flatten
+
+        pandas = need("pandas", "to_pandas", "report")
+        rows = []
+        for record in self.records:
+            start = f"{PREFIX}/{record.layer}/h{record.head}/"
+            numbers = {name.removeprefix(start): value for name, value in flatten([record]).items()}
+            visible = record.forward.get("visible")
+            rows.append({"layer": record.layer, "head": record.head, **numbers, "rows": visible.rows if visible else 0})
+        columns = None if rows else ["layer", "head"]
+        return pandas.DataFrame(rows, columns=columns).set_index(["layer", "head"])
+
+    def plot(self) -> Any:
+        """A matplotlib figure with a heat map of layer × head for each main quantity."""
+        from attnscale.diagnostics.views.heatmap import COLOURS, NOTHING
+
+        # Unused here, but a notebook only shows figures once pyplot has been imported.
+        need("matplotlib.pyplot", "plot", "report")
+        figures, colours = need("matplotlib.figure", "plot", "report"), need("matplotlib.colors", "plot", "report")
+        grids = self._grids()
+        if not grids:
+            raise ArgumentError("records=() is not accepted: expected a model that was called inside the block")
+        palette = colours.LinearSegmentedColormap.from_list("attn", [[x / 255 for x in c] for c in COLOURS])
+        palette = palette.with_extremes(bad=[x / 255 for x in NOTHING])
+        columns = min(len(grids), 4)
+        lines = -(-len(grids) // columns)
+        layers, heads = len(grids[0].layers), len(grids[0].values[0])
+        size = (columns * (1.9 + min(0.25 * heads, 4)), lines * (1.1 + min(0.25 * layers, 8)))
+        figure = figures.Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
+        for index, axis in enumerate(axes.flat):
+            if index >= len(grids):
+                axis.remove()
+                continue
+            grid = grids[index]
+            low, high = grid.scale()
+            logarithmic = grid.quantity.log and 0 < low < high
+            norm = (colours.LogNorm if logarithmic else colours.Normalize)(low, high)
+            image = axis.imshow(grid.values, norm=norm, cmap=palette, aspect="auto", interpolation="nearest")
+            axis.set_title(grid.quantity.title, fontsize=10)
+            axis.set_yticks(range(layers), grid.layers, fontsize=8)
+            axis.set_xlabel("head", fontsize=8)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.tick_params(labelsize=8)
+            figure.colorbar(image, ax=axis).ax.tick_params(labelsize=8)
+        return figure
+
+    def __str__(self) -> str:
+        lines = [["layer", "head", *(grid.quantity.title for grid in self._grids())]]
+        lines += [[layer, str(head), *map(_short, numbers)] for layer, head, numbers, _ in self._lines()]
+        if len(lines) == 1:
+            return "nothing was seen: the model has not been called, or the block has not ended"
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        return "\n".join(
+            "  ".join(
+                text.ljust(width) if column == 0 else text.rjust(width)
+                for column, (text, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        )
+
+    def __repr__(self) -> str:
+        return f"<Inspection of {len(self.records)} heads>"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        if not self.records:
+            return f"<p>{escape(str(self))}</p>"
+        titles = ["layer", "head", *(grid.quantity.title for grid in self._grids())]
+        lines = ["<tr>" + "".join(f"<th>{escape(title)}</th>" for title in titles) + "</tr>"]
+        for layer, head, numbers, shares in self._lines():
+            cells = "".join(_cell(number, share) for number, share in zip(numbers, shares, strict=True))
+            lines.append(f"<tr><td>{escape(layer)}</td><td>{head}</td>{cells}</tr>")
+        return f"<table>{''.join(lines)}</table>"
+
+    def _grids(self) -> list[Grid]:
+        from attnscale.diagnostics.views.display import MAIN, grid_of
+
+        return [grid for quantity in MAIN if (grid := grid_of(self.records, quantity)) is not None]
+
+    def _lines(self) -> Iterator[tuple[str, int, list[float], list[float]]]:
+        """Layer, head, and of each main quantity its value and its place on the scale."""
+        grids = [(grid, grid.shares()) for grid in self._grids()]
+        for record in self.records:
+            row = grids[0][0].layers.index(record.layer)
+            numbers = [grid.values[row][record.head] for grid, _ in grids]
+            yield record.layer, record.head, numbers, [shares[row][record.head] for _, shares in grids]
+
+
+@contextmanager
+def observe(model: nn.Module, rows: int | None = None) -> Iterator[Inspection]:
+    """Look at every attention of a model while a block runs; a backward inside is seen too.
+
+    `rows` looks at so many sampled rows of each call instead of all. The model is left as it was.
+
+    >>> import torch, attnscale
+    >>> model = attnscale.MultiheadAttention(16, 2, batch_first=True)
+    >>> x = torch.randn(1, 8, 16)
+    >>> with attnscale.observe(model) as record:
+    ...     output, _ = model(x, x, x, need_weights=False)
+    >>> [(seen.layer, seen.head, seen.forward["visible"].max) for seen in record.records]
+    [('MultiheadAttention', 0, 8.0), ('MultiheadAttention', 1, 8.0)]
+    """
+    inspection = Inspection()
+    with Monitor(model, every=1, rows=rows, alerts=None) as monitor:
+        yield inspection
+        inspection.records = tuple(monitor.step(0))
+
+
+def _short(x: float) -> str:
+    return "" if math.isnan(x) else f"{x:.4g}"
+
+
+def _cell(number: float, share: float) -> str:
+    if math.isnan(number):
+        return "<td></td>"
+    from attnscale.diagnostics.views.heatmap import colour
+
+    red, green, blue = colour(share)
+    ink = "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
+    style = f"background:#{red:02x}{green:02x}{blue:02x};color:{ink};text-align:right"
+    return f'<td style="{style}">{_short(number)}</td>'

@@ -1,0 +1,45 @@
+"""β is remembered for plain calls, and never where it may have changed."""
+
+import pytest
+import torch
+from catalogue import ARGUMENTS, build
+from oracle import tensors
+
+from attnscale import LengthPolicy, build_policy, scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_calls_equal_the_same_call_with_its_rules_spelt_out(name, causal):
+    q, k, v = tensors((2, 4, 9, 16), (2, 4, 12, 16))
+    policy = build(name)
+    for _ in range(2):
+        plain = scaled_dot_product_attention(q, k, v, is_causal=causal, policy=policy)
+        spelt = scaled_dot_product_attention(q, k, v, is_causal=causal, policy=policy, cache_offset=0)
+        torch.testing.assert_close(plain, spelt, rtol=1e-12, atol=1e-12)
+
+
+def test_a_policy_with_a_state_of_its_own_is_asked_each_time():
+    class Annealed(LengthPolicy):
+        name = "annealed"
+        step = 0
+
+        def formula(self, n, position):
+            self.step += 1
+            return torch.full_like(n, self.step, dtype=torch.float32)
+
+    q, k, v = tensors((1, 2, 9, 8), (1, 2, 9, 8))
+    policy = Annealed()
+    policy.step = 0
+    outputs = [scaled_dot_product_attention(q, k, v, is_causal=True, policy=policy) for _ in range(3)]
+    assert policy.step == 3
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_memory_is_bounded():
+    from attnscale.policies.temperature import _BETAS
+
+    for length in range(2, 80):
+        q, k, v = tensors((1, 1, length, 8), (1, 1, length, 8))
+        scaled_dot_product_attention(q, k, v, is_causal=True, policy=build_policy("log", gamma=length / 8))
+    assert len(_BETAS) <= 64
