@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 
 # Tensors with more elements are made afresh: the attention that uses them takes so long that this does not show.
 MOST_ELEMENTS = 2**18

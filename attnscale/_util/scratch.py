@@ -7,18 +7,14 @@ buffers a thread serve every call.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+
+from attnscale._util import state
+from attnscale._util.tracing import is_watched
 
 # What is larger is made afresh: attention over it takes so long that this does not show.
 MOST_BYTES = 32 * 2**20
-
-_kept = threading.local()
 
 
 def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
@@ -28,7 +24,7 @@ def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Ten
         size *= extent
     if size > MOST_BYTES or like.device.type != "cpu" or is_watched():
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    buffers = _kept.__dict__
+    buffers = state.SCRATCH.__dict__
     key = (shape, like.dtype, torch.is_inference_mode_enabled())
     found = buffers.get(purpose)
     if found is None or found[0] != key:
@@ -39,7 +35,7 @@ def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Ten
 
 def forget() -> None:
     """Give back what this thread has kept."""
-    _kept.__dict__.clear()
+    state.SCRATCH.__dict__.clear()
 
 
 def multiply(x: Tensor, factor: Tensor) -> Tensor:
@@ -48,24 +44,3 @@ def multiply(x: Tensor, factor: Tensor) -> Tensor:
         product = x * factor
         return product if product.dtype == x.dtype else product.to(x.dtype)
     return torch.mul(x, factor, out=room("product", x.shape, x))
-
-
-def is_watched() -> bool:
-    """Whether something stands between us and the kernels, so that tensors made now are not what they are elsewhere.
-
-    That is torch.compile, `torch.jit.trace`, a dispatch mode (FakeTensorMode, make_fx), a functional transform,
-    forward-mode differentiation (dual numbers have no part in what is written with `out=`), or a function mode. A
-    default device, which torch sets by a function mode too, is not: whoever keeps a tensor names the device of it.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-        or (torch._C._len_torch_function_stack() > 0 and not _only_default_devices())
-    )
-
-
-def _only_default_devices() -> bool:
-    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics

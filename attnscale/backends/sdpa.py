@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale._util.scratch import is_watched, multiply
+from attnscale._util.scratch import multiply
+from attnscale._util.tracing import is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 

@@ -7,7 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.backends.sdpa import attend, attend_by_row, torch_dtype
 from attnscale.call.causal_bias import is_causal_bias, read_causal_bias
 from attnscale.call.layout import Layout

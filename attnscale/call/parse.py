@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.call.causal_bias import read_causal_bias
 from attnscale.call.context import Context, Window
 from attnscale.call.layout import Layout

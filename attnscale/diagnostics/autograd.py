@@ -18,7 +18,7 @@ from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 from torch.autograd import Function, forward_ad
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context
 from attnscale.call.tap import Heard, Listener, Tap

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.call.context import shown
 from attnscale.policies.temperature import mark_counted
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util.memory import Memory
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.backends.prepass import adaptive_temperature
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context

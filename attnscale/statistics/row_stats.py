@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnscale._util.checks import check_broadcasts, check_scores, read_number
 from attnscale._util.memory import Memory
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.statistics.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attnscale._util.scratch import is_watched
+from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.backends.blockwise.gaps import add_gaps
 from attnscale.backends.blockwise.logits import leaves_of, logit_tile, logit_tile_backward

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale._util.scratch import is_watched, room
+from attnscale._util.scratch import room
+from attnscale._util.tracing import is_watched
 from attnscale.backends.blockwise.tiles import HIDDEN, mask_of
 from attnscale.call.context import shown
 from attnscale.statistics.rows.stacked_calls import Block, Stack
