@@ -272,4 +272,4 @@ def _call(
     context = Context(
         query.shape[2], key.shape[2], query.device, causal, place, (left, right), first, last, padding, mask
     )
-    return AttentionCall(query, key, value, context, beta, scale, 0.0, softcap, sinks)
+    return AttentionCall(query, key, value, context, scale, 0.0, softcap, sinks, beta=beta)
