@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
-from attnscale.policies.base import LengthPolicy, Policy, check_length
+from attnscale.policies.base import LengthPolicy, Policy, length
 
 
 class Run(NamedTuple):
@@ -41,12 +41,11 @@ class PerHead(LengthPolicy):
     name = "per_head"
     uses_position = True
     build_part: ClassVar[Callable[[Any, int], Policy]]  # set by `policies.build`, which knows all policies by name
-    num_heads: int
+    num_heads: int = length(least=1)
     default: Any = "constant"
     heads: Mapping[str, Any]
 
     def validate(self) -> None:
-        check_length("num_heads", self.num_heads, least=1)
         if not isinstance(self.heads, Mapping):
             reject_type("heads", self.heads, "a mapping of ranges such as '0-3' to policies")
         if not isinstance(self.default, (str, Mapping)):
