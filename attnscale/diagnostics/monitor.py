@@ -87,6 +87,7 @@ class Monitor:
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
+        from attnscale.diagnostics.autograd import run_reported
         from attnscale.diagnostics.deferred import Looks
         from attnscale.diagnostics.discovery import open_attention
         from attnscale.diagnostics.listener import LayerListener
@@ -108,7 +109,7 @@ class Monitor:
             path: LayerListener(path, rows, dump is not None, self._looks, modules.get(path, module), self._notices)
             for path, module in found.items()
         }
-        self._tapped = [(module, Tap(self.layers[path])) for path, module in found.items()]
+        self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
         for module, tap in self._tapped:
             tap.attach(module)
         self._listen(True, 0)
