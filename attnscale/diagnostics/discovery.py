@@ -8,20 +8,18 @@ from contextlib import ExitStack
 
 from torch import nn
 
+from attnscale._util import state
 from attnscale.errors import ArgumentError, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 Finder = Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
 Opener = Callable[[nn.Module, ExitStack], Mapping[str, nn.Module]]
 
-_FINDERS: list[Finder] = []
-_OPENERS: list[Opener] = []
-
 
 def add_finder(finder: Finder) -> None:
     """Let `find_attention` know of another kind: a finder yields paths and modules that have a `tap` and use it."""
-    if finder not in _FINDERS:
-        _FINDERS.append(finder)
+    if finder not in state.FINDERS:
+        state.FINDERS.append(finder)
 
 
 def add_opener(opener: Opener) -> None:
@@ -30,8 +28,8 @@ def add_opener(opener: Opener) -> None:
     An opener is asked where a model has no attention of attnscale's. It returns paths and modules as finders do,
     nothing where the model is none of its kind, and raises where it is one that it cannot help.
     """
-    if opener not in _OPENERS:
-        _OPENERS.append(opener)
+    if opener not in state.OPENERS:
+        state.OPENERS.append(opener)
 
 
 def find_attention(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,7 +43,7 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
 def open_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
     """The same, also of models that must be changed for it, until `undo` is closed."""
     found = _find(model)
-    for opener in _OPENERS:
+    for opener in state.OPENERS:
         if not found:
             found = dict(opener(model, undo))
     if not found:
@@ -59,7 +57,7 @@ def _find(model: nn.Module) -> dict[str, nn.Module]:
     if _is_of_transformers(model):
         importlib.import_module("attnscale.hf")  # which adds its finders; most programs have no use for it
     found: dict[str, nn.Module] = {}
-    for finder in (_ours, *_FINDERS):
+    for finder in (_ours, *state.FINDERS):
         for path, module in finder(model):
             if all(module is not other for other in found.values()):
                 found[path] = module

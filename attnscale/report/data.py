@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale.diagnostics.records.jsonl import read_jsonl
 from attnscale.diagnostics.records.record import Alert, Record
-from attnscale.diagnostics.sinks.jsonl import read_jsonl
 from attnscale.errors import ArgumentError, reject
 
 STATISTICS = ("mean", "p10", "p50", "p90", "min", "max")

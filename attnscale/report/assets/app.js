@@ -253,7 +253,7 @@ function drawOverSteps(chart, name, series) {
 
 // Some air above and below lines, but none beyond what a quantity can be.
 function padded(name, { low, high, log }) {
-  if (UNIT.has(name)) return { low, high, log };
+  if (SHARES.has(name)) return { low, high, log };
   if (log) return { low: low / 1.2, high: high * 1.2, log };
   const air = (high - low) * 0.05;
   return { low: low >= 0 ? Math.max(0, low - air) : low - air, high: high + air, log };
@@ -261,14 +261,13 @@ function padded(name, { low, high, log }) {
 
 function drawBoth(pairs, mismatch) {
   const column = columnOf(state.layer, state.head), { name, heads } = run.layers[state.layer];
-  const titles = [["w_max", "w_max"], ["entropy", "entropy, nats"], [state.gap, `N(${state.gap.replace("gap_count_", "")}), keys near the best`]];
-  titles.forEach(([quantity, text], index) => {
+  ["w_max", "entropy", state.gap].forEach((quantity, index) => {
     const [forward, backward] = pairs[index], series = [];
     if (forward) series.push({ label: "forward", legend: "forward", values: overSteps(forward, column), colour: variable("--accent") });
     if (backward) {
       series.push({ label: "backward", legend: "backward", values: overSteps(backward, column), colour: variable("--second"), dash: "5 4" });
     }
-    both[index].heading.textContent = text;
+    both[index].heading.textContent = (run.quantities.find(({ name }) => name === quantity) || { title: quantity }).title;
     drawOverSteps(both[index].plot, quantity, series);
   });
   both[3].heading.textContent = "largest difference of a row";
@@ -356,6 +355,7 @@ function drawAlerts() {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = alert.kind;
+    button.title = run.meanings[alert.kind].explanation;
     line.cells[0].append(button);
     line.addEventListener("click", () => goTo(alert));
     return line;
@@ -364,16 +364,10 @@ function drawAlerts() {
   by("more").textContent = `show more (${Math.max(0, chosen.length - alertsShown)} left)`;
 }
 
-// What an alert was about, in the head where it was raised.
-const ABOUT = {
-  collapsed: "forward.w_max", diffuse: "forward.relative_entropy", noise: "forward.prominence", exploding: "forward.max_logit",
-  vanishing: "scalar.gain", mismatch: "scalar.mismatch", broken: "scalar.broken_row",
-};
-
 function goTo({ kind, layer, head, first }) {
   const place = run.layers.findIndex(({ name }) => name === layer), changes = { step: nearestStep(first) };
   if (place >= 0) Object.assign(changes, { layer: place, head: Math.max(0, run.layers[place].heads.indexOf(head)) });
-  const quantity = run.quantities.find((one) => quantityKey(one) === ABOUT[kind]);
+  const quantity = run.quantities.find((one) => quantityKey(one) === run.meanings[kind].quantity);
   if (quantity) changes.quantity = quantity;
   choose(changes);
   by("controls").scrollIntoView({ block: "start" });
@@ -381,10 +375,9 @@ function goTo({ kind, layer, head, first }) {
 
 // --- controls
 
-function option(value, text) {
+function option(value, text, title = "") {
   const made = document.createElement("option");
-  made.value = value;
-  made.textContent = text;
+  Object.assign(made, { value, title, textContent: text });
   return made;
 }
 
@@ -414,7 +407,7 @@ function setUp() {
   for (const [phase, text] of Object.entries(PHASES)) {
     const group = document.createElement("optgroup");
     group.label = text;
-    group.append(...run.quantities.filter((one) => one.phase === phase).map((one) => option(quantityKey(one), nameOf(one))));
+    group.append(...run.quantities.filter((one) => one.phase === phase).map((one) => option(quantityKey(one), nameOf(one), one.explanation)));
     if (group.children.length) by("quantity").append(group);
   }
   by("step").max = run.steps.length - 1;
