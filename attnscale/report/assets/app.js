@@ -32,7 +32,7 @@ const both = ["w_max", "entropy", "gap", "mismatch"].map((name) => titled(by("bo
 const gainDots = titled(by("gain"), "gain-layers", (host) => new Chart(host, "gain by layer", 240));
 const gainMap = titled(by("gain"), "gain-steps", (host) => new HeatMap(host, "gain, layer by step"));
 
-// A plot with a heading of its own.
+// A plot with a heading.
 function titled(host, id, make) {
   const box = document.createElement("div"), heading = document.createElement("h3"), inner = document.createElement("div");
   box.id = `plot-${id}`;
@@ -58,7 +58,7 @@ function readAddress() {
     range: ["run", "step"], lines: ["head", "heads", "layers"], gap: gaps.map(({ name }) => name), theme: THEMES,
     kind: ["", ...run.kinds], table: ["", "open"],
   })) if (values.includes(given.get(name))) state[name] = given.get(name);
-  settle();
+  correctSelection();
 }
 
 function writeAddress() {
@@ -68,7 +68,7 @@ function writeAddress() {
   try {
     history.replaceState(null, "", `#${parts}`);
   } catch {
-    // A page inside another may have no address of its own; it works without.
+    // In an embedded page the address may be read-only.
   }
 }
 
@@ -80,8 +80,8 @@ function nearestStep(wanted) {
   return best;
 }
 
-// A statistic and a head that exist.
-function settle() {
+// Replace a statistic or head that does not exist.
+function correctSelection() {
   const has = statisticsOf(state.quantity);
   if (!has.includes(state.statistic)) state.statistic = has[0];
   state.head = Math.min(state.head, run.layers[state.layer].heads.length - 1);
@@ -93,12 +93,12 @@ function statisticsOf({ phase, name }) {
 
 function choose(changes) {
   Object.assign(state, changes);
-  settle();
+  correctSelection();
   writeAddress();
   render();
 }
 
-// --- what is in a plane
+// --- numbers of a plane
 
 const at = (values, step, column) => values[step * columns.length + column];
 const columnOf = (layer, head) => firstColumn[layer] + head;
@@ -108,7 +108,7 @@ const kindsOf = (bits) => run.kinds.filter((_, index) => bits >> Math.min(index,
 const nameOf = (quantity) => quantity.label + (quantity.phase === "backward" ? " (backward)" : "");
 const sentence = (text) => text[0].toUpperCase() + text.slice(1);
 
-// A number per layer and step from those of its heads; kept, since moving through steps does not change it.
+// A number per layer and step from those of its heads; cached, since it does not depend on the selection.
 const joined = new WeakMap();
 function perLayer(values, join) {
   if (!joined.has(values)) joined.set(values, new Map());
@@ -130,7 +130,7 @@ async function render() {
   ]);
   const pairs = await Promise.all(["w_max", "entropy", state.gap].map((each) => Promise.all(
     ["forward", "backward"].map((side) => plane(side, each, "mean")))));
-  if (turn !== drawing) return; // a later choice has overtaken this one
+  if (turn !== drawing) return; // the selection has changed meanwhile
   applyTheme();
   fillControls();
   const data = { values, low, high, bits };
@@ -231,7 +231,7 @@ function drawCurve({ values, low, high }) {
     })).filter((_, other) => other !== head);
     series.push({ label: title, legend: `${title}; grey: the others of ${own.name}`, values: mine, colour: accent });
   } else {
-    // Colours that stand out from the paper, whichever it is.
+    // Colours that contrast with the background of either theme.
     const many = run.layers.length - 1 || 1, darkest = document.documentElement.dataset.theme === "dark" ? 0.35 : 0.05;
     series = run.layers.map(({ name, short }, other) => ({
       label: short, legend: run.layers.length <= 8 || other === 0 || other === many || other === layer ? name : "",
@@ -251,12 +251,12 @@ function drawOverSteps(chart, name, series) {
   });
 }
 
-// Some air above and below lines, but none beyond what a quantity can be.
+// A margin above and below lines, but not beyond the possible values.
 function padded(name, { low, high, log }) {
   if (SHARES.has(name)) return { low, high, log };
   if (log) return { low: low / 1.2, high: high * 1.2, log };
-  const air = (high - low) * 0.05;
-  return { low: low >= 0 ? Math.max(0, low - air) : low - air, high: high + air, log };
+  const margin = (high - low) * 0.05;
+  return { low: low >= 0 ? Math.max(0, low - margin) : low - margin, high: high + margin, log };
 }
 
 function drawBoth(pairs, mismatch) {
@@ -339,7 +339,7 @@ function drawTable(values) {
 
 function drawAlerts() {
   const wanted = `${state.kind} ${alertsShown}`;
-  if (wanted === alertsDrawn) return; // moving through steps does not change them
+  if (wanted === alertsDrawn) return; // nothing has changed
   alertsDrawn = wanted;
   const chosen = run.alerts.filter(({ kind }) => !state.kind || kind === state.kind), body = by("alerts").tBodies[0];
   const left = run.groupCount - run.alerts.length;

@@ -1,4 +1,4 @@
-// From numbers to places, colours and words.
+// Numbers as positions, colours and text.
 
 const COLOURS = run.colours.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const GRADIENT = `linear-gradient(to right, ${COLOURS.map((rgb) => `rgb(${rgb})`).join(", ")})`;
@@ -11,7 +11,7 @@ function colour(share) {
 // Quantities between 0 and 1 are always shown on the whole range, so that pictures can be compared.
 const SHARES = new Set(run.quantities.filter(({ share }) => share).map(({ name }) => name));
 
-// What an axis or a colour bar spans: {low, high, log}. By powers of ten where values differ more than a hundredfold.
+// The range of an axis or a colour bar: {low, high, log}; logarithmic where values differ more than a hundredfold.
 function domainOf(name, arrays) {
   if (SHARES.has(name)) return { low: 0, high: 1, log: false };
   let low = Infinity, high = -Infinity, positive = Infinity;
@@ -30,7 +30,7 @@ function domainOf(name, arrays) {
   return { low, high, log: false };
 }
 
-// Where in its domain a value lies, 0 to 1; NaN for what is no number.
+// The position of a value in its domain, 0 to 1; NaN stays NaN.
 function shareOf(x, { low, high, log }) {
   if (Number.isNaN(x)) return NaN;
   if (log) return Math.min(1, Math.max(0, Math.log(Math.max(x, low) / low) / Math.log(high / low)));
