@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnscale._util.uncopied import Uncopied
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.tap import Heard
+from attnscale.call.tap import CallEvent
 from attnscale.diagnostics.deferred import Look, Looks, see
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.padding_rows import blank, without_padding
@@ -86,29 +86,29 @@ class LayerListener(Uncopied):
         self._number += 1
         return self._number
 
-    def forward(self, heard: Heard, number: int) -> None:
+    def forward(self, event: CallEvent, number: int) -> None:
         """Look at the sampled rows of a call."""
-        if _is_empty(heard.call):
+        if _is_empty(event.call):
             return
         trained = self._module is None or self._module.training
-        answerable = (trained or heard.graph) and number != UNKNOWN
-        tally = self.training if trained and heard.graph else Tally() if answerable else self.evaluation
-        rows = self._sampled(heard.call)
-        call = without_padding(heard.call)[0].select(rows)
-        tally.note(broken_row=_first_broken(heard.out))
+        answerable = (trained or event.graph) and number != UNKNOWN
+        tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
+        rows = self._sampled(event.call)
+        call = without_padding(event.call)[0].select(rows)
+        tally.note(broken_row=_first_broken(event.out))
         salt = salt_of(self.seed, self.rank, number)
-        sources = Same(*_sources(heard.call))
-        one = Look(self, call, heard.out.index_select(2, rows), sources, tally, salt, answerable)
+        sources = Same(*_sources(event.call))
+        one = Look(self, call, event.out.index_select(2, rows), sources, tally, salt, answerable)
         if answerable:
-            self._remember(one, number, heard.graph)
-        if heard.lasting and self.looks is not None:
+            self._remember(one, number, event.graph)
+        if event.lasting and self.looks is not None:
             self.looks.add(one)
         else:
             see([one])
         if self.capture and answerable + (tally is self.training) >= self._captured_rank:
             self._captured_rank = answerable + (tally is self.training)  # evaluation does not replace training
-            slots = call.context.slots().clamp(0, heard.call.key.shape[2] - 1)[0]
-            key = heard.call.key[:, :, slots]
+            slots = call.context.slots().clamp(0, event.call.key.shape[2] - 1)[0]
+            key = event.call.key[:, :, slots]
             self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:

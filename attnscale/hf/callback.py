@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from attnscale.diagnostics.monitor import Monitor
-from attnscale.diagnostics.records.flatten import compact
+from attnscale.diagnostics.views.flatten import compact
 from attnscale.errors import reject_type
 
 

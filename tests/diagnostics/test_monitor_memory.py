@@ -12,7 +12,7 @@ from attnscale.attention import _bind
 from attnscale.bench.gpt import build_gpt
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MonitorMemory, training
-from attnscale.call.tap import Heard
+from attnscale.call.tap import CallEvent
 from attnscale.diagnostics import Monitor
 from attnscale.diagnostics import deferred as looks
 from attnscale.diagnostics.listener import LayerListener
@@ -26,7 +26,7 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
     q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads // group, length, 16, generator=generator).to(dtype) for _ in range(2))
     _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
-    listener, heard = LayerListener("layer", rows=64), Heard(call, out)
+    listener, heard = LayerListener("layer", rows=64), CallEvent(call, out)
 
     def step() -> None:
         listener.reset()

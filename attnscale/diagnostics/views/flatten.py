@@ -1,4 +1,4 @@
-"""Records as flat names and numbers, for whatever takes a dictionary."""
+"""Records as one dictionary of names and numbers, for trackers, Trainer logs and data frames."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from attnscale.diagnostics.records.record import Record
-from attnscale.diagnostics.views.display import MAIN, MARKS
+from attnscale.diagnostics.records.record import STATISTICS, Record
+from attnscale.diagnostics.views.display import MAIN
 from attnscale.errors import reject
 
 PREFIX = "attn"
@@ -19,10 +19,10 @@ def flatten(
     records: Sequence[Record],
     *,
     names: Collection[str] | None = None,
-    marks: Collection[str] = MARKS,
+    marks: Collection[str] = STATISTICS,
     heads: bool = True,
 ) -> dict[str, float]:
-    """`attn/<layer>/h<head>/<phase>/<quantity>/<mark>`; no phase and mark for what a head has one of.
+    """`attn/<layer>/h<head>/<phase>/<quantity>/<mark>`; no phase and mark for a number per head.
 
     `names` chooses quantities, as `w_max` for both phases or as `forward/w_max` (None: all). Without `heads` a layer
     has one number each: the extreme for min and max, otherwise the mean over its heads.
@@ -34,31 +34,30 @@ def flatten(
     {'attn/layers.0/h3/forward/w_max/mean': 0.5, 'attn/layers.0/h3/angle_ratio': 0.8}
     """
     for mark in marks:
-        if mark not in MARKS:
-            reject("marks", mark, ", ".join(MARKS))
-    found: dict[str, list[float]] = defaultdict(list)
+        if mark not in STATISTICS:
+            reject("marks", mark, ", ".join(STATISTICS))
+    values: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        where = f"{PREFIX}/{record.layer}/h{record.head}" if heads else f"{PREFIX}/{record.layer}"
+        place = f"{PREFIX}/{record.layer}/h{record.head}" if heads else f"{PREFIX}/{record.layer}"
         for name, value in _numbers(record, names, marks):
-            found[f"{where}/{name}"].append(value)
-    return {name: _together(name.rpartition("/")[2], values) for name, values in found.items()}
+            values[f"{place}/{name}"].append(value)
+    return {name: _join(name.rpartition("/")[2], of_heads) for name, of_heads in values.items()}
 
 
 def compact(records: Sequence[Record], *, heads: bool = True) -> dict[str, float]:
-    """What a person looks at: the main quantities, their spread per layer and, with `heads`, their mean per head."""
-    found = flatten(records, names=MAIN_NAMES, marks=SPREAD, heads=False)
-    return found | flatten(records, names=MAIN_NAMES, marks=("mean",)) if heads else found
+    """The main quantities: their spread per layer and, with `heads`, their mean per head."""
+    layers = flatten(records, names=MAIN_NAMES, marks=SPREAD, heads=False)
+    return layers | flatten(records, names=MAIN_NAMES, marks=("mean",)) if heads else layers
 
 
 def _numbers(record: Record, names: Collection[str] | None, marks: Collection[str]) -> Iterator[tuple[str, float]]:
-    for phase, summaries in (("forward", record.forward), ("backward", record.backward)):
-        for name, summary in summaries.items():
-            if names is None or name in names or f"{phase}/{name}" in names:
-                yield from ((f"{phase}/{name}/{mark}", float(getattr(summary, mark))) for mark in marks)
+    for phase, name, summary in record.summaries():
+        if names is None or name in names or f"{phase}/{name}" in names:
+            yield from ((f"{phase}/{name}/{mark}", float(getattr(summary, mark))) for mark in marks)
     yield from ((name, float(value)) for name, value in record.scalars.items() if names is None or name in names)
 
 
-def _together(mark: str, values: list[float]) -> float:
+def _join(mark: str, values: list[float]) -> float:
     if len(values) == 1:
         return values[0]
     if any(math.isnan(x) for x in values):
