@@ -1,43 +1,40 @@
-"""Scaling by length that a model brings along: YaRN, LongRoPE, Llama 4, Mistral, DeepSeek, Inkling, Beam."""
+"""Scaling by length or position that a model has of its own: YaRN, LongRoPE, Llama 4, Mistral, DeepSeek and others."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnscale.hf.rotary import find_rotary, switch_off_rotary
-from attnscale.hf.source import read_forward
-from attnscale.hf.survey import AttentionLayer
-from attnscale.hf.switching import Restore, change_argument, give_back_first, set_attribute, takes_argument
+from attnscale.hf.attention_layers import AttentionLayer
+from attnscale.hf.forward_source import read_forward
+from attnscale.hf.reversible import Undo, change_argument, return_first_argument, set_attribute, takes_argument
+from attnscale.hf.rotary import find_rotary, rope_parameters, switch_off_rotary
 
 _ROTARY = {"yarn": "YaRN", "longrope": "LongRoPE"}
 
 
 @dataclass(frozen=True, eq=False)
 class Existing:
-    """A factor on the logits that a model applies itself.
-
-    `switch_off()` takes it from the one layer that it was found in and returns what puts it back.
-    """
+    """A factor on the logits of one layer that the model applies itself; `switch_off()` returns what undoes it."""
 
     name: str
     description: str
-    switch_off: Callable[[], Restore]
+    switch_off: Callable[[], Undo]
 
 
 def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
-    """What the logits of one attention module are scaled by already, where that depends on length or position."""
+    """Every factor by length or position that the model applies to the logits of a layer."""
     found = (find(model, layer) for find in _FINDERS)
     return [existing for existing in found if existing is not None]
 
 
 def _rotary(model: nn.Module, layer: AttentionLayer) -> Existing | None:
-    """cos and sin carry a factor, so that q·k carries its square."""
+    """cos and sin are multiplied by a factor, so q·k by its square."""
     rotary = find_rotary(model, layer)
     if rotary is None or all(factor == 1.0 for factor in rotary.factors):
         return None
@@ -49,12 +46,12 @@ def _rotary(model: nn.Module, layer: AttentionLayer) -> Existing | None:
         sizes = f"logits × {short**2:.4g} = attention_scaling² ({short:.4g}²)"
     if layer.head_dim and 0 < rotary.dims < layer.head_dim:
         sizes += f" in {rotary.dims} of {layer.head_dim} dimensions"
-    return Existing(name, f"{name}: {sizes}", functools.partial(switch_off_rotary, model, layer, rotary))
+    return Existing(name, f"{name}: {sizes}", partial(switch_off_rotary, model, layer, rotary))
 
 
 def _mscale(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     """Multi-head latent attention puts YaRN's factor into the scale of the softmax."""
-    module, parameters = layer.module, _rope_parameters(layer)
+    module, parameters = layer.module, rope_parameters(layer.module)
     scaling, dims = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
     if not parameters.get("mscale_all_dim") or not isinstance(scaling, float) or not isinstance(dims, int):
         return None
@@ -63,7 +60,7 @@ def _mscale(model: nn.Module, layer: AttentionLayer) -> Existing | None:
         return None
     factor = scaling / plain
     text = f"DeepSeek mscale: logits × {factor:.4g} = mscale² ({factor**0.5:.4g}²) in module.scaling"
-    return Existing("DeepSeek mscale", text, functools.partial(set_attribute, module, "scaling", plain))
+    return Existing("DeepSeek mscale", text, partial(set_attribute, module, "scaling", plain))
 
 
 def _llama4(model: nn.Module, layer: AttentionLayer) -> Existing | None:
@@ -71,19 +68,19 @@ def _llama4(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     if not getattr(module, "attn_temperature_tuning", False) or layer.rope:
         return None
     text = f"Llama 4: logits × 1 + {module.attn_scale:g}·ln(1 + ⌊(position + 1)/{module.floor_scale:g}⌋)"
-    return Existing("Llama 4", text, functools.partial(set_attribute, module, "attn_temperature_tuning", False))
+    return Existing("Llama 4", text, partial(set_attribute, module, "attn_temperature_tuning", False))
 
 
 def _ministral(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     """Ministral 3 and Mistral 4: Llama 4's rule, on every layer and without the + 1."""
-    parameters = _rope_parameters(layer)
+    parameters = rope_parameters(layer.module)
     beta = parameters.get("llama_4_scaling_beta")
     if not beta or "llama_4_scaling_beta" not in read_forward(type(layer.module)).text:
         return None
     length = parameters.get("original_max_position_embeddings")
     text = f"Mistral: logits × 1 + {beta:g}·ln(1 + ⌊position/{length}⌋)"
-    # The rule is all that these modules need positions for, and it gives 1 at the first one.
-    return Existing("Mistral", text, functools.partial(change_argument, layer.module, "position_ids", torch.zeros_like))
+    # These modules use positions for nothing else, and the factor of position 0 is 1.
+    return Existing("Mistral", text, partial(change_argument, layer.module, "position_ids", torch.zeros_like))
 
 
 def _mistral_large(model: nn.Module, layer: AttentionLayer) -> Existing | None:
@@ -91,7 +88,7 @@ def _mistral_large(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     if learned is None or _is_one(learned.scale, learned.bias):
         return None
     text = "Mistral Large 4: logits × s·ln(position + 1) + b, both learned per head"
-    return Existing("Mistral Large 4", text, functools.partial(give_back_first, learned))
+    return Existing("Mistral Large 4", text, partial(return_first_argument, learned))
 
 
 def _inkling(model: nn.Module, layer: AttentionLayer) -> Existing | None:
@@ -100,38 +97,25 @@ def _inkling(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     if floor is None or getattr(module, "is_sliding", True):
         return None
     text = f"Inkling: logits × 1 + {config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"  # type: ignore[union-attr]
-    # Sliding layers are not scaled, and that is all that the forward asks this attribute for.
-    return Existing("Inkling", text, functools.partial(set_attribute, module, "is_sliding", True))
+    # The forward uses this attribute only to leave sliding layers unscaled.
+    return Existing("Inkling", text, partial(set_attribute, module, "is_sliding", True))
 
 
 def _beam(model: nn.Module, layer: AttentionLayer) -> Existing | None:
-    """The model computes the factor once and hands it to its layers without rotation."""
+    """The model computes the factor once and passes it to its layers without rotary embedding."""
     if layer.rope or not layer.routed or not takes_argument(layer.module, "attention_scaling"):
         return None
     text = "Beam: logits × (1 + (position + 1)/2048)^0.1"
-    return Existing("Beam", text, functools.partial(change_argument, layer.module, "attention_scaling", _nothing))
+    return Existing("Beam", text, partial(change_argument, layer.module, "attention_scaling", _none))
 
 
-_FINDERS: tuple[Callable[[nn.Module, AttentionLayer], Existing | None], ...] = (
-    _rotary,
-    _mscale,
-    _llama4,
-    _ministral,
-    _mistral_large,
-    _inkling,
-    _beam,
-)
-
-
-def _rope_parameters(layer: AttentionLayer) -> dict[str, Any]:
-    given = getattr(getattr(layer.module, "config", None), "rope_parameters", None)
-    return given if isinstance(given, dict) else {}
+_FINDERS = (_rotary, _mscale, _llama4, _ministral, _mistral_large, _inkling, _beam)
 
 
 def _is_one(scale: Tensor, bias: Tensor) -> bool:
-    """Whether s·ln(position + 1) + b is still what it was before training."""
+    """Whether s·ln(position + 1) + b is 1 at every position, its initial value."""
     return not scale.is_meta and not bool(scale.any()) and bool((bias == 1).all())
 
 
-def _nothing(value: object) -> None:
-    """In place of any value."""
+def _none(value: object) -> None:
+    """None in place of any value; a function because a lambda cannot be pickled."""

@@ -1,31 +1,29 @@
-"""The factor that a rotary embedding puts on queries and keys: whose it is, and how to do without it."""
+"""The factor that a rotary embedding puts on queries and keys: where it is, and how to switch it off."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from attnscale.hf.source import read_forward
-from attnscale.hf.survey import AttentionLayer, survey
-from attnscale.hf.switching import Restore, change_argument, set_attribute, takes_argument
+from attnscale._util import state
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers
+from attnscale.hf.forward_source import read_forward
+from attnscale.hf.reversible import Undo, change_argument, set_attribute, takes_argument
 
 _ARGUMENT = "position_embeddings"
 _FACTOR = "attention_scaling"
 _BY_LENGTH = ("short_mscale", "long_mscale")
 
-# Attention modules that do without the factor, per rotary embedding and the name of the factor in it.
-_without: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.WeakSet[nn.Module]]] = weakref.WeakKeyDictionary()
-
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """A rotary embedding as one layer sees it: `name` is the attribute with the factor, `dims` how many it rotates."""
+    """The rotary embedding of a layer: `name` is the attribute that holds its factor, `dims` how many it rotates."""
 
     owner: nn.Module
     name: str
@@ -35,29 +33,20 @@ class Rotary:
     @property
     def factors(self) -> tuple[float, ...]:
         """What cos and sin are multiplied by: one number, or one for short and one for long inputs."""
-        parameters = getattr(getattr(self.owner, "config", None), "rope_parameters", None) or {}
+        parameters = rope_parameters(self.owner)
         if self.kind != "default" and "long_mscale" in read_forward(type(self.owner)).text:
             return tuple(float(parameters[name]) for name in _BY_LENGTH)
         return (float(getattr(self.owner, self.name)),)
 
 
-@dataclass(frozen=True, eq=False)
-class _FactorBack:
-    """Lets a layer rotate with the factor again. An object: in a copy of the model it refers to the copy."""
-
-    module: nn.Module
-    rotary: Rotary
-    factor: float
-    unhook: Restore
-
-    def __call__(self) -> None:
-        self.unhook()
-        _without.get(self.rotary.owner, {}).get(self.rotary.name, weakref.WeakSet()).discard(self.module)
-        setattr(self.rotary.owner, self.rotary.name, self.factor)
+def rope_parameters(module: nn.Module) -> dict[str, Any]:
+    """`config.rope_parameters` of a module; empty where it has none."""
+    given = getattr(getattr(module, "config", None), "rope_parameters", None)
+    return given if isinstance(given, dict) else {}
 
 
 def find_rotary(model: nn.Module, layer: AttentionLayer) -> Rotary | None:
-    """The rotary embedding that rotates the queries of a layer: the nearest in the modules around it."""
+    """The rotary embedding of a layer: the nearest one in the modules around it."""
     if layer.rope is False:
         return None
     kind = getattr(layer.module, "rope_layer_type", None) or layer.kind
@@ -76,56 +65,65 @@ def find_rotary(model: nn.Module, layer: AttentionLayer) -> Rotary | None:
         path = path.rpartition(".")[0]
 
 
-def switch_off_rotary(model: nn.Module, layer: AttentionLayer, rotary: Rotary) -> Restore:
+def switch_off_rotary(model: nn.Module, layer: AttentionLayer, rotary: Rotary) -> Undo:
     """Let one layer rotate without the factor.
 
-    Layers share what the embedding returns, so the factor is divided out in front of this one; once every layer does
-    without, the embedding itself does, which costs nothing and rounds nothing.
+    Layers share the output of the embedding, so the factor is divided out in front of this layer. Once all of its
+    layers do without, the factor of the embedding itself is set to 1, which costs nothing and rounds nothing.
     """
     if len(rotary.factors) > 1:
-        return _same_for_every_length(rotary.owner)
+        # PhiMoE reads its factors from the config at each forward: give the embedding a config without them.
+        config: Any = copy.copy(rotary.owner.config)
+        config.rope_parameters = {**config.rope_parameters, **dict.fromkeys(_BY_LENGTH, 1.0)}
+        return set_attribute(rotary.owner, "config", config)
     if not takes_argument(layer.module, _ARGUMENT):
         return set_attribute(rotary.owner, rotary.name, 1.0)
-    before = getattr(rotary.owner, rotary.name)
-    divide = functools.partial(_divided, rotary.owner, rotary.name)
-    unhook = change_argument(layer.module, _ARGUMENT, divide)
-    without = _without.setdefault(rotary.owner, {}).setdefault(rotary.name, weakref.WeakSet())
-    without.add(layer.module)
-    if all(user in without for user in _users(model, rotary)):
+    factor = getattr(rotary.owner, rotary.name)
+    unhook = change_argument(layer.module, _ARGUMENT, partial(_without_factor, rotary.owner, rotary.name))
+    switched_off = _switched_off(rotary)
+    switched_off.add(layer.module)
+    if all(user in switched_off for user in _users(model, rotary)):
         setattr(rotary.owner, rotary.name, 1.0)
+    return partial(_switch_on, layer.module, rotary, factor, unhook)
 
-    return _FactorBack(layer.module, rotary, before, unhook)
+
+def _switch_on(module: nn.Module, rotary: Rotary, factor: float, unhook: Undo) -> None:
+    """Undo `switch_off_rotary`."""
+    unhook()
+    _switched_off(rotary).discard(module)
+    setattr(rotary.owner, rotary.name, factor)
+
+
+def _switched_off(rotary: Rotary) -> weakref.WeakSet[nn.Module]:
+    """The attention modules that do without the factor of an embedding."""
+    modules: weakref.WeakSet[nn.Module] = state.HF_ROTARY_USERS.setdefault(rotary.owner, {}).setdefault(
+        rotary.name, weakref.WeakSet()
+    )
+    return modules
 
 
 def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]:
-    """Rotary embeddings that a module holds, those for the base frequency of the layer first."""
+    """Rotary embeddings that a module may hold, those for the base frequency of the layer first."""
     bases = getattr(getattr(layer.module, "config", None), "layer_rope_theta", None)
     for child in parent.children():
         if bases is not None and isinstance(child, nn.ModuleList):
             for inner in child:
-                parameters = getattr(getattr(inner, "config", None), "rope_parameters", None) or {}
-                if hasattr(inner, _FACTOR) and parameters.get("rope_theta") == bases[layer.layer]:
+                if hasattr(inner, _FACTOR) and rope_parameters(inner).get("rope_theta") == bases[layer.layer]:
                     yield inner
     yield from parent.children()
 
 
 def _users(model: nn.Module, rotary: Rotary) -> Iterator[nn.Module]:
-    for layer in survey(model):
+    """The attention modules that rotate by an embedding."""
+    for layer in find_attention_layers(model):
         theirs = find_rotary(model, layer)
         if theirs is not None and theirs.owner is rotary.owner and theirs.name == rotary.name:
             yield layer.module
 
 
-def _divided(owner: nn.Module, name: str, rotation: Any) -> Any:
-    """cos and sin, or the complex number that they are, without the factor."""
+def _without_factor(owner: nn.Module, name: str, rotation: Any) -> Any:
+    """cos and sin, or one complex tensor of both, divided by the factor."""
     factor = getattr(owner, name)
     if factor == 1.0 or rotation is None:
         return rotation
     return rotation / factor if isinstance(rotation, Tensor) else tuple(part / factor for part in rotation)
-
-
-def _same_for_every_length(owner: nn.Module) -> Restore:
-    """PhiMoE reads its factors from the configuration at each forward: give the embedding one that has none."""
-    config: Any = copy.copy(owner.config)
-    config.rope_parameters = {**config.rope_parameters, **dict.fromkeys(_BY_LENGTH, 1.0)}
-    return set_attribute(owner, "config", config)

@@ -1,6 +1,6 @@
-"""What `config.attnscale` says: which attention modules of a model have which policy, as plain data.
+"""Policies as plain data: what `config.attnscale` says about which attention modules have which policy.
 
-The modules are named by their paths in the transformers model, with ranges for the numbers of layers:
+Modules are named by their paths in the transformers model, with ranges for the numbers of layers:
 
     {"modules": {"model.layers.0-31.self_attn": {"name": "log", "reference_length": 8192}}}
 """
@@ -22,56 +22,33 @@ from attnscale.policies.build import find_policy
 MODULES = "modules"
 ON_EXISTING = "on_existing"
 
-# The tensor of an adapter file that says in JSON, as bytes, which policy the parameters beside it belong to.
+# The tensor of an adapter's file that describes the policy of the parameters beside it: JSON as bytes.
 DESCRIPTION = "description"
 
-# Stands in a policy's entry for a class that has no registered name.
+# The key under which a description holds the class of a policy that has no registered name.
 _CLASS = "class"
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-class Record(dict[str, Any]):
-    """The entry in the memory of a config that was switched: the plain data, and how to undo the switch.
-
-    `models` counts the models that this very config object serves. A copy of the config has a record with the same
-    data and the same way back, which serves none yet: what its model does is up to that model's own modules.
-    """
-
-    def __init__(
-        self,
-        written: Mapping[str, Any],
-        implementation: str | None = None,
-        before: Mapping[str, Any] | None = None,
-        models: int = 0,
-    ) -> None:
-        super().__init__(written)
-        self.implementation = implementation
-        self.before = before
-        self.models = models
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Record, (dict(self), self.implementation, self.before)
-
-
 def write_record(policies: Mapping[str, Policy], on_existing: str) -> dict[str, Any]:
-    """The entry for a model whose modules at these paths have these policies."""
-    groups: dict[tuple[str, str], list[tuple[int | None, str]]] = {}
+    """The record of a model whose modules at these paths have these policies."""
+    groups: dict[tuple[str, str], list[int]] = {}
     for path, policy in policies.items():
         match = _NUMBER.search(f".{path}.")
-        pattern = f".{path}." if match is None else f".{path}."[: match.start()] + "*" + f".{path}."[match.end() :]
-        entry = json.dumps(describe(policy), sort_keys=True)
-        groups.setdefault((pattern[1:-1], entry), []).append((None if match is None else int(match[0]), path))
-    modules = {}
-    for (pattern, entry), members in groups.items():
-        numbers = [number for number, _ in members if number is not None]
-        modules[pattern.replace("*", write_range(numbers), 1) if numbers else members[0][1]] = json.loads(entry)
+        pattern = _NUMBER.sub("*", f".{path}.", count=1)[1:-1]
+        description = json.dumps(describe(policy), sort_keys=True)
+        groups.setdefault((pattern, description), []).extend([] if match is None else [int(match[0])])
+    modules = {
+        pattern.replace("*", write_range(numbers), 1): json.loads(description)
+        for (pattern, description), numbers in groups.items()
+    }
     return {MODULES: modules} | ({} if on_existing == "raise" else {ON_EXISTING: on_existing})
 
 
 def read_modules(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Path → description of the policy, for every module that a record names.
+    """Path → description of its policy, for every module that a record names.
 
     >>> list(read_modules({"modules": {"layers.0,2-3.attention": {"name": "log"}}}))
     ['layers.0.attention', 'layers.2.attention', 'layers.3.attention']
@@ -87,9 +64,9 @@ def read_modules(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def locate(recorded: Iterable[str], present: Iterable[str], prefix: str) -> dict[str, str]:
-    """Recorded path → path in a model that may have a head, or lack one, that the recorded model lacked, or had.
+    """Recorded path → path in a model that may lack the head of the recorded one, or have one where that had none.
 
-    `prefix` is the name under which a model with a head holds the model without.
+    `prefix` is the name under which a model with a head holds the model without it.
 
     >>> locate(["model.layers.0.self_attn"], ["layers.0.self_attn"], "model")
     {'model.layers.0.self_attn': 'layers.0.self_attn'}
@@ -104,17 +81,17 @@ def locate(recorded: Iterable[str], present: Iterable[str], prefix: str) -> dict
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """A policy as plain data that JSON keeps: its name and fields, and its class where the name is not registered."""
+    """A policy as data for JSON: its name and fields, and its class where the name is not registered."""
     kind = type(policy)
     try:
         plain = json.loads(json.dumps(policy.to_dict(), default=_nested)) if isinstance(policy, LengthPolicy) else {}
-    except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that JSON does not know
+    except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that are no plain data
         plain = {}
     return plain if plain and find_policy(plain["name"]) is kind else plain | {_CLASS: kind.__qualname__}
 
 
 def build_described(entry: Mapping[str, Any], *, num_heads: int, head_dim: int) -> Policy:
-    """The policy that `describe` described, for one module; what it had learned is not part of the description."""
+    """Inverse of `describe`, for a module of this shape; learned values are not part of a description."""
     plain = {key: value for key, value in entry.items() if key != _CLASS}
     kind, told = find_policy(plain.get("name")), entry.get(_CLASS)
     if kind is None or (told is not None and told != kind.__qualname__):
@@ -127,7 +104,7 @@ def build_described(entry: Mapping[str, Any], *, num_heads: int, head_dim: int) 
 
 
 def _nested(value: object) -> dict[str, Any]:
-    """A finished policy among the fields of another one."""
+    """A policy that is a field of another policy."""
     if isinstance(value, LengthPolicy):
         return value.to_dict()
     raise TypeError(f"{type(value).__name__} is not plain data")

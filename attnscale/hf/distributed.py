@@ -1,4 +1,4 @@
-"""What attention cannot do, or apply must not do, in a distributed run."""
+"""What is refused in a distributed run: context parallelism, and learned policies in a model that is wrapped."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from attnscale.errors import ArgumentError
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _sequence_is_split() -> bool:
-    """As a constant of a compiled graph."""
     return sequence_is_split()
 
 
-def refuse_split(query: Tensor) -> None:
-    """Refuse a call of attention under context parallelism, compiled or not."""
+def refuse_split_sequence(query: Tensor) -> None:
+    """Refuse attention under context parallelism, compiled or not."""
     if _sequence_is_split() or type(query) is not Tensor:
         refuse_context_parallel(query, "train without it (cp_size=1), or call handle.remove() first")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse to add parameters to a model that a data-parallel wrapper has already taken over."""
+    """Refuse to add parameters to a model that a data-parallel wrapper holds."""
     for wrapper, order in _wrappers(model):
         raise ArgumentError(
             f"model={type(model).__name__} is not accepted: {wrapper} holds it already and would not synchronise what "
@@ -34,7 +33,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """What synchronises or shards a model, and the call that has to come after `apply`."""
+    """Names of the wrappers around a model, and the call that has to come after `apply`."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -45,7 +44,7 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
         FullyShardedDataParallel: ("FullyShardedDataParallel", "FullyShardedDataParallel(model)"),
         FSDPModule: ("fully_shard", "fully_shard(model)"),
     }
-    # A model does not know what wraps it, and people apply to `wrapper.module`: so every live module is asked.
+    # A model does not know what wraps it, and `wrapper.module` may be what was passed: look through all live modules.
     live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     own = {id(module) for module in model.modules()}
     for candidate in live:

@@ -1,4 +1,4 @@
-"""Switch the configs of a transformers model to our attention and back, and keep there what was applied."""
+"""Switch the configs of a transformers model to our attention and back; each keeps a record of what was applied."""
 
 from __future__ import annotations
 
@@ -9,17 +9,37 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.record import Record
+from attnscale.hf.sites import NAME
 
-NAME = "attnscale"
-SDPA = "sdpa"
-
-# The key of config.json that `from_pretrained` takes the implementation from where it is not told one.
+# The key of config.json from which `from_pretrained` takes the implementation, unless it is given one.
 _SAVED = "attn_implementation"
 
 
+class Record(dict[str, Any]):
+    """The entry `attnscale` of a switched config: plain data for config.json, and what `release` restores.
+
+    `models` counts the models that use this config object. A copy of the config has a copy of the record with
+    `models` = 0: the modules of its model know themselves whether they have policies.
+    """
+
+    def __init__(
+        self,
+        written: Mapping[str, Any],
+        implementation: str | None = None,
+        before: Mapping[str, Any] | None = None,
+        models: int = 0,
+    ) -> None:
+        super().__init__(written)
+        self.implementation = implementation
+        self.before = before
+        self.models = models
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record, (dict(self), self.implementation, self.before)
+
+
 def is_switched(config: object) -> bool:
-    """Whether `apply` switched this very config, for a model whose modules know whether they have a policy."""
+    """Whether this very config object was switched and not released."""
     record = getattr(config, NAME, None)
     return isinstance(record, Record) and record.models > 0
 
@@ -31,9 +51,9 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
 
 
 def switch(config: PreTrainedConfig, implementation: str | None, written: Mapping[str, Any], stock: Record) -> None:
-    """Write down in a config what was applied, for one model more, and let it ask for an implementation, if any.
+    """Record in a config what was applied to one more model, and set its implementation unless that is None.
 
-    `stock` holds what to go back to.
+    `stock` holds what `release` restores.
     """
     record = getattr(config, NAME, None)
     if isinstance(record, Record) and record.models:
@@ -64,31 +84,33 @@ def release(config: PreTrainedConfig) -> None:
     config._attn_implementation_internal = record.implementation
 
 
-def as_it_is(config: PreTrainedConfig) -> Record:
-    """What `release` goes back to where `apply` switches a config that is not ours yet."""
+def current_state(config: PreTrainedConfig) -> Record:
+    """For `switch`: restore the config as it is now."""
     return Record({}, config._attn_implementation, getattr(config, NAME, None))
 
 
-def as_without_us(config: PreTrainedConfig, model: PreTrainedModel) -> Record:
-    """What `release` goes back to for a config that was loaded with our name: what transformers itself would choose."""
+def stock_state(config: PreTrainedConfig, model: PreTrainedModel) -> Record:
+    """For `switch`: restore what transformers would have chosen for a config that was loaded with our name."""
     if config._attn_implementation != NAME:
         return Record({}, config._attn_implementation)
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config]
     return Record({}, (owners[0] if owners else model).get_correct_attn_implementation(None))
 
 
-def ask_for_us_when_loaded(top: PreTrainedConfig, switched: Iterable[PreTrainedConfig]) -> None:
-    """Let a config that is saved say that its model wants our attention, so that `from_pretrained` asks for it."""
-    wanted = _wanted(top, {id(config) for config in switched})
+def save_implementation(top: PreTrainedConfig, switched: Iterable[PreTrainedConfig]) -> None:
+    """Let config.json name our implementation, so that `from_pretrained` uses it."""
+    wanted = _implementation_of(top, {id(config) for config in switched})
     if wanted is not None:
         setattr(top, _SAVED, wanted)
 
 
-def _wanted(config: PreTrainedConfig, switched: set[int]) -> str | dict[str, Any] | None:
-    """The name for a config, or for those of its parts that were switched, in the form that transformers takes."""
+def _implementation_of(config: PreTrainedConfig, switched: set[int]) -> str | dict[str, Any] | None:
+    """Our name for a switched config, or a mapping for its switched parts, as `from_pretrained` takes it."""
     parts = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {}}
-    inner = {key: _wanted(part, switched) for key, part in parts.items() if isinstance(part, PreTrainedConfig)}
-    inner = {key: value for key, value in inner.items() if value is not None}
+    found = {
+        key: _implementation_of(part, switched) for key, part in parts.items() if isinstance(part, PreTrainedConfig)
+    }
+    inner = {key: value for key, value in found.items() if value is not None}
     if id(config) not in switched:
-        return dict(inner) or None
+        return inner or None
     return {"": NAME, **inner} if parts else NAME
