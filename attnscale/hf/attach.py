@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,13 +10,21 @@ from transformers import PreTrainedModel
 
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model, wrapper_prefix
-from attnscale.hf.config_switch import Record, configs_of, is_switched, stock_state
+from attnscale.hf.config_record import (
+    MODULES,
+    ON_EXISTING,
+    Record,
+    configs_of,
+    locate,
+    read_modules,
+    record_of,
+    write_record,
+)
 from attnscale.hf.install import Handle, install, without_prefix
 from attnscale.hf.plan import build_described_policies, build_policies, read_plan
 from attnscale.hf.policy_files import is_of_policy
-from attnscale.hf.policy_record import MODULES, ON_EXISTING, locate, read_modules, write_record
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import NAME, has_site, has_site_or_note, is_learned, site_at
+from attnscale.hf.sites import NAME, has_site, is_learned, site_at
 from attnscale.policies import Policy
 
 
@@ -49,23 +56,6 @@ def attach(model: nn.Module) -> Handle:
     if record is None:
         record = write_record(without_prefix(policies, model), "raise")
     return Handle(model, policies, record, [layer.module for layer in layers], configs)
-
-
-def is_pending(model: nn.Module) -> bool:
-    """Whether a model was loaded with our name and has not been given its policies yet."""
-    return any(
-        layer.routed
-        and layer.config._attn_implementation == NAME
-        and not has_site_or_note(layer.module)
-        and not is_switched(layer.config)
-        for layer in find_attention_layers(model)
-    )
-
-
-def record_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """`config.attnscale` of the first config of a model that has it."""
-    found = (getattr(config, NAME, None) for config in configs_of(transformers_model(model)))
-    return next((record for record in found if isinstance(record, Mapping)), None)
 
 
 def install_recorded(
@@ -111,8 +101,7 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
 
 def _install(model: nn.Module, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> Handle:
     """Put the policies of a record into a model; removing them restores what transformers itself would have chosen."""
-    restored = partial(stock_state, model=transformers_model(model))
-    return install(model, policies, on_existing=record.get(ON_EXISTING, "raise"), restored=restored)
+    return install(model, policies, on_existing=record.get(ON_EXISTING, "raise"), loaded=True)
 
 
 def _located(

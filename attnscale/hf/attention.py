@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from attnscale._util import state
+from attnscale._util.tracing import is_watched
+from attnscale.call.context import shown
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import CHOSEN_KEYS
 from attnscale.hf.distributed import refuse_split_sequence
-from attnscale.hf.visible_keys import visible_keys_of
+from attnscale.policies.temperature import mark_counted
+
+# How many masks are remembered: a model has full and sliding ones, those of encoder, decoder and cross attention.
+_MOST_MASKS = 8
 
 
 def attend(
@@ -54,7 +62,7 @@ def attend(
     visible = None
     if attention_mask is not None:
         attention_mask = attention_mask[..., :keys] if attention_mask.shape[-1] > keys else attention_mask
-        visible = visible_keys_of(attention_mask, module)
+        visible = _visible_keys(attention_mask, module)
     # In a window n says nothing about the position, which some policies use.
     windowed = sliding_window is not None and not causal and getattr(site.policy, "uses_position", True)
     out = site(
@@ -80,3 +88,41 @@ def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+class _Counted(NamedTuple):
+    """n of one version of a mask, and the module that it was counted for first."""
+
+    mask: weakref.ref[Tensor]
+    version: int
+    module: weakref.ref[nn.Module]
+    visible: Tensor
+
+
+def _visible_keys(mask: Tensor, module: nn.Module) -> Tensor:
+    """n [B|1, H|1, Tq] of a mask [B, H|1, Tq, Tk]: the same tensor for every layer that is given the same mask.
+
+    The module that counted first counts again at its next call, which is the next forward. So a mask that was changed
+    in place is noticed, also in inference mode, where tensors have no version.
+    """
+    if is_watched():
+        return _count(mask)  # the compiler merges equal counts
+    version = -1 if mask.is_inference() else mask._version
+    counted: list[_Counted] = getattr(state.HF_COUNTED_MASKS, "entries", [])
+    for entry in counted:
+        if entry.mask() is mask and entry.version == version and entry.module() is not module:
+            return entry.visible
+    # No inference tensor: a later forward outside of inference mode may be given the same mask.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        entry = _Counted(weakref.ref(mask), version, weakref.ref(module), mark_counted(_count(mask)))
+    kept = [old for old in counted if old.mask() is not None and old.mask() is not mask]
+    state.HF_COUNTED_MASKS.entries = [entry, *kept[: _MOST_MASKS - 1]]
+    return entry.visible
+
+
+def _count(mask: Tensor) -> Tensor:
+    """n [B|1, H|1, Tq]; an axis along which the mask is broadcast is counted once."""
+    for axis in (0, 1):
+        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return shown(mask).sum(-1)

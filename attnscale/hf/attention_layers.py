@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnscale.errors import ArgumentTypeError, reject_type
+from attnscale.errors import ArgumentError, ArgumentTypeError, reject_type
 from attnscale.hf.forward_source import UNKNOWN, passed_keyword, read_forward, rotates_queries
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -115,14 +115,15 @@ def wrapper_prefix(model: nn.Module) -> str:
     return f"{path}." if path else ""
 
 
-def kind_of(model: nn.Module) -> str:
-    """The class name of the transformers model, for messages."""
-    return type(transformers_model(model)).__name__
-
-
 def name_layers(layers: Sequence[AttentionLayer]) -> str:
     """The path of the first layer, and how many more there are, for messages."""
     return layers[0].path if len(layers) == 1 else f"{layers[0].path} and {len(layers) - 1} more"
+
+
+def reject_model(model: nn.Module, reason: str, layers: Sequence[AttentionLayer] = ()) -> NoReturn:
+    """Raise the standard sentence for a model that cannot be used: its class, the layers concerned, and the reason."""
+    subject = f"{name_layers(layers)} " if layers else ""
+    raise ArgumentError(f"model={type(transformers_model(model)).__name__} is not accepted: {subject}{reason}")
 
 
 def _is_routed(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from attnscale.diagnostics.monitor import Monitor
 from attnscale.diagnostics.records.flatten import compact
@@ -37,20 +37,13 @@ class AttnScaleCallback(TrainerCallback):
         callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
         return self
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the monitor that an optimizer step has ended."""
         records = self.monitor.step(state.global_step)
         if records:
             self._found = compact(records, heads=self.heads)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the numbers to the log, and to the history, which holds a copy of the log."""
         if logs is None or not self._found or "loss" not in logs:
             return  # the log of an evaluation, or of the whole training
@@ -59,8 +52,6 @@ class AttnScaleCallback(TrainerCallback):
             state.log_history[-1].update(self._found)
         self._found = {}
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
         self.monitor.close()

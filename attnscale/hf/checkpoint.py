@@ -17,10 +17,9 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attach import install_recorded
 from attnscale.hf.attention_layers import find_attention_layers, wrapper_prefix
-from attnscale.hf.config_switch import configs_of
+from attnscale.hf.config_record import DESCRIPTION, MODULES, configs_of, locate
 from attnscale.hf.install import Handle
 from attnscale.hf.policy_files import POLICY_CONFIG, POLICY_WEIGHTS, StoredFiles, is_of_policy, split_name
-from attnscale.hf.policy_record import DESCRIPTION, MODULES, locate
 from attnscale.hf.sites import NAME
 
 CONFIG = "config.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +23,25 @@ def refuse_split_sequence(query: Tensor) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse to add parameters to a model that a data-parallel wrapper holds."""
-    for wrapper, order in _wrappers(model):
-        raise ArgumentError(
-            f"model={type(model).__name__} is not accepted: {wrapper} holds it already and would not synchronise what "
-            f"the policy learns; call attnscale.hf.apply first, then {order}, then build the optimizer"
-        )
-
-
-def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of the wrappers around a model, and the call that has to come after `apply`."""
+    """Refuse to add parameters to a model that a data-parallel wrapper holds, which would not synchronise them."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    kinds: dict[type, tuple[str, str]] = {
-        DistributedDataParallel: ("DistributedDataParallel", "DistributedDataParallel(model)"),
-        FullyShardedDataParallel: ("FullyShardedDataParallel", "FullyShardedDataParallel(model)"),
-        FSDPModule: ("fully_shard", "fully_shard(model)"),
+    wrappers: dict[str, type] = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "FullyShardedDataParallel": FullyShardedDataParallel,
+        "fully_shard": FSDPModule,
     }
+    own = {id(module) for module in model.modules()}
     # A model does not know what wraps it, and `wrapper.module` may be what was passed: look through all live modules.
     live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
-    own = {id(module) for module in model.modules()}
-    for candidate in live:
-        for kind, names in kinds.items():
-            if isinstance(candidate, kind) and (
-                id(candidate) in own or any(module is model for module in candidate.modules())
-            ):
-                yield names
+    for name, kind in wrappers.items():
+        for wrapper in (module for module in live if isinstance(module, kind)):
+            if id(wrapper) in own or any(module is model for module in wrapper.modules()):
+                raise ArgumentError(
+                    f"model={type(model).__name__} is not accepted: {name} holds it already and would not synchronise "
+                    f"what the policy learns; call attnscale.hf.apply first, then {name}(model), then build the "
+                    "optimizer"
+                )

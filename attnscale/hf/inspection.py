@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,23 +13,14 @@ from torch import nn
 
 from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
-from attnscale.hf.attach import described_policies, is_pending, record_of
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, kind_of
+from attnscale.hf import selection
+from attnscale.hf.attach import described_policies
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
+from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, build_policy_of_layer, read_plan
 from attnscale.hf.pretrained_cautions import find_cautions
-from attnscale.hf.selection import (
-    INDEXED_KEYS,
-    OWN_ATTENTION,
-    Layers,
-    OnExisting,
-    Towers,
-    check_on_existing,
-    instead_of_sparse,
-    instead_of_unrouted,
-    refuse_model_as_policy,
-    select,
-)
+from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import NAME, has_site, is_called, is_monitored, site_at
 from attnscale.policies import Policy, PolicySpec
 
@@ -121,10 +113,10 @@ def inspect(
     The keywords are those of `apply`; `override` and `probe` make no difference. β is shown for rows at the end of
     texts of these `lengths`, of which a window hides a part. The warnings of `apply` stand at the end.
     """
-    check_on_existing(on_existing)
+    selection.check_on_existing(on_existing)
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         reject("lengths", lengths, "at least one int >= 1")
-    refuse_model_as_policy(model, policy)
+    selection.refuse_model_as_policy(model, policy)
     found = find_attention_layers(model)
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
@@ -144,13 +136,15 @@ def inspect(
     selected = [layer.facts for layer in judged if layer.verdict == "selected"]
     policies = {} if plan is None else {layer.path: build_policy_of_layer(plan, layer) for layer in selected}
     cautions = tuple(find_cautions(model, selected, policies))
-    return Inspection(kind_of(model), _named(plan), tuple(lengths), tuple(judged), cautions)
+    kind = type(transformers_model(model)).__name__
+    return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
 
 
 def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Towers) -> dict[str, int]:
     """Paths and numbers of the layers that `apply` would select."""
     try:
-        return {layer.path: layer.layer for layer in select(model, layers=layers, cross=cross, towers=towers)}
+        chosen = selection.select(model, layers=layers, cross=cross, towers=towers)
+        return {layer.path: layer.layer for layer in chosen}
     except ArgumentError:
         if layers != "all" or towers not in ("text", "all"):
             raise
@@ -184,10 +178,9 @@ def _judge(
     pending: Policy | None,
 ) -> tuple[Verdict, str]:
     """The verdict on a layer that the keywords select; `pending` is the policy it will get at its first forward."""
-    if not layer.routed:
-        return "refused", f"{OWN_ATTENTION}; {instead_of_unrouted(every)}"
-    if layer.sparse:
-        return "refused", f"{INDEXED_KEYS}; {instead_of_sparse(every)}"
+    unsupported = selection.why_unsupported(layer, every)
+    if unsupported is not None:
+        return "refused", unsupported
     if is_monitored(layer.module):
         monitored = "a Monitor listens to it"
         if plan is None:
@@ -239,12 +232,6 @@ def _lines(layers: Sequence[LayerInspection]) -> Iterator[tuple[str, ...]]:
     for layer in layers:
         stacks.setdefault(_FIRST_NUMBER.sub("*", f".{layer.facts.path}.", count=1)[1:-1], []).append(layer)
     for pattern, stack in stacks.items():
-        runs: list[list[LayerInspection]] = []
-        for layer in stack:
-            if runs and runs[-1][-1].cells == layer.cells:
-                runs[-1].append(layer)
-            else:
-                runs.append([layer])
-        for run in runs:
-            numbers = write_range([layer.facts.layer for layer in run])
-            yield numbers, pattern if len(run) > 1 else run[0].facts.path, *run[0].cells
+        for cells, neighbours in itertools.groupby(stack, key=lambda layer: layer.cells):
+            run = [layer.facts for layer in neighbours]
+            yield write_range([facts.layer for facts in run]), pattern if len(run) > 1 else run[0].path, *cells

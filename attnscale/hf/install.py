@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,17 +12,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import reject
-from attnscale.hf.attention_layers import (
-    AttentionLayer,
-    find_attention_layers,
-    transformers_model,
-    wrapper_prefix,
-)
-from attnscale.hf.config_switch import Record, configs_of, current_state, release, save_implementation, switch
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model, wrapper_prefix
+from attnscale.hf.config_record import configs_of, release, save_implementation, switch, write_record
 from attnscale.hf.distributed import refuse_wrapped
 from attnscale.hf.existing import find_existing
 from attnscale.hf.policy_files import save_policies
-from attnscale.hf.policy_record import write_record
 from attnscale.hf.selection import refuse_applied
 from attnscale.hf.sites import NAME, SDPA, Site, has_site_or_note, is_learned, note_no_site, remove_site
 from attnscale.policies import Policy
@@ -73,9 +66,7 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
 
@@ -85,11 +76,12 @@ def install(
     *,
     on_existing: str = "raise",
     override: bool = False,
-    restored: Callable[[PreTrainedConfig], Record] = current_state,
+    loaded: bool = False,
 ) -> Handle:
     """Give the modules at these paths these policies, and every other attention module the note that it has none.
 
-    `restored` says what a config is set back to when the handle is removed. If this raises, the model is unchanged.
+    `loaded`: removing the handle is to leave what transformers would have chosen, not our name with which the model was
+    loaded. If this raises, the model is unchanged.
     """
     if any(isinstance(policy, nn.Module) and any(True for _ in policy.parameters()) for policy in policies.values()):
         refuse_wrapped(model)
@@ -112,7 +104,7 @@ def install(
                 note_no_site(module)
         configs = _configs(inner, chosen, override)
         for config, implementation in configs:
-            switch(config, implementation, record, restored(config))
+            switch(config, implementation, record, inner if loaded else None)
             switched.append(config)
         save_implementation(inner.config, [config for config, implementation in configs if implementation is not None])
     except BaseException:

@@ -14,7 +14,7 @@ from attnscale._util import state
 from attnscale.errors import ArgumentError
 from attnscale.hf.attach import attach
 from attnscale.hf.attention import attend
-from attnscale.hf.config_switch import is_switched
+from attnscale.hf.config_record import is_switched
 from attnscale.hf.sites import NAME, has_site_or_note
 from attnscale.module import ScaledDotProductAttention
 
@@ -27,17 +27,8 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **arguments: Any,
-) -> tuple[Tensor, None]:
-    """Attention of a module with the policy of its site, or with β = 1 where it has none.
+def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention of a module with the policy of its site, or with β = 1; further arguments are those of `attend`.
 
     A model that was loaded with our name is given its policies at its first forward.
     """
@@ -45,8 +36,7 @@ def attention_forward(
     if site is None and not has_site_or_note(module) and not is_switched(module.config):
         _give_policies(module)
         site = module._modules.get(NAME)
-    site = _STOCK if site is None else site
-    return attend(site, module, query, key, value, attention_mask, scaling, dropout, **arguments)
+    return attend(_STOCK if site is None else site, module, *args, **kwargs)
 
 
 @torch.compiler.disable(reason="call attnscale.hf.attach(model) before torch.compile")  # type: ignore[untyped-decorator, no-untyped-call]

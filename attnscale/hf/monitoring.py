@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import NoReturn
 
 from torch import nn
 
-from attnscale.errors import ArgumentError
-from attnscale.hf.attach import attach, is_pending
+from attnscale.hf.attach import attach
 from attnscale.hf.attention_layers import (
     AttentionLayer,
     find_attention_layers,
     holds_transformers_model,
-    kind_of,
     name_layers,
+    reject_model,
 )
-from attnscale.hf.selection import INDEXED_KEYS, INSTEAD_OF_INTERFACE, OWN_ATTENTION, no_attention
+from attnscale.hf.config_record import is_pending
+from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
 from attnscale.hf.sites import NAME, SDPA, MonitoredSite, Site, has_site, remove_site, site_at
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     layers = find_attention_layers(model)
     usable = [layer for layer in layers if _goes_through_sdpa(layer)]
     if not usable:
-        raise ArgumentError(_why_not(model, layers))
+        _refuse(model, layers)
     others = [layer for layer in layers if layer not in usable]
     if others:
         log.warning("attnscale: %s cannot be listened to, of %d attention modules", name_layers(others), len(layers))
@@ -68,20 +69,18 @@ def _goes_through_sdpa(layer: AttentionLayer) -> bool:
     return bool(layer.config._attn_implementation == SDPA)
 
 
-def _why_not(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
-    """The message for a model without a policy that a monitor cannot listen to."""
+def _refuse(model: nn.Module, layers: Sequence[AttentionLayer]) -> NoReturn:
+    """Refuse a model without a policy that a monitor cannot listen to."""
     if not layers:
-        return no_attention(model)
-    refused = f"model={kind_of(model)} is not accepted:"
+        reject_model_without_attention(model)
     routed = [layer for layer in layers if layer.routed and not layer.sparse]
     if not routed:
-        reason = INDEXED_KEYS if layers[0].routed else f"{OWN_ATTENTION}{INSTEAD_OF_INTERFACE}"
-        return (
-            f"{refused} {name_layers(layers)} {reason}; a monitor hears attention of attnscale's, such as an "
-            "attnscale.ScaledDotProductAttention called in its forward"
-        )
+        reason = INDEXED_KEYS if layers[0].routed else f"{OWN_ATTENTION} instead of asking transformers' interface"
+        advice = "such as an attnscale.ScaledDotProductAttention called in its forward"
+        reject_model(model, f"{reason}; a monitor hears attention of attnscale's, {advice}", layers)
     names = " and ".join(sorted({repr(layer.config._attn_implementation) for layer in routed}))
-    return (
-        f"{refused} a monitor cannot listen to attn_implementation={names}; call attnscale.hf.apply(model, 'constant') "
-        "first, which is attention with β = 1, or load the model with attn_implementation='sdpa'"
+    reject_model(
+        model,
+        f"a monitor cannot listen to attn_implementation={names}; call attnscale.hf.apply(model, 'constant') first, "
+        "which is attention with β = 1, or load the model with attn_implementation='sdpa'",
     )

@@ -7,23 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from attnscale.errors import ArgumentError, AttnScaleWarning
-from attnscale.hf.attention_layers import kind_of, name_layers
+from attnscale.errors import AttnScaleWarning
+from attnscale.hf import selection
+from attnscale.hf.attention_layers import name_layers, reject_model
 from attnscale.hf.install import Handle, install
 from attnscale.hf.plan import Plan, build_policies, read_plan
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.probe import Inputs
 from attnscale.hf.probe import probe as run_probe
-from attnscale.hf.selection import (
-    Layers,
-    OnExisting,
-    Towers,
-    refuse_applied,
-    refuse_existing,
-    refuse_model_as_policy,
-    refuse_unsupported,
-    select,
-)
+from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.policies import PolicySpec
 
 
@@ -59,12 +51,12 @@ def apply(
         probe: prove with a forward of four tokens that every module calls its policy; pass the model's inputs where
             they are not tokens, or False to go without.
     """
-    refuse_model_as_policy(model, policy)
+    selection.refuse_model_as_policy(model, policy)
     plan = read_plan(policy, **parameters)
-    chosen = select(model, layers=layers, cross=cross, towers=towers)
-    refuse_unsupported(model, chosen)
-    refuse_applied(model, chosen)
-    refuse_existing(model, chosen, on_existing)
+    chosen = selection.select(model, layers=layers, cross=cross, towers=towers)
+    selection.refuse_unsupported(model, chosen)
+    selection.refuse_applied(model, chosen)
+    selection.refuse_existing(model, chosen, on_existing)
     plan.check(max(layer.layer for layer in chosen) + 1)
     policies = build_policies(plan, chosen)
     cautions = find_cautions(model, chosen, policies)  # before the config names attnscale
@@ -72,10 +64,9 @@ def apply(
     try:
         silent = [] if probe is False else run_probe(model, chosen, None if probe is True else probe)
         if silent:
-            raise ArgumentError(
-                f"model={kind_of(model)} is not accepted: a forward did not reach {name_layers(silent)}, which would "
-                "stay without a policy; leave it out with layers=..., or pass inputs that reach it as probe={...}"
-            )
+            advice = "leave it out with layers=..., or pass inputs that reach it as probe={...}"
+            path = name_layers(silent)
+            reject_model(model, f"a forward did not reach {path}, which would stay without a policy; {advice}")
         for caution in cautions:
             warnings.warn(caution, AttnScaleWarning, stacklevel=2)
     except BaseException:

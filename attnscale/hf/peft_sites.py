@@ -10,7 +10,7 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from attnscale.hf.policy_record import DESCRIPTION, describe
+from attnscale.hf.config_record import DESCRIPTION, describe
 from attnscale.hf.sites import Site
 from attnscale.policies import Policy
 

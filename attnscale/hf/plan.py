@@ -11,7 +11,7 @@ from attnscale._util.ranges import read_range, write_range
 from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attention_layers import AttentionLayer
-from attnscale.hf.policy_record import build_described, describe
+from attnscale.hf.config_record import build_described, describe
 from attnscale.hf.sites import is_learned
 from attnscale.policies import FormulaPolicy, Policy, PolicySpec, build_policy, build_policy_for
 
@@ -39,11 +39,11 @@ class Plan:
         shape = {"num_heads": num_heads, "head_dim": head_dim}
         if not heads:
             return build_policy_for(spec, **shape)
+        named = {given: read_range("heads", given) for given in heads}
         for given, policy in heads.items():
-            _check_heads(given, policy, len(read_range("heads", given)))
+            _check_heads(given, policy, len(named[given]))
+        rest = sorted(set(range(num_heads)).difference(*named.values()))
         if not isinstance(spec, Mapping):  # a built policy, which per_head takes for a range of heads
-            named = {head for given in heads for head in read_range("heads", given)}
-            rest = [head for head in range(num_heads) if head not in named]
             if rest:
                 _check_heads("default", spec, len(rest))
                 heads = {**heads, write_range(rest): spec}
@@ -82,22 +82,21 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
     """A plan from whatever `build_policy` takes, or from a mapping (or YAML file) with `default`, `layers`, `heads`."""
     if isinstance(spec, Plan):
         return spec
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml"))):
-        spec = read_yaml(spec)
-    if isinstance(spec, Mapping) and "name" not in spec:
-        unknown = [key for key in spec if key not in _KEYS]
-        if unknown or not spec:
+    given = _loaded(spec)
+    if isinstance(given, Mapping) and "name" not in given:
+        unknown = [key for key in given if key not in _KEYS]
+        if unknown or not given:
             raise ArgumentError(
-                f"policy={dict(spec)!r} is not accepted: expected the key 'name' of a policy, or {', '.join(_KEYS)}"
+                f"policy={dict(given)!r} is not accepted: expected the key 'name' of a policy, or {', '.join(_KEYS)}"
             )
         if parameters:
             raise ArgumentError(f"parameters {sorted(parameters)} are not accepted beside a plan: put them inside")
-        layers = {str(key): _layer_plan(value) for key, value in spec.get("layers", {}).items()}  # YAML has int keys
-        heads = {str(key): _plain(value) for key, value in spec.get("heads", {}).items()}
+        layers = {str(key): _layer_plan(value) for key, value in given.get("layers", {}).items()}  # YAML has int keys
+        heads = {str(key): _plain(value) for key, value in given.get("heads", {}).items()}
         _check_disjoint("layers", layers)
         _check_disjoint("heads", heads)
-        return Plan(_plain(spec.get("default", "constant")), layers, heads)
-    return Plan(_plain(spec, **parameters))
+        return Plan(_plain(given.get("default", "constant")), layers, heads)
+    return Plan(_plain(given, **parameters))
 
 
 def build_policies(plan: Plan, layers: Iterable[AttentionLayer]) -> dict[str, Policy]:
@@ -149,18 +148,20 @@ def _layer_plan(spec: Any) -> Plan:
 
 def _plain(spec: PolicySpec, **parameters: Any) -> Any:
     """A policy as plain data, checked as far as possible without the shape of a module; a built one as it is."""
+    spec = _loaded(spec)
     if isinstance(spec, Policy) and not isinstance(spec, type):
         return build_policy(spec, **parameters)
-    if isinstance(spec, Mapping):
-        plain = dict(spec) | parameters
-    elif isinstance(spec, str) and not spec.endswith((".yaml", ".yml")):
-        plain = {"name": spec} | parameters
-    elif isinstance(spec, (str, Path)):
-        plain = read_yaml(spec) | parameters
-    else:
+    if not isinstance(spec, (str, Mapping)):
         raise ArgumentError(f"policy={spec!r} is not accepted: expected a name, a mapping, a YAML file or a policy")
+    plain = ({"name": spec} if isinstance(spec, str) else dict(spec)) | parameters
     build_policy_for(plain, num_heads=1, head_dim=2)
     return plain
+
+
+def _loaded(spec: Any) -> Any:
+    """The content of a YAML file; anything else as it is."""
+    is_file = isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml")))
+    return read_yaml(spec) if is_file else spec
 
 
 def _described(spec: Any) -> Any:

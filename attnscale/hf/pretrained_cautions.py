@@ -32,16 +32,17 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     if sharp:
         beta, layer = max(sharp, key=lambda found: found[0])
         texts.append(
-            f"attnscale: the logits of {_number(sharp)} layers of a pretrained model are multiplied by up to "
+            f"attnscale: the logits of {_count(sharp)} layers of a pretrained model are multiplied by up to "
             f"{beta:.3g} (β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
             f"reference_length={length}, floor=True"
         )
-    bounded = [(layer, law, max(length, layer.window)) for layer, law in laws if layer.window and not _learns(law)]
+    fixed = [(layer, law) for layer, law in laws if not any(p.requires_grad for p in law.parameters())]
+    bounded = [(layer, law, max(length, layer.window)) for layer, law in fixed if layer.window]
     soft = [(beta, layer) for layer, law, end in bounded if (beta := _beta(law, layer, end)) < SOFT]
     if soft:
         beta, layer = min(soft, key=lambda found: found[0])
         texts.append(
-            f"attnscale: {_number(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays "
+            f"attnscale: {_count(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays "
             f"at {beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
             "layers='full' leaves them out"
         )
@@ -76,10 +77,6 @@ def _laws(policy: Policy) -> list[LengthPolicy]:
     return [one for one in found if one.uniform is None and not one.needs_query and not hasattr(one, "needs_scores")]
 
 
-def _learns(policy: LengthPolicy) -> bool:
-    return any(parameter.requires_grad for parameter in policy.parameters())
-
-
 def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
     """The largest β of a head at the end of a text of that length."""
     tensors = [*policy.parameters(), *policy.buffers()]
@@ -88,6 +85,6 @@ def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
         return float(policy((position + 1).clamp(max=layer.window or length), positions=position).max())
 
 
-def _number(found: Sequence[tuple[float, AttentionLayer]]) -> int:
+def _count(found: Sequence[tuple[float, AttentionLayer]]) -> int:
     """The number of layers, each of which may appear once per head."""
     return len({layer.path for _, layer in found})

@@ -32,9 +32,10 @@ def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None 
     given = _inputs(model) if inputs is None else dict(inputs)
     try:
         failure = _run(model, given)
-        for part in _parts(model) if inputs is None else ():
-            within = {id(module) for module in part.modules()}
-            if any(number not in called and id(layer.module) in within for number, layer in enumerate(layers)):
+        parts = list(transformers_model(model).modules())[1:] if inputs is None else []
+        for part in (module for module in parts if isinstance(module, PreTrainedModel)):
+            unproven = {id(layer.module) for number, layer in enumerate(layers) if number not in called}
+            if any(id(module) in unproven for module in part.modules()):
                 _run(part, _inputs(part))  # a part that cannot run alone proves nothing, and is no failure
     finally:
         for hook in hooks:
@@ -58,12 +59,6 @@ def _run(model: nn.Module, inputs: Inputs) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _parts(model: nn.Module) -> list[PreTrainedModel]:
-    """The models inside a transformers model, the outer ones first."""
-    whole = transformers_model(model)
-    return [module for module in whole.modules() if isinstance(module, PreTrainedModel) and module is not whole]
 
 
 def _inputs(model: nn.Module) -> dict[str, Any]:

@@ -9,13 +9,7 @@ from torch import nn
 
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
-from attnscale.hf.attention_layers import (
-    AttentionLayer,
-    find_attention_layers,
-    holds_transformers_model,
-    kind_of,
-    name_layers,
-)
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, reject_model, transformers_model
 from attnscale.hf.existing import find_existing
 from attnscale.hf.sites import has_site, is_monitored
 from attnscale.policies import Policy
@@ -26,7 +20,6 @@ OnExisting = Literal["raise", "compose", "replace"]
 
 OWN_ATTENTION = "computes attention itself"
 INDEXED_KEYS = "attends to keys that an indexer picks"
-INSTEAD_OF_INTERFACE = " instead of asking transformers' interface"
 CALL_OURS = "call attnscale.scaled_dot_product_attention in its forward"
 
 
@@ -38,7 +31,7 @@ def select(
         reject("towers", towers, "'text' or 'all'")
     found = find_attention_layers(model)
     if not found:
-        raise ArgumentError(no_attention(model))
+        reject_model_without_attention(model)
     every = [layer for layer in found if (cross or not layer.cross) and (towers == "all" or layer.text)]
     if layers == "all":
         chosen = every
@@ -55,7 +48,7 @@ def select(
     if not chosen:
         raise ArgumentError(
             f"layers={layers!r}, cross={cross}, towers={towers!r} are not accepted: together they select no attention "
-            f"of {kind_of(model)}; attnscale.hf.inspect(model) shows what it has"
+            f"of {type(transformers_model(model)).__name__}; attnscale.hf.inspect(model) shows what it has"
         )
     return chosen
 
@@ -73,8 +66,7 @@ def _numbers(layers: str | int | Sequence[int]) -> list[int]:
 def refuse_model_as_policy(model: object, policy: object) -> None:
     """Refuse a model in the place of the policy, naming only its class."""
     if isinstance(policy, nn.Module) and not isinstance(policy, Policy):
-        swapped = holds_transformers_model(policy) and not isinstance(model, nn.Module)
-        hint = "; the model comes first, then the policy" if swapped else ""
+        hint = "" if isinstance(model, nn.Module) else "; the model comes first, then the policy"
         raise ArgumentTypeError(
             f"policy={type(policy).__name__} is not accepted: expected a name, a mapping, a YAML file or a policy{hint}"
         )
@@ -86,35 +78,41 @@ def check_on_existing(on_existing: str) -> None:
         reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
 
 
+def why_unsupported(layer: AttentionLayer, every: Sequence[AttentionLayer]) -> str | None:
+    """Why a layer cannot have a policy, and what to do; leaving it out helps only if others of the model remain."""
+    if not layer.routed and any(other.routed for other in every):
+        return f"{OWN_ATTENTION}; leave it out with layers=..., or {CALL_OURS}"
+    if not layer.routed:
+        interface = "no layer of this model asks transformers' interface, so there is nothing for layers=... to select"
+        return f"{OWN_ATTENTION}; {interface}: {CALL_OURS}"
+    if layer.sparse and not all(other.sparse for other in every):
+        return f"{INDEXED_KEYS}, and would silently attend to all of them; leave these layers out with layers=..."
+    if layer.sparse:
+        return f"{INDEXED_KEYS}; every layer of this model does, so a policy cannot be given to it"
+    return None
+
+
 def refuse_unsupported(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
     """Refuse layers that do not call the interface, or whose keys an indexer picks."""
     every = find_attention_layers(model)
-    unrouted = [layer for layer in chosen if not layer.routed]
-    if unrouted:
-        _refuse(model, unrouted, f"{OWN_ATTENTION}{INSTEAD_OF_INTERFACE}; {instead_of_unrouted(every)}")
-    sparse = [layer for layer in chosen if layer.sparse]
-    if sparse:
-        consequence = "and would silently attend to all of them"
-        _refuse(model, sparse, f"{INDEXED_KEYS}, {consequence}; {instead_of_sparse(every)}")
+    reasons = {layer: why_unsupported(layer, every) for layer in sorted(chosen, key=lambda layer: layer.routed)}
+    for reason in filter(None, reasons.values()):
+        reject_model(model, reason, [layer for layer in chosen if reasons[layer] == reason])
 
 
 def refuse_applied(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
     """Refuse a model that has policies already, or that a monitor has changed in order to listen."""
     applied = [layer for layer in find_attention_layers(model) if has_site(layer.module)]
     if any(is_monitored(layer.module) for layer in applied):
-        raise ArgumentError(
-            f"model={kind_of(model)} is not accepted: a Monitor listens to it; close it, apply the policy, and attach "
-            "a new one"
-        )
+        reject_model(model, "a Monitor listens to it; close it, apply the policy, and attach a new one")
     again = [layer for layer in chosen if has_site(layer.module)]
     if again:
-        _refuse(model, again, "has a policy already; handle.remove() first")
+        reject_model(model, "has a policy already; handle.remove() first", again)
     if applied:
         first, second = (write_range(sorted({layer.layer for layer in group})) for group in (applied, chosen))
         plan = f"apply(model, {{'layers': {{{first!r}: ..., {second!r}: ...}}}})"
-        _refuse(
-            model, applied, f"has a policy from another apply; handle.remove() first, and give both in one plan: {plan}"
-        )
+        advice = f"handle.remove() first, and give both in one plan: {plan}"
+        reject_model(model, f"has a policy from another apply; {advice}", applied)
 
 
 def refuse_existing(model: nn.Module, chosen: Sequence[AttentionLayer], on_existing: str) -> None:
@@ -124,34 +122,12 @@ def refuse_existing(model: nn.Module, chosen: Sequence[AttentionLayer], on_exist
     if scaled:
         description = find_existing(model, scaled[0])[0].description
         advice = "pass on_existing='compose' to scale on top of it, or 'replace' to switch it off"
-        _refuse(model, scaled, f"already scales its logits ({description}); {advice}")
+        reject_model(model, f"already scales its logits ({description}); {advice}", scaled)
 
 
-def _refuse(model: nn.Module, layers: Sequence[AttentionLayer], reason: str) -> NoReturn:
-    raise ArgumentError(f"model={kind_of(model)} is not accepted: {name_layers(layers)} {reason}")
-
-
-def no_attention(model: nn.Module) -> str:
-    """The message for a model in which no attention was found."""
+def reject_model_without_attention(model: nn.Module) -> NoReturn:
+    """Refuse a model in which no attention was found."""
     if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
-        reason = "its attention is torch.nn.MultiheadAttention, for attnscale.convert"
-    else:
-        reason = (
-            "it has no softmax attention, and so no logits to scale (state-space, recurrent and convolutional models "
-            "have none)"
-        )
-    return f"model={kind_of(model)} is not accepted: {reason}"
-
-
-def instead_of_unrouted(every: Sequence[AttentionLayer]) -> str:
-    """The advice for layers that do not call the interface; leaving them out helps only if others remain."""
-    if any(layer.routed for layer in every):
-        return f"leave it out with layers=..., or {CALL_OURS}"
-    return f"no layer of this model asks it, so there is nothing for layers=... to select: {CALL_OURS}"
-
-
-def instead_of_sparse(every: Sequence[AttentionLayer]) -> str:
-    """The advice for layers whose keys an indexer picks."""
-    if not all(layer.sparse for layer in every):
-        return "leave these layers out with layers=..."
-    return "every layer of this model does, so a policy cannot be given to it"
+        reject_model(model, "its attention is torch.nn.MultiheadAttention, for attnscale.convert")
+    others = "(state-space, recurrent and convolutional models have none)"
+    reject_model(model, f"it has no softmax attention, and so no logits to scale {others}")

@@ -12,7 +12,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnscale._util import state
 from attnscale.hf.attention import attend
-from attnscale.hf.reversible import Undo
 from attnscale.module import ScaledDotProductAttention
 from attnscale.policies import Policy, build_policy
 
@@ -20,6 +19,8 @@ from attnscale.policies import Policy, build_policy
 # `model.layers.0.self_attn.attnscale` are part of the checkpoint.
 NAME = "attnscale"
 SDPA = "sdpa"
+
+Undo = Callable[[], None]
 
 
 class Site(ScaledDotProductAttention):
@@ -76,20 +77,12 @@ class SdpaOrSite:
 
     stock: Callable[..., tuple[Tensor, Tensor | None]]
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **arguments: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention in transformers' signature."""
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Attention of a module; further arguments are those of `attend`."""
         site = module._modules.get(NAME)
         if isinstance(site, Site) and site.override:
-            return attend(site, module, query, key, value, attention_mask, **arguments)
-        return self.stock(module, query, key, value, attention_mask, **arguments)
+            return attend(site, module, *args, **kwargs)
+        return self.stock(module, *args, **kwargs)
 
 
 def has_site(module: nn.Module) -> bool:
