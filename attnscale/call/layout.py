@@ -1,4 +1,4 @@
-"""From every combination of shapes that torch's attention accepts to [B, H, T, D], and back."""
+"""Conversion between the shapes that torch's attention accepts and [B, H, T, D]."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 def read_layout(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Layout:
-    """Check that the three tensors fit each other, by torch's rules, and say how their dimensions are to be read.
+    """Check by torch's rules that the three tensors fit each other, and read their dimensions.
 
     Leading dimensions broadcast, as in torch: [T, D] is one head of one sequence, [N, T, D] is one head of N
     sequences, [..., H, T, D] has any number of batch dimensions, and the three may have different numbers of them.
@@ -142,9 +142,9 @@ def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
 
 
 def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
-    """Whether a shape broadcasts to another as it is; quick for the usual one."""
+    """Whether a shape broadcasts to exactly `full`."""
     if len(shape) == len(full):
-        # In this order: an extent that only a device knows is equal to itself, but nobody can say whether it is 1.
+        # Equality first: a data-dependent extent is known to equal itself, but not whether it is 1.
         return all(extent == other or extent == 1 for extent, other in zip(shape, full, strict=True))
     return _broadcast(shape, full) == full
 

@@ -53,12 +53,11 @@ def describe(
     cache_offset: int | Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Context:
-    """Check the keywords against the shapes and settle in which slot each query token lies.
+    """Check the keywords against the shapes and determine the slot of each query token.
 
-    `cache_offset` says it outright. Otherwise packed queries lie where their document puts them, `positions` are looked
-    up among the unpadded keys, and without either the alignment is torch's: query i in slot i. What only the values of
-    a tensor tell (a negative position, edges that decrease) is checked on the CPU; on other devices reading them back
-    would synchronise.
+    The slot comes from `cache_offset`; else from the document of packed queries; else from `positions`, looked up among
+    the unpadded keys; else it is torch's alignment, query i in slot i. Values of tensors (negative positions,
+    decreasing edges) are checked on the CPU only: on other devices reading them back would synchronise.
     """
     if positions is not None:
         positions = layout.rows("positions", _integer("positions", positions, device), queries, "0-based, per query")
@@ -134,7 +133,7 @@ def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device)
     if not fits or n.shape[2] not in (1, queries):
         full = [layout.size, layout.heads, queries]
         reject("visible.shape", list(given.shape), f"[Tq], [B, Tq] or [B, H, Tq] that broadcasts to {full}")
-    # A tensor of the full length is used as it is, so that what was made of it can be found again.
+    # A tensor of the full length stays the same object, whose β may be remembered (`mark_counted`).
     return n if n.shape[2] == queries else n.expand(n.shape[0], n.shape[1], queries)
 
 
