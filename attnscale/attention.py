@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.one_torch_call import attend_in_one_call, may_be_one_call
+from attnscale.backends.one_torch_call import attend_in_one_call
 from attnscale.backends.score_beta import score_beta
 from attnscale.backends.sdpa import TORCH_ATTENTION, attend
 from attnscale.call.attention_call import AttentionCall, UnscaledCall
@@ -105,31 +105,17 @@ def scaled_dot_product_attention(
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         dense_only: dict[str, Any] = {"attn_mask": attn_mask, "positions": positions, "key_padding": key_padding}
         dense_only |= {"document_ids": document_ids, "cu_seqlens": cu_seqlens, "cache_offset": cache_offset}
-        same = functools.partial(
-            scaled_dot_product_attention,
-            dropout_p=dropout_p,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            policy=chosen,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            backend=backend,
-        )
-        return attend_nested(same, query, key, value, is_causal, dense_only | {"visible": visible})
-    if only_torchs and may_be_one_call(chosen):
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa, "policy": chosen}
+        options |= {"window": window, "softcap": softcap, "sinks": sinks, "backend": backend}
+        attend_dense = functools.partial(scaled_dot_product_attention, **options)
+        return attend_nested(attend_dense, query, key, value, is_causal, dense_only | {"visible": visible})
+    if only_torchs:
         out = attend_in_one_call(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, visible)
         if out is not None:
             return out
+    torchs = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     layout, call, _, _ = _bind(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
+        *torchs,
         policy=chosen,
         backend=backend,
         softcap=softcap,

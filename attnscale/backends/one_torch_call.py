@@ -16,12 +16,6 @@ from attnscale.policies import FormulaPolicy, Policy
 from attnscale.policies.temperature import recurring_temperature, refuse_unknown_length
 
 
-def may_be_one_call(policy: Policy) -> bool:
-    """Whether a policy can be applied by one call of torch's function: β is 1, or a formula whose β is remembered."""
-    uniform = policy.uniform
-    return uniform == 1.0 or (uniform is None and isinstance(policy, FormulaPolicy))
-
-
 def attend_in_one_call(
     policy: Policy,
     query: Tensor,
@@ -35,6 +29,9 @@ def attend_in_one_call(
     visible: Tensor | None,
 ) -> Tensor | None:
     """The output of a call with the arguments of torch's function; None where one call of that does not suffice."""
+    uniform = policy.uniform
+    if uniform != 1.0 and (uniform is not None or not isinstance(policy, FormulaPolicy)):
+        return None
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, _ = read_numbers(scale, dropout_p, None, is_causal, enable_gqa)
     queries, keys = query.shape[-2], key.shape[-2]
@@ -47,7 +44,7 @@ def attend_in_one_call(
         return None
     if visible is not None:
         visible = per_row(layout, visible, queries, query.device)
-    if policy.uniform == 1.0:
+    if uniform == 1.0:
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     refuse_unknown_length(policy, query, known=visible is not None)
     if not isinstance(policy, FormulaPolicy) or query.dim() != 4 or is_watched():

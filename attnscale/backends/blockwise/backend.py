@@ -72,25 +72,14 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
     """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
     start, stop = call.context.bounds()
     seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
-    # Where nobody will ask for a gradient or a graph, the function itself: an operator takes a tenth of a millisecond.
-    # It reads values, which meta tensors do not have, and those of a subclass are for the subclass to compute with.
+    # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
+    # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
     forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
+    visibility = start, stop, call.context.padding, call.context.mask
+    numbers = call.scale, call.softcap, call.dropout_p
     out, lse, top, disorder = forward(
-        call.query,
-        call.key,
-        call.value,
-        call.row_beta(),
-        start,
-        stop,
-        call.context.padding,
-        call.context.mask,
-        call.sinks,
-        seed,
-        call.scale,
-        call.softcap,
-        call.dropout_p,
-        entropy,
+        call.query, call.key, call.value, call.row_beta(), *visibility, call.sinks, seed, *numbers, entropy
     )
     return out, lse.detach(), top.detach(), disorder.detach()
 
