@@ -71,17 +71,8 @@ class Layout(NamedTuple):
         accepted = f"[{length}] or {[*self.batch, length]} ({meaning})"
         raise ArgumentError(f"{argument} of shape {list(x.shape)} is not accepted: expected {accepted}")
 
-    def check_mask(self, mask: Tensor, queries: int, keys: int) -> None:
-        """Refuse a mask that does not broadcast to [..., H, Tq, Tk]."""
-        full = (*self.lead, queries, keys)
-        if not _fits(mask.shape, full):
-            raise TensorError(
-                f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
-            )
-
     def mask(self, mask: Tensor, queries: int, keys: int) -> Tensor:
         """A mask that broadcasts against [..., H, Tq, Tk] to [B|1, H|1, Tq, Tk], without copying where possible."""
-        self.check_mask(mask, queries, keys)
         mask = mask[(None,) * (len(self.lead) + 2 - mask.dim())]
         if not self.head_axis:
             mask = mask[..., None, :, :]
@@ -141,7 +132,7 @@ def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
     return Layout((*batch, heads), True, max(of_key, of_value))
 
 
-def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
+def broadcasts_to(shape: Sequence[int], full: tuple[int, ...]) -> bool:
     """Whether a shape broadcasts to exactly `full`."""
     if len(shape) == len(full):
         # Equality first: a data-dependent extent is known to equal itself, but not whether it is 1.

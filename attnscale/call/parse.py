@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from attnscale._util.tracing import is_watched
 from attnscale.call.causal_bias import read_causal_bias
 from attnscale.call.context import Context, Window
-from attnscale.call.layout import Layout
+from attnscale.call.layout import Layout, broadcasts_to
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 Packing = Tensor | tuple[Tensor, Tensor]
@@ -79,6 +79,8 @@ def describe(
     rule = read_causal_bias(attn_mask, queries, keys, device, is_causal=is_causal, aligned=aligned)
     if rule is not None:
         attn_mask, is_causal, slot = rule.mask, rule.is_causal, rule.slot
+    if attn_mask is not None:
+        check_mask(layout, attn_mask, queries, keys, device)
     if cache_offset is not None:
         slot = _offset(layout, cache_offset, queries, device)
     elif isinstance(cu_seqlens, tuple):
@@ -107,7 +109,7 @@ def describe(
         first=first,
         last=last,
         padding=key_padding,
-        mask=None if attn_mask is None else _mask(layout, attn_mask, queries, keys, device),
+        mask=None if attn_mask is None else layout.mask(attn_mask, queries, keys),
         positions=positions,
         visible=visible,
     )
@@ -122,7 +124,11 @@ def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: to
             f"attn_mask of {mask.dtype} is not accepted: expected bool (True: visible) or floating (added)"
         )
     _check_device("attn_mask", mask, device)
-    layout.check_mask(mask, queries, keys)
+    full = (*layout.lead, queries, keys)
+    if not broadcasts_to(mask.shape, full):
+        raise TensorError(
+            f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
+        )
 
 
 def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device) -> Tensor:
@@ -151,11 +157,6 @@ def _window(window: int | Window | None) -> Window:
         if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 0):
             reject("window", window, accepted)
     return window
-
-
-def _mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.device) -> Tensor:
-    check_mask(layout, mask, queries, keys, device)
-    return layout.mask(mask, queries, keys)
 
 
 def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.device) -> int | Tensor:
