@@ -11,8 +11,7 @@ from typing import Any
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
-from attnscale.diagnostics.records.names import short_names
-from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of
+from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.errors import ArgumentError, reject
 from attnscale.report.data import AlertGroup, Run, read_run
 from attnscale.report.encode import BUDGET, Encoded, encode, pack
