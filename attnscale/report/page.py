@@ -16,7 +16,7 @@ from attnscale.errors import ArgumentError, reject
 from attnscale.report.data import AlertGroup, Run, read_run
 from attnscale.report.encode import BUDGET, Encoded, encode, pack
 
-PROGRAMS = ("planes.js", "scales.js", "heatmap.js", "chart.js", "app.js")
+PROGRAMS = ("planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
 
 
