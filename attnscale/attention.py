@@ -1,29 +1,48 @@
-"""The drop-in function: scaled-dot-product attention whose temperature knows how many keys each row sees."""
+"""The front door: scaled-dot-product attention whose temperature depends on how many keys each row sees."""
 
 from __future__ import annotations
 
+import difflib
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
+from attnscale.backends.one_torch_call import attend_in_one_call
+from attnscale.backends.score_beta import score_beta
 from attnscale.backends.sdpa import TORCH_ATTENTION, attend
-from attnscale.backends.torch_calls import short_attention
-from attnscale.call.attention_call import AttentionCall
+from attnscale.call.attention_call import AttentionCall, UnscaledCall
 from attnscale.call.context import Window
 from attnscale.call.layout import Layout, read_layout
 from attnscale.call.nested import attend_nested
-from attnscale.call.parse import Packing
+from attnscale.call.parse import KeyRules, Packing, describe
+from attnscale.call.score_options import check_sinks, default_scale, read_numbers
 from attnscale.call.tap import Tap, listen
+from attnscale.errors import ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec
-from attnscale.prepare import prepare, read_numbers, resolve
-from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies.build import resolve
+from attnscale.policies.temperature import check_beta, refuse_unknown_length, temperature
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
+
+
+class ScoreRules(KeyRules, total=False):
+    """Keywords of attention beyond torch's, but for `policy` and `backend`; see `scaled_dot_product_attention`."""
+
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class AttentionRules(ScoreRules, total=False):
+    """The same with `backend`."""
+
+    backend: str
 
 
 def scaled_dot_product_attention(
@@ -80,9 +99,9 @@ def scaled_dot_product_attention(
     chosen = resolve(policy)
     rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
     dispatch.check_backend(backend)
-    torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules)  # in the words of torch's function
+    only_torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules)  # arguments of torch's function
     if getattr(query, "is_nested", False):
-        if torchs and visible is None and chosen.uniform == 1.0:
+        if only_torchs and visible is None and chosen.uniform == 1.0:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         dense_only = {
             "attn_mask": attn_mask,
@@ -107,14 +126,15 @@ def scaled_dot_product_attention(
         return attend_nested(same, query, key, value, is_causal, dense_only)
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
-    if torchs:
-        out = short_attention(
+    if only_torchs:
+        out = attend_in_one_call(
             layout, chosen, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, visible
         )
         if out is not None:
             return out
-    call = prepare(
+    call = _call_of(
         layout,
+        chosen,
         query,
         key,
         value,
@@ -122,7 +142,6 @@ def scaled_dot_product_attention(
         dropout_p,
         is_causal,
         scale,
-        policy=chosen,
         softcap=softcap,
         sinks=sinks,
         window=window,
@@ -136,18 +155,28 @@ def scaled_dot_product_attention(
     return layout.restore(dispatch.run(call, backend))
 
 
+# Whoever replaces torch's function by ours (`attnscale.patch_torch` does it properly) does not make it call itself.
+scaled_dot_product_attention.replaces = TORCH_ATTENTION  # type: ignore[attr-defined]
+
+
 def attention_with_stats(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *args: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    policy: PolicySpec = "constant",
     request: StatsRequest | None = None,
-    **kwargs: Any,
+    **rules: Unpack[AttentionRules],
 ) -> AttentionOutput:
     """`scaled_dot_product_attention`, same arguments, with statistics of its rows: `AttentionOutput(output, stats)`.
 
     The output carries gradients, the statistics do not. Nothing of size Tq × Tk is held, forward or backward. With
-    `StatsRequest(rows=R)` the output is computed as without statistics, and R rows are looked at beside it.
+    `StatsRequest(rows=R)` the output is computed as without statistics, and R rows are measured besides.
 
     >>> import torch
     >>> q = torch.randn(1, 2, 16, 8)
@@ -156,75 +185,30 @@ def attention_with_stats(
     (torch.Size([1, 2, 16]), True)
     """
     request = checked_request(request)
-    layout, call, backend, policy = _bind(query, key, value, *args, **kwargs)
+    layout, call, backend, chosen = _bind(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
+    )
     output, stats = dispatch.measure(call, request, backend)
-    ceiling = getattr(policy, "ceiling", None)
+    ceiling = getattr(chosen, "ceiling", None)
     if ceiling is not None and isinstance(call.beta, Tensor):
         rows = call.row_beta().detach()
         stats = stats._replace(at_ceiling=(rows if stats.rows is None else rows[..., stats.rows]) >= ceiling)
-    return AttentionOutput(layout.restore(output), layout.restore_stats(stats))
-
-
-def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, heard by a tap if there is one and it is open.
-
-    `own_keys` says whether queries and keys are made of the same tokens, which a listener asks; None where the caller
-    does not know.
-    """
-    if tap is None or not tap.open:
-        return scaled_dot_product_attention
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        layout, call, backend, _ = _bind(*args, **kwargs)
-        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, backend)))
-
-    return attend
-
-
-def _listen(tap: Tap, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]) -> Tensor:
-    """`run(call)`, heard by a tap, which is told in which slots the rows' own keys lie."""
-    told = replace(call, context=call.context.with_own_slots(own_keys))
-    return listen(tap, told, lambda heard: run(replace(heard, context=call.context)))
-
-
-def attention_and_weights(
-    tap: Tap | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout_p: float,
-    own_keys: bool | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    """Output and, after dropout, the weights [..., H, Tq, Tk] that it is made of; heard by a tap that is open."""
-    layout, call, _, _ = _bind(query, key, value, **arguments)
-    weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
-    if tap is None or not tap.open:
-        output = reference.mix(weights, call)
-    else:
-        output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
-    return layout.restore(output), layout.restore(weights)
-
-
-def attention_weights(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
-    """The weights [..., H, Tq, Tk] that `scaled_dot_product_attention` would use, for looking at small cases.
-
-    Takes its keywords but for `value` and `backend`. Memory is that of the result; rows that see nothing are zero.
-
-    >>> import torch
-    >>> q = torch.zeros(1, 1, 3, 4)
-    >>> attention_weights(q, q, is_causal=True)[0, 0]
-    tensor([[1.0000, 0.0000, 0.0000],
-            [0.5000, 0.5000, 0.0000],
-            [0.3333, 0.3333, 0.3333]])
-    """
-    layout, call, _, _ = _bind(query, key, key, **arguments)
-    return layout.restore(reference.attention_weights(call))
+    return AttentionOutput(layout.restore(output), _restore_stats(layout, stats))
 
 
 def explain_dispatch(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, request: StatsRequest | None = None, **kwargs: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    policy: PolicySpec = "constant",
+    request: StatsRequest | None = None,
+    **rules: Unpack[AttentionRules],
 ) -> Dispatch:
     """Which backend `scaled_dot_product_attention` would use for these arguments, and why not the others.
 
@@ -239,37 +223,168 @@ def explain_dispatch(
     blockwise  yes     chosen: the first usable one
     reference  yes     usable, where asked for by name
     """
-    _, call, backend, _ = _bind(query, key, value, *args, **kwargs)
+    _, call, backend, _ = _bind(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
+    )
     return dispatch.explain(call, backend, None if request is None else checked_request(request))
 
 
-def _bind(*args: Any, **kwargs: Any) -> tuple[Layout, AttentionCall, str, Policy]:
-    """The call that `scaled_dot_product_attention` would make of its arguments, with backend and policy."""
-    given = _arguments(*args, **kwargs)
-    backend, policy = given.pop("backend"), resolve(given.pop("policy"))
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    policy: PolicySpec = "constant",
+    **rules: Unpack[ScoreRules],
+) -> Tensor:
+    """The weights [..., H, Tq, Tk] that `scaled_dot_product_attention` would use, before dropout, for small cases.
+
+    Takes its keywords but for `value` and `backend`. Memory is that of the result; rows that see nothing are zero.
+
+    >>> import torch
+    >>> q = torch.zeros(1, 1, 3, 4)
+    >>> attention_weights(q, q, is_causal=True)[0, 0]
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000],
+            [0.3333, 0.3333, 0.3333]])
+    """
+    layout, call, _, _ = _bind(
+        query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
+    )
+    return layout.restore(reference.attention_weights(call))
+
+
+def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention`, reported to a tap if there is one and it is open.
+
+    `own_keys` says whether queries and keys are made of the same tokens; None where the caller does not know.
+    """
+    if tap is None or not tap.open:
+        return scaled_dot_product_attention
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        layout, call, backend, _ = _bind(*args, **kwargs)
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, backend)))
+
+    return attend
+
+
+def attention_and_weights(
+    tap: Tap | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout_p: float,
+    own_keys: bool | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and the weights [..., H, Tq, Tk], after dropout, that it is made of; reported to a tap that is open."""
+    layout, call, _, _ = _bind(query, key, value, **arguments)
+    weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
+    if tap is None or not tap.open:
+        output = reference.mix(weights, call)
+    else:
+        output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
+    return layout.restore(output), layout.restore(weights)
+
+
+def _listen(tap: Tap, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """`run(call)`, reported to a tap with the slots in which the rows' own keys lie."""
+    told = replace(call, context=call.context.with_own_slots(own_keys))
+    return listen(tap, told, lambda heard: run(replace(heard, context=call.context)))
+
+
+class _Bound(NamedTuple):
+    layout: Layout
+    call: AttentionCall
+    backend: str
+    policy: Policy
+
+
+def _bind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    policy: PolicySpec = "constant",
+    backend: str = "auto",
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    **rules: Unpack[KeyRules],
+) -> _Bound:
+    """The call that `scaled_dot_product_attention` would make of its arguments, always in canonical form."""
+    unknown = rules.keys() - KeyRules.__optional_keys__
+    if unknown:
+        name, known = min(unknown), AttentionRules.__optional_keys__ | {"policy"}
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ArgumentTypeError(
+            f"got an unexpected keyword argument {name!r}: expected one of {', '.join(sorted(known))}{hint}"
+        )
     dispatch.check_backend(backend)
-    enable_gqa = given.pop("enable_gqa")
-    layout = read_layout(given["query"], given["key"], given["value"], enable_gqa)
-    numbers = (given.pop("scale"), given.pop("dropout_p"), given.pop("softcap"))
-    scale, dropout_p, softcap = read_numbers(*numbers, given["is_causal"], enable_gqa)
-    given |= {"scale": scale, "dropout_p": dropout_p, "softcap": softcap}
-    return layout, prepare(layout, policy=policy, **given), backend, policy
+    chosen = resolve(policy)
+    layout = read_layout(query, key, value, enable_gqa)
+    scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
+    tensors = query, key, value, attn_mask
+    call = _call_of(layout, chosen, *tensors, dropout_p, is_causal, scale, softcap=softcap, sinks=sinks, **rules)
+    return _Bound(layout, call, backend, chosen)
 
 
-def _arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Those of `scaled_dot_product_attention` by name; several times faster than binding its signature."""
-    by_place = dict(zip(_DEFAULTS, args, strict=False))
-    given = {**_DEFAULTS, **by_place, **kwargs}
-    missing = any(given[name] is inspect.Parameter.empty for name in ("query", "key", "value"))
-    unclear = len(given) > len(_DEFAULTS) or by_place.keys() & kwargs.keys()
-    if missing or unclear or len(args) > _PLACES:
-        _SIGNATURE.bind(*args, **kwargs)  # which says what is wrong
-    return given
+def _call_of(
+    layout: Layout,
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    *,
+    softcap: float | None,
+    sinks: Tensor | None,
+    **rules: Unpack[KeyRules],
+) -> AttentionCall:
+    """Lengths, then β: the call of arguments whose layout and numbers have been read."""
+    known = rules.get("visible") is not None or rules.get("positions") is not None
+    refuse_unknown_length(policy, query, known=known)
+    check_sinks(layout, sinks, query.device)
+    context = describe(
+        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
+    )
+    call = UnscaledCall(
+        query=layout.flatten_query(query),
+        key=layout.flatten_key(key),
+        value=layout.flatten_key(value),
+        context=context,
+        scale=default_scale(query) if scale is None else scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    if isinstance(policy, ScorePolicy) and policy.needs_scores:
+        return call.at(check_beta(score_beta(policy, call), call.query))
+    return call.at(temperature(policy, call))
 
 
-# Whoever replaces torch's function by ours (`attnscale.patch_torch` does it properly) does not make it call itself.
-scaled_dot_product_attention.replaces = TORCH_ATTENTION  # type: ignore[attr-defined]
+def _restore_stats(layout: Layout, stats: RowStats) -> RowStats:
+    """Statistics [B, H, Tq, ...] with the leading dimensions of the result."""
 
-_SIGNATURE = inspect.signature(scaled_dot_product_attention)
-_DEFAULTS = {name: parameter.default for name, parameter in _SIGNATURE.parameters.items()}
-_PLACES = sum(parameter.kind == parameter.POSITIONAL_OR_KEYWORD for parameter in _SIGNATURE.parameters.values())
+    def shaped(x: Any) -> Any:
+        if x is None or x is stats.rows or isinstance(x, bool):
+            return x
+        if isinstance(x, Tensor):
+            return x.reshape(*layout.lead, *x.shape[2:])
+        return type(x)(*(shaped(part) for part in x))
+
+    return stats if len(layout.lead) == 2 else RowStats(*(shaped(x) for x in stats))

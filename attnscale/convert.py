@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from attnscale._util.removable import Removable
 from attnscale.errors import ArgumentError, reject_type
 from attnscale.module import MultiheadAttention
 from attnscale.policies import Policy, PolicySpec, build_policy_for
 
 
-class Conversion:
+class Conversion(Removable):
     """What `convert` did to a model. `remove()` undoes it; as a context manager it does so at the end.
 
     `policies` maps the module path of each converted attention to its policy.
@@ -44,14 +44,6 @@ class Conversion:
         for encoder in self._nested:
             encoder.use_nested_tensor = True
         self._converted, self._nested = [], []
-
-    def __enter__(self) -> Conversion:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def convert(model: nn.Module, policy: PolicySpec, **parameters: Any) -> Conversion:

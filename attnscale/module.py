@@ -9,8 +9,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from attnscale.attention import attention_and_weights, attention_through
+from attnscale.attention import AttentionRules, attention_and_weights, attention_through
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.call.nested import nest_like, pad_nested
 from attnscale.call.tap import Tap
@@ -47,7 +48,7 @@ class ScaledDotProductAttention(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        **rules: Any,
+        **rules: Unpack[AttentionRules],
     ) -> Tensor:
         """Attention [..., H, Tq, Dv]; arguments are those of `scaled_dot_product_attention`."""
         attend = attention_through(self.tap, own_keys=False if self.cross else None)

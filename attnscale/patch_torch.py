@@ -7,16 +7,16 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from attnscale._util import state
+from attnscale._util.removable import Removable
 from attnscale.attention import attention_and_weights, scaled_dot_product_attention
-from attnscale.backends.sdpa import REPLACED
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.policies import Policy, PolicySpec, build_policy
 
@@ -41,30 +41,30 @@ def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
     return TorchPatch(build_policy(policy, **parameters))
 
 
-class TorchPatch:
+class TorchPatch(Removable):
     """What `patch_torch` did. `remove()` undoes it and is idempotent; as a context manager it does so at the end.
 
     Patches may be removed in any order: one that lies below another passes calls on from then on.
     """
 
-    # Patches that keep torch's fused path closed, and whether it was open before the first of them.
-    _closing: ClassVar[list[TorchPatch]] = []
-    _fused_path_was_open: ClassVar[bool] = True
-
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.active = True
+        self._fused_path_was_open = True
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._captured = threading.local()
         self._beneath = F.scaled_dot_product_attention
         self._replace(_ATTENTION, self._attention)
-        REPLACED.append(self._beneath)
+        state.TORCH_REPLACED.append(self._beneath)
         if policy.uniform != 1.0:
             self._replace(_MULTIHEAD, self._multihead)
-            if not TorchPatch._closing:
-                TorchPatch._fused_path_was_open = torch.backends.mha.get_fastpath_enabled()
+            closing: list[TorchPatch] = state.CLOSED_FUSED_PATHS
+            if closing:
+                self._fused_path_was_open = closing[0]._fused_path_was_open
+            else:
+                self._fused_path_was_open = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
-            TorchPatch._closing.append(self)
+            closing.append(self)
 
     def remove(self) -> None:
         """Put torch's functions back, to the object, wherever they were replaced. Idempotent."""
@@ -75,19 +75,11 @@ class TorchPatch:
             if namespace.get(name) is ours:
                 namespace[name] = _before(ours)
         self._replaced = []
-        REPLACED.remove(self._beneath)
-        if self in TorchPatch._closing:
-            TorchPatch._closing.remove(self)
-            if not TorchPatch._closing:
-                torch.backends.mha.set_fastpath_enabled(TorchPatch._fused_path_was_open)
-
-    def __enter__(self) -> TorchPatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+        state.TORCH_REPLACED.remove(self._beneath)
+        if self in state.CLOSED_FUSED_PATHS:
+            state.CLOSED_FUSED_PATHS.remove(self)
+            if not state.CLOSED_FUSED_PATHS:
+                torch.backends.mha.set_fastpath_enabled(self._fused_path_was_open)
 
     def _replace(self, function: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put a function of ours wherever a module outside of torch holds torch's, and into `torch.nn.functional`."""

@@ -1,17 +1,17 @@
-"""Results that calls share because making them again costs more than finding them: bounded, locked and guarded."""
+"""Bounded, thread-safe memories of results that calls share."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnscale._util.tracing import is_watched
 
-# Tensors with more elements are made afresh: the attention that uses them takes so long that this does not show.
+# Larger tensors are not stored: recomputing them is negligible beside the attention that uses them.
 MOST_ELEMENTS = 2**18
 
 Value = TypeVar("Value")
@@ -19,13 +19,13 @@ _NOTHING = object()
 
 
 class Memory(Generic[Value]):
-    """The `most` results that were made last, by key; any thread may ask.
+    """The `most` newest results, by key.
 
-    Nothing is stored or given out while torch.compile, a dispatch mode, a functional transform or the capture of a CUDA
-    graph is active: what is made there (fake tensors, traced ones, memory of the graph) is of no use outside, and what
-    was made outside would be a constant there. A tensor is stored only if it is an ordinary one on the device asked for
-    and carries no gradient. Tensors of inference mode, which autograd may not save, are kept apart, and so are those of
-    each CUDA stream, which another stream could read before they are written.
+    The one guard of all memories: while torch.compile, a dispatch mode, a functional transform or a CUDA graph capture
+    is active, nothing is stored or returned, since fake and traced tensors are useless outside and stored ones would
+    become constants inside. Only ordinary tensors without a gradient, on the device asked for, are stored. Results are
+    kept apart by inference mode (autograd may not save its tensors) and by CUDA stream (another stream could read them
+    before they are written).
 
     >>> memory = Memory(most=2)
     >>> [memory.recall(n, torch.device("cpu"), lambda: n * n) for n in (3, 3, 4, 5)], len(memory)
@@ -38,7 +38,7 @@ class Memory(Generic[Value]):
         self._entries: dict[Hashable, Value] = {}
 
     def recall(self, key: Hashable, device: torch.device, make: Callable[[], Value]) -> Value:
-        """What was made for this key, or what `make` makes of it now; not to be changed in place."""
+        """The stored result for a key, else that of `make()`; not to be changed in place."""
         if is_watched():
             return make()
         stream = 0
@@ -47,7 +47,7 @@ class Memory(Generic[Value]):
                 return make()
             stream = torch.cuda.current_stream(device).cuda_stream
         place = (key, device, stream, torch.is_inference_mode_enabled())
-        found = self._entries.get(place, _NOTHING)  # one operation, and so without the lock
+        found = self._entries.get(place, _NOTHING)  # atomic, so no lock is needed
         if found is not _NOTHING:
             return found  # type: ignore[return-value]
         made = make()
@@ -60,6 +60,19 @@ class Memory(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class BetaMemory(Memory[Any]):
+    """β of policies that are formulas, by the policy's `identity` and the rule that gives n."""
+
+    def beta(
+        self, identity: Hashable | None, rule: tuple[Hashable, ...], device: torch.device, make: Callable[[], Value]
+    ) -> Value:
+        """β, remembered unless the policy has no identity, which says that β depends on more than the rule."""
+        if identity is None:
+            return make()
+        remembered: Value = self.recall((identity, *rule), device, make)
+        return remembered
 
 
 def _is_ordinary(made: object, device: torch.device) -> bool:

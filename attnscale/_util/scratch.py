@@ -1,8 +1,8 @@
-"""Memory for what is dead when a call returns, so that the CPU does not page it in each time.
+"""Reused CPU buffers for what is dead when a call returns.
 
-Fresh memory costs the CPU more in page faults than the arithmetic done in it: a copy of q, at 2048 keys and 8 heads of
-64, a tenth of the whole attention. Where nothing can hold on to it (no autograd, no tracing, no transform), a few
-buffers a thread serve every call.
+On the CPU the page faults of fresh memory cost more than the arithmetic: a copy of q at 2048 keys and 8 heads of 64
+costs a tenth of the whole attention. Where nothing can keep a reference (no autograd, tracing or transform), a few
+buffers per thread serve every call.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
 
-# What is larger is made afresh: attention over it takes so long that this does not show.
+# Larger tensors are allocated afresh: the cost is negligible beside attention over them.
 MOST_BYTES = 32 * 2**20
 
 
 def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Tensor:
-    """A tensor of unknown content, in `like`'s dtype; valid until this thread asks for the same purpose again."""
+    """An uninitialised tensor in `like`'s dtype, valid until this thread asks for the same purpose again."""
     size = like.element_size()
     for extent in shape:
         size *= extent
@@ -34,12 +34,12 @@ def room(purpose: str, shape: torch.Size | tuple[int, ...], like: Tensor) -> Ten
 
 
 def forget() -> None:
-    """Give back what this thread has kept."""
+    """Free this thread's buffers."""
     state.SCRATCH.__dict__.clear()
 
 
 def multiply(x: Tensor, factor: Tensor) -> Tensor:
-    """x·factor in the wider of the two dtypes, rounded once to x's; without autograd, in the room for products."""
+    """x·factor in the wider of the two dtypes, rounded once to x's; in a scratch buffer where autograd is off."""
     if torch.is_grad_enabled() or x.device.type != "cpu" or is_watched():
         product = x * factor
         return product if product.dtype == x.dtype else product.to(x.dtype)

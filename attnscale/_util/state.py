@@ -1,4 +1,4 @@
-"""Everything in attnscale that outlives a call: no other module of the package has mutable state, and a test holds it.
+"""All module-level mutable state of the package; `tests/util/test_state.py` fails if there is any elsewhere.
 
 Each line belongs to the module named in its comment, which alone reads and writes it.
 """
@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from attnscale._util.memory import Memory
+from attnscale._util.memory import BetaMemory, Memory
 
 SCRATCH = threading.local()  # _util.scratch: a few buffers a thread
 CAUSAL_BOUNDS: Memory[Any] = Memory(most=8)  # call.context: the slots that rows of a causal call may see
 SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.row_stats: which rows a request samples
-BETAS: Memory[Any] = Memory(most=64)  # policies.temperature: β of policies that are formulas
+BETAS = BetaMemory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
 REGISTERED_POLICIES: dict[str, type] = {}  # policies.build: classes added by `register_policy`
 TORCH_REPLACED: list[Callable[..., Any]] = []  # backends.sdpa: torch's attention beneath `patch_torch`
@@ -26,6 +26,7 @@ TAP_NUMBERS = itertools.count(1)  # call.tap
 FINDERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how attention modules are found
 OPENERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how stock modules are made to report
 FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: tells files of one second apart
-HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.interface: models for which "sdpa" is replaced
+HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
+HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
-HF_ROTARY_USERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hf.rotary: factors taken out
+HF_ROTARY_USERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hf.existing: factors taken out

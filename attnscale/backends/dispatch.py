@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.backends.autocast import cast
+from attnscale.backends.autocast import cast, dtype_of
+from attnscale.backends.backend import Backend, MeasuringBackend, no_derivative
 from attnscale.backends.blockwise.backend import BlockwiseBackend
 from attnscale.backends.reference import ReferenceBackend
-from attnscale.backends.sdpa import SdpaBackend, torch_dtype
+from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
-from attnscale.call.attention_call import AttentionCall, Backend, MeasuringBackend, no_derivative
+from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
 from attnscale_kernels.derivatives import other_derivative
@@ -106,7 +107,7 @@ def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
 def _preference(call: AttentionCall) -> list[str]:
     """All backends, the preferred ones first: triton before an sdpa that would have to compute float16 in float32."""
     names = list(BACKENDS)
-    if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and torch_dtype(call.query) == torch.float16:
+    if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and dtype_of(call.query) == torch.float16:
         names.sort(key=lambda name: name != "triton")
     return names
 

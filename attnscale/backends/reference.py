@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
+from attnscale.backends.call_stats import counted
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
@@ -36,8 +37,8 @@ class ReferenceBackend:
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         call = call.detached()
         stats = row_statistics(raw_scores(call), call.row_beta(), call.context.dense(), request, sinks=call.sinks)
-        counted = call.count()
-        return stats._replace(visible=counted.visible, visible_given=counted.visible_given)
+        visible = counted(call)
+        return stats._replace(visible=visible.visible, visible_given=visible.visible_given)
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
@@ -99,7 +100,7 @@ def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
 
 def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x with NaN and ±∞ replaced by 0, and where they were; None if nowhere, and the host can tell at once."""
-    may_look = x.device.type == "cpu" and type(x) is Tensor and not (is_watched() or torch._C._get_tracing_state())
+    may_look = x.device.type == "cpu" and type(x) is Tensor and not is_watched()
     if may_look and bool(torch.isfinite(x.detach().sum())):
         return x, None
     broken = ~torch.isfinite(x)

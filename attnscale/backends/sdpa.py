@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnscale._util import state
 from attnscale._util.scratch import multiply
 from attnscale._util.tracing import is_watched
+from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 
@@ -21,9 +22,6 @@ SHARPEST_ROUNDED = 12.0
 
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
 TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
-
-# What the patches of `attnscale.patch_torch` that are in place have replaced, the first of them at the front.
-REPLACED: list[Callable[..., Tensor]] = []
 
 
 class SdpaBackend:
@@ -71,23 +69,13 @@ def attend_by_row(
     grouped: bool,
 ) -> Tensor:
     """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
-    dtype = torch_dtype(query)
+    dtype = autocast.dtype_of(query)
     if dtype != torch.float16 and not (dtype == torch.bfloat16 and _is_sharp(query, key, beta, scale)):
         folded = multiply(query, beta.unsqueeze(-1))
         return attend(folded, key, value, mask, dropout_p, is_causal, scale, grouped)
     wide = (query.float() * beta.unsqueeze(-1), key.float(), value.float())
-    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():
+    with autocast.off(query.device):
         return attend(*wide, mask, dropout_p, is_causal, scale, grouped).to(dtype)
-
-
-def torch_dtype(query: Tensor) -> torch.dtype:
-    """The dtype in which torch's attention computes: autocast decides, where it is on."""
-    return torch.get_autocast_dtype(query.device.type) if _autocasts(query) else query.dtype
-
-
-def _autocasts(query: Tensor) -> bool:
-    kind = query.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype != torch.float64
 
 
 def _is_sharp(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> bool:
@@ -136,7 +124,7 @@ def torch_attention() -> Callable[..., Tensor]:
 
     Beneath a patch of ours that is what it replaced: whatever was put on top of the patch since calls us, too.
     """
-    function: Callable[..., Tensor] = REPLACED[0] if REPLACED else F.scaled_dot_product_attention
+    function = state.TORCH_REPLACED[0] if state.TORCH_REPLACED else F.scaled_dot_product_attention
     while function is not TORCH_ATTENTION and hasattr(function, "replaces"):
         function = function.replaces
     return function

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.autocast import dtype_of
-from attnscale.backends.blockwise.backend import softmax_stats
-from attnscale.backends.blockwise.gaps import add_gaps
+from attnscale.backends.call_stats import counted, softmax_stats
+from attnscale.backends.gaps import add_gaps
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
@@ -68,7 +68,7 @@ class TritonBackend:
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         if request.softmax:
             return self.measure(call, request).stats
-        return _add_gaps(call, request, call.count())
+        return _add_gaps(call, request, counted(call))
 
 
 def _attend(call: AttentionCall, *, entropy: bool) -> Forward | Decode:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnscale._util.memory import Memory
+from attnscale._util import state
 
 # An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
 HIDDEN_BELOW = -1e4
@@ -21,7 +21,7 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Context:
-    """A validated description of what the rows of one attention call may see; `lengths.describe` makes it.
+    """A validated description of what the rows of one attention call may see; `parse.describe` makes it.
 
     `slot` is the slot of the query tokens themselves: an int where they lie at `slot, slot + 1, …` for every sequence,
     else a tensor [B|1, Tq]. `first`, `last` are bounds [B|1, Tq] that documents set. `padding` [B|1, Tk] is True where
@@ -50,9 +50,7 @@ class Context:
     @property
     def right(self) -> int | None:
         """How many slots after its own a row may see; None: all."""
-        if not self.causal:
-            return self.window[1]
-        return 0
+        return 0 if self.causal else self.window[1]
 
     @property
     def is_plain(self) -> bool:
@@ -73,11 +71,10 @@ class Context:
         return torch.arange(self.slot, self.slot + self.queries, device=self.device)[None]
 
     def with_own_slots(self, own_keys: bool | None) -> Context:
-        """The same for a listener, which takes `slot` for the place of each row's own key: behind all keys where it has
-        none.
+        """The same with `slot` behind all keys where rows have no key of their own among them, for a monitor.
 
         `own_keys` says whether queries and keys are made of the same tokens. Where that is not known (None), they are
-        if there are as many, or if a rule other than a mask or padding has told where the queries lie.
+        if there are as many, or if a rule other than a mask or padding gives the slots of the queries.
         """
         if self.causal or self.window != (None, None):
             return self  # rows see by their slots
@@ -87,7 +84,7 @@ class Context:
         return self if own_keys else replace(self, slot=self.keys)
 
     def key_range(self) -> tuple[int, int]:
-        """Slots outside [start, stop) are invisible to every row; known without asking the device."""
+        """Slots outside [start, stop) are hidden from every row; known on the host."""
         start, stop = 0, self.keys
         if isinstance(self.slot, int):
             if self.right is not None:
@@ -97,12 +94,15 @@ class Context:
         return start, stop
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk]; padding is not considered.
+        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk], without regard to padding.
 
-        Not to be changed: the layers of a model ask for the same ones.
+        Shared between calls: not to be changed in place.
         """
         if self.is_causal_alone and not torch.compiler.is_compiling():
-            return _CAUSAL_BOUNDS.recall((self.queries, self.keys), self.device, self._bounds)
+            bounds: tuple[Tensor, Tensor] = state.CAUSAL_BOUNDS.recall(
+                (self.queries, self.keys), self.device, self._bounds
+            )
+            return bounds
         return self._bounds()
 
     def _bounds(self) -> tuple[Tensor, Tensor]:
@@ -147,9 +147,6 @@ class Context:
         if self.mask is not None:
             visible = _both(visible, shown(self.mask[..., start:stop]))
         return visible
-
-
-_CAUSAL_BOUNDS: Memory[tuple[Tensor, Tensor]] = Memory(most=8)
 
 
 def shown(mask: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
-from attnscale.statistics import RowStats
 
 
 class Layout(NamedTuple):
@@ -60,18 +59,6 @@ class Layout(NamedTuple):
     def restore(self, out: Tensor) -> Tensor:
         """[B, H, Tq, D] to the leading dimensions of the result."""
         return out if len(self.lead) == 2 else out.reshape(*self.lead, *out.shape[2:])
-
-    def restore_stats(self, stats: RowStats) -> RowStats:
-        """Statistics [B, H, Tq, ...] with the leading dimensions of the result."""
-
-        def shaped(x: Any) -> Any:
-            if x is None or x is stats.rows or isinstance(x, bool):
-                return x
-            if isinstance(x, Tensor):
-                return x.reshape(*self.lead, *x.shape[2:])
-            return type(x)(*(shaped(part) for part in x))
-
-        return stats if len(self.lead) == 2 else RowStats(*(shaped(x) for x in stats))
 
     def rows(self, argument: str, x: Tensor, length: int, meaning: str) -> Tensor:
         """A per-token tensor [length] or [..., length] to [B|1, length]."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Unpack
 
 from attnscale._util.checks import check_flag
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.call.context import Context
 from attnscale.call.layout import Layout
-from attnscale.call.parse import describe
+from attnscale.call.parse import VisibilityRules, describe
 from attnscale.errors import reject
 
 
-def visible_keys(queries: int, keys: int, *, batch: int = 1, heads: int = 1, **rules: Any) -> Tensor:
+def visible_keys(
+    queries: int, keys: int, *, batch: int = 1, heads: int = 1, **rules: Unpack[VisibilityRules]
+) -> Tensor:
     """n [B|1, H|1, Tq]: how many of `keys` each of `queries` rows may see, as int64.
 
     The rules are the keywords of `scaled_dot_product_attention`: `is_causal`, `attn_mask`, `window`, `positions`,

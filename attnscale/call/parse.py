@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +16,25 @@ from attnscale.call.layout import Layout
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 Packing = Tensor | tuple[Tensor, Tensor]
+
+
+class KeyRules(TypedDict, total=False):
+    """Keywords that decide which keys a row may see; `scaled_dot_product_attention` explains each."""
+
+    window: int | Window | None
+    positions: Tensor | None
+    key_padding: Tensor | None
+    document_ids: Tensor | None
+    cu_seqlens: Packing | None
+    cache_offset: int | Tensor | None
+    visible: Tensor | None
+
+
+class VisibilityRules(KeyRules, total=False):
+    """The same with the two that torch's function has, too."""
+
+    attn_mask: Tensor | None
+    is_causal: bool
 
 
 def describe(

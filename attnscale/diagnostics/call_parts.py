@@ -73,7 +73,7 @@ class CallParts(NamedTuple):
             mask=self.mask,
         )
         return AttentionCall(
-            self.query, self.key, self.value, context, self.beta, self.scale, 0.0, self.softcap, self.sinks
+            self.query, self.key, self.value, context, self.scale, 0.0, self.softcap, self.sinks, beta=self.beta
         )
 
 

@@ -1,4 +1,4 @@
-"""Policies that read the scores: β from a row's own gaps or entropy, or from what a head has shown so far."""
+"""Policies that read scores: β from the gaps or the entropy of a row, or from a running estimate per head."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.policies.base import LengthPolicy, check_length, check_number, ln
+from attnscale.errors import ArgumentError, reject
+from attnscale.policies.base import (
+    LengthPolicy,
+    check_length,
+    check_number,
+    flag,
+    length,
+    ln,
+    not_negative,
+    number,
+    positive,
+)
 from attnscale.statistics import RowStats, StatsRequest
 
 
@@ -48,11 +58,8 @@ class EntropyAdaptive(ScorePolicy):
     """
 
     name = "entropy_adaptive"
-    threshold: float = 0.5
+    threshold: float = not_negative(0.5)
     coefficients: ClassVar[tuple[float, ...]] = (-0.037, 0.481, -2.3, 4.917, -1.791)
-
-    def validate(self) -> None:
-        check_number("threshold", self.threshold, "a number >= 0", above=-math.ulp(0.0))
 
     @property
     def request(self) -> StatsRequest:
@@ -72,58 +79,46 @@ class EntropyAdaptive(ScorePolicy):
 class GapAdaptive(ScorePolicy):
     """β = r·Λ, with Λ the accumulation scale of the row's own gaps, between `floor` and `ceiling`.
 
-    r > 1 guarantees w_max ≥ 1/ζ(r): 0.6079 for the default of 2. `target_w_max` chooses r so; it implies `min_rank=2`.
-    Λ is the
-    upper end of its bracket, at most a tenth above, which keeps the guarantee; `exact=True` sorts instead. A tie at the
-    top has Λ = ∞ and gets the ceiling; rows there have lost the guarantee, and `RowStats.at_ceiling` marks them.
+    r > 1 guarantees w_max ≥ 1/ζ(r), 0.6079 for the default of 2; `target_w_max` chooses r from it and needs
+    `min_rank=2`. Λ is the upper end of its bracket, at most a tenth too large, which keeps the guarantee; `exact=True`
+    sorts instead. A tie at the top has Λ = ∞ and gets the ceiling, without the guarantee; `RowStats.at_ceiling` marks
+    such rows.
 
-    `scope="head"` uses a running estimate per head in place of each row's own: 1/Λ = a + b/ln n, fitted to the rows of
-    every training call with forgetting (`momentum`). The mean of 1/Λ makes it a harmonic one, which heavy tails do not
-    reach. In eval mode it is frozen, reads no scores, and so is the same in prefill and decoding.
+    `scope="head"` uses a running estimate per head: 1/Λ = a + b/ln n, fitted to the rows of every training call with
+    exponential forgetting (`momentum`). Averaging 1/Λ is robust against the heavy tail of Λ. In eval mode the estimate
+    is frozen and reads no scores, so that prefill and decoding agree.
     """
 
     name = "gap_adaptive"
-    r: float = 2.0
-    target_w_max: float | None = None
-    min_rank: int = 2
-    floor: float = 2.0**-20
+    r: float = positive(2.0)
+    target_w_max: float | None = number("a number in (0, 1)", None, above=0.0, below=1.0)
+    min_rank: int = length(2)
+    floor: float = positive(2.0**-20)
     ceiling: float = 64.0
     scope: Literal["row", "head"] = "row"
-    exact: bool = False
-    num_heads: int | None = None
-    momentum: float = 0.99
+    exact: bool = flag(False)
+    num_heads: int | None = length(None, least=1)
+    momentum: float = number("a number in [0, 1)", 0.99, above=-math.ulp(0.0), below=1.0)
     gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
 
     sums: Tensor = field(init=False)  # [H, 5] running means of 1, x, y, x², x·y with x = 1/ln n and y = 1/Λ
 
     def validate(self) -> None:
-        check_number("r", self.r, "a number > 0", above=0.0)
-        check_length("min_rank", self.min_rank)
         if self.target_w_max is not None:
-            check_number("target_w_max", self.target_w_max, "a number in (0, 1)", above=0.0)
-            if self.target_w_max >= 1.0:
-                reject("target_w_max", self.target_w_max, "a number in (0, 1)")
             if self.r != 2.0:
                 reject("r", self.r, "no r beside target_w_max, which chooses it")
             if self.min_rank != 2:
                 reject("min_rank", self.min_rank, "2 beside target_w_max: its guarantee needs every rank")
-        check_number("floor", self.floor, "a number > 0", above=0.0)
         check_number("ceiling", self.ceiling, f"a number > floor={self.floor}", above=self.floor)
-        check_number("momentum", self.momentum, "a number in [0, 1)", above=-math.ulp(0.0))
-        if self.momentum >= 1.0:
-            reject("momentum", self.momentum, "a number in [0, 1)")
         if self.scope not in ("row", "head"):
             reject("scope", self.scope, "'row' or 'head'")
         if self.gradient not in ("detach", "through"):
             reject("gradient", self.gradient, "'detach' or 'through'")
-        if self.scope == "head" or self.num_heads is not None:
-            check_length("num_heads", self.num_heads, least=1)
         if self.scope == "head":
+            check_length("num_heads", self.num_heads, least=1)
             if self.gradient == "through":
                 reject("gradient", self.gradient, "'detach' with scope='head': a running estimate has no gradient")
             self.register_buffer("sums", torch.zeros(self.num_heads or 0, 5, dtype=torch.float64))
-        if not isinstance(self.exact, bool):
-            reject_type("exact", self.exact, "True or False")
         self._r = self.r if self.target_w_max is None else inverse_zeta(1 / self.target_w_max)
 
     @property

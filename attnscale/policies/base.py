@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.checks import check_flag
 from attnscale._util.yaml_files import write_yaml
 from attnscale.errors import FrozenPolicyError, reject, reject_type
 
@@ -63,6 +65,10 @@ class LengthPolicy(nn.Module):
     def __post_init__(self) -> None:
         # Plain fields were set before this, which nn.Module allows; parameters may be set only after it.
         nn.Module.__init__(self)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name, None)
+            if "check" in field.metadata and not (value is None and field.default is None):
+                field.metadata["check"](field.name, value)
         self.validate()
         if not math.isfinite(self.longest_beta()):
             reject("policy", self, f"parameters whose β is finite in fp32 at {LONGEST_USUAL_CONTEXT} keys")
@@ -87,7 +93,7 @@ class LengthPolicy(nn.Module):
             )
 
     def validate(self) -> None:
-        """Raise if a field cannot be used. Called once, on construction."""
+        """Raise if fields do not fit each other. Called once, on construction, after the check of each field."""
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         """β for integer tensors n ≥ 1 and position ≥ 0, in any floating dtype."""
@@ -105,9 +111,7 @@ class LengthPolicy(nn.Module):
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
         """β in fp32 for n visible keys; see the class."""
-        visible = integers("n", n).clamp(min=1)
-        position = visible - 1 if positions is None else integers("positions", positions).clamp(min=0)
-        return self.formula(visible, position).to(torch.float32)
+        return self.formula(*read_lengths(n, positions)).to(torch.float32)
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain data that `build_policy` takes back."""
@@ -186,6 +190,12 @@ def ln(n: Tensor) -> Tensor:
     return torch.log(real(n.clamp(min=2)))
 
 
+def read_lengths(n: int | Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """n ≥ 1 and the position, n − 1 where it is not given, as int64 tensors."""
+    visible = integers("n", n).clamp(min=1)
+    return visible, visible - 1 if positions is None else integers("positions", positions).clamp(min=0)
+
+
 def integers(argument: str, value: object) -> Tensor:
     """`value` as an int64 tensor; anything but an int or an integer tensor is refused."""
     if isinstance(value, Tensor):
@@ -198,20 +208,53 @@ def integers(argument: str, value: object) -> Tensor:
     reject_type(argument, value, "an int or an integer tensor")
 
 
-def check_number(argument: str, value: object, accepted: str, *, above: float = -math.inf) -> None:
-    """Refuse anything but an int or float greater than `above` that fp32 can hold."""
+def number(accepted: str, default: Any = MISSING, *, above: float = -math.inf, below: float = math.inf) -> Any:
+    """A field of a policy that takes numbers between two bounds; None only where that is the default."""
+    return _field(default, partial(check_number, accepted=accepted, above=above, below=below))
+
+
+def positive(default: Any = MISSING) -> Any:
+    """A field that takes numbers > 0."""
+    return number("a number > 0", default, above=0.0)
+
+
+def not_negative(default: Any = MISSING) -> Any:
+    """A field that takes numbers ≥ 0."""
+    return number("a number >= 0", default, above=-math.ulp(0.0))
+
+
+def length(default: Any = MISSING, *, least: int = 2) -> Any:
+    """A field that takes ints of at least `least` (2: the first length whose logarithm is positive)."""
+    return _field(default, partial(check_length, least=least))
+
+
+def flag(default: bool) -> Any:
+    """A field that takes True or False."""
+    return _field(default, check_flag)
+
+
+def check_number(
+    argument: str, value: object, accepted: str, *, above: float = -math.inf, below: float = math.inf
+) -> None:
+    """Refuse anything but an int or float between the bounds that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         reject_type(argument, value, accepted)
     if not abs(value) <= torch.finfo(torch.float32).max or value <= above:
         reject(argument, value, f"{accepted}, finite in fp32")
+    if value >= below:
+        reject(argument, value, accepted)
 
 
 def check_length(argument: str, value: object, *, least: int = 2) -> None:
-    """Refuse anything but an int of at least `least` (2: the first length whose logarithm is positive)."""
+    """Refuse anything but an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         reject_type(argument, value, f"an int >= {least}")
     if not least <= value <= LONGEST_CONTEXT:
         reject(argument, value, f"an int >= {least} and <= {LONGEST_CONTEXT}")
+
+
+def _field(default: Any, check: Callable[[str, object], None]) -> Any:
+    return dataclasses.field(default=default, metadata={"check": check})
 
 
 def _has_float64(x: Tensor) -> bool:

@@ -7,10 +7,12 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from attnscale._util import state
 from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import adaptive, laws, learned, per_head, published
@@ -50,9 +52,6 @@ POLICIES: dict[str, type[LengthPolicy]] = {
     )
 }
 
-
-# Classes that `register_policy` was given.
-_REGISTERED: dict[str, type[LengthPolicy]] = {}
 
 # How the name of a policy file ends.
 _FILES = (".yaml", ".yml")
@@ -97,7 +96,7 @@ def register_policy(kind: Kind) -> Kind:
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name or name.endswith(_FILES):
         reject("name", name, f"a class attribute `name` of {kind.__name__}: a string that is not the name of a file")
-    taken = POLICIES.get(name) or _REGISTERED.setdefault(name, kind)
+    taken = POLICIES.get(name) or state.REGISTERED_POLICIES.setdefault(name, kind)
     if taken is not kind:
         reject("name", name, f"a name of its own for {kind.__name__}: {taken.__module__}.{taken.__qualname__} has it")
     return kind
@@ -149,10 +148,19 @@ def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **param
     return build_policy(spec, **{key: shape[key] for key in shape if key in fields and key not in given}, **parameters)
 
 
+def resolve(policy: PolicySpec) -> Policy:
+    """`build_policy`, for every call: names of policies that do not learn are looked up."""
+    if isinstance(policy, LengthPolicy):
+        return policy
+    if isinstance(policy, str) and policy in _BUILT:
+        return _BUILT[policy]
+    return build_policy(policy)
+
+
 def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
     kind = find_policy(name)
     if kind is None:
-        close = difflib.get_close_matches(str(name), (*POLICIES, *_REGISTERED), n=1)
+        close = difflib.get_close_matches(str(name), (*POLICIES, *state.REGISTERED_POLICIES), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(f"policy={name!r} is not accepted: expected one of {_names()}.{hint}")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
@@ -175,8 +183,18 @@ def find_policy(name: object) -> type[LengthPolicy] | None:
     """The class of a name, ours or registered; None where there is none."""
     if not isinstance(name, str):
         return None
-    return POLICIES.get(name) or _REGISTERED.get(name)
+    return POLICIES.get(name) or state.REGISTERED_POLICIES.get(name)
 
 
 def _names() -> str:
-    return ", ".join((*POLICIES, *_REGISTERED))
+    return ", ".join((*POLICIES, *state.REGISTERED_POLICIES))
+
+
+def _build_part(spec: PolicySpec, heads: int) -> Policy:
+    return build_policy_for(spec, num_heads=heads, head_dim=1)
+
+
+per_head.PerHead.build_part = staticmethod(_build_part)
+
+# Built ahead, so that a name costs a look-up, also under torch.compile.
+_BUILT: Mapping[str, Policy] = MappingProxyType({name: build_policy(name) for name in STATELESS})

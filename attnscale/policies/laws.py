@@ -1,4 +1,4 @@
-"""The length laws the package is about: constant, √ln n, ln n, (ln n)² and nᵖ."""
+"""The length laws: constant, √ln n, ln n, (ln n)² and nᵖ (policies/README.md §2.1)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnscale.errors import reject, reject_type
-from attnscale.policies.base import FormulaPolicy, UniformPolicy, check_length, check_number, integers, ln, real
+from attnscale.errors import reject
+from attnscale.policies.base import FormulaPolicy, UniformPolicy, flag, integers, length, ln, positive, real
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -15,10 +15,7 @@ class Constant(UniformPolicy):
     """β. With `beta=1` this is standard attention."""
 
     name = "constant"
-    beta: float = 1.0
-
-    def validate(self) -> None:
-        check_number("beta", self.beta, "a number > 0", above=0.0)
+    beta: float = positive(1.0)
 
     def value(self) -> float:
         return float(self.beta)
@@ -32,24 +29,20 @@ class LengthLaw(FormulaPolicy):
     anchored with floor `max(1, f(n)/f(L))`, which changes nothing inside the training length.
     """
 
-    gamma: float = 1.0
-    reference_length: int | None = None
-    floor: bool = False
+    gamma: float = positive(1.0)
+    reference_length: int | None = length(None)
+    floor: bool = flag(False)
 
     def law(self, n: Tensor) -> Tensor:
         """f(n)."""
         raise NotImplementedError
 
     def validate(self) -> None:
-        check_number("gamma", self.gamma, "a number > 0", above=0.0)
-        if not isinstance(self.floor, bool):
-            reject_type("floor", self.floor, "True or False")
         if self.reference_length is None:
             if self.floor:
                 reject("floor", True, "False unless reference_length is given: only the anchored form has a floor")
             self._f_reference = None
         else:
-            check_length("reference_length", self.reference_length)
             if self.gamma != 1.0:
                 reject("gamma", self.gamma, "1 where reference_length is given: the anchored form has β(L) = 1")
             self._f_reference = float(self.law(integers("reference_length", self.reference_length)))
@@ -96,11 +89,7 @@ class Power(LengthLaw):
     """f(n) = nᵖ: keys on a sphere in dimension d have p = 2/(d − 1)."""
 
     name = "power"
-    exponent: float
-
-    def validate(self) -> None:
-        check_number("exponent", self.exponent, "a number > 0", above=0.0)
-        super().validate()
+    exponent: float = positive()
 
     def law(self, n: Tensor) -> Tensor:
         return real(n).pow(self.exponent)

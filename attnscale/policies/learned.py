@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.policies.base import LONGEST_USUAL_CONTEXT, LengthPolicy, check_length, check_number, integers, ln
+from attnscale.policies.base import (
+    LONGEST_USUAL_CONTEXT,
+    LengthPolicy,
+    flag,
+    length,
+    ln,
+    not_negative,
+    number,
+    read_lengths,
+)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -28,18 +37,12 @@ class SSMax(LengthPolicy):
 
     name = "ssmax"
     uses_position = True
-    num_heads: int
-    reference_length: int = 2048
-    init: float | None = None
-    bias: bool = False
+    num_heads: int = length(least=1)
+    reference_length: int = length(2048)
+    init: float | None = number("a number, or None for 1/ln reference_length", None)
+    bias: bool = flag(False)
 
     def validate(self) -> None:
-        check_length("num_heads", self.num_heads, least=1)
-        check_length("reference_length", self.reference_length)
-        if self.init is not None:
-            check_number("init", self.init, "a number, or None for 1/ln reference_length")
-        if not isinstance(self.bias, bool):
-            reject_type("bias", self.bias, "True or False")
         self.s = nn.Parameter(torch.empty(self.num_heads))
         self.b = nn.Parameter(torch.empty(self.num_heads)) if self.bias else None
         self.reset_parameters()
@@ -80,14 +83,11 @@ class ASEntmax(LengthPolicy):
     name = "asentmax"
     uses_position = True
     needs_query = True
-    num_heads: int
-    head_dim: int
-    delta: float = 1.0
+    num_heads: int = length(least=1)
+    head_dim: int = length(least=1)
+    delta: float = not_negative(1.0)
 
     def validate(self) -> None:
-        check_length("num_heads", self.num_heads, least=1)
-        check_length("head_dim", self.head_dim, least=1)
-        check_number("delta", self.delta, "a number >= 0", above=-math.ulp(0.0))
         self.w_beta = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
         self.w_gamma = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
         self.reset_parameters()
@@ -106,8 +106,7 @@ class ASEntmax(LengthPolicy):
                 f"query of shape {list(query.shape)} is not accepted: asentmax was built for "
                 f"[B, {self.num_heads}, Tq, {self.head_dim}]"
             )
-        visible = integers("n", n).clamp(min=1)
-        position = visible - 1 if positions is None else integers("positions", positions).clamp(min=0)
+        _, position = read_lengths(n, positions)
         if position.dim() and position.shape[-1] not in (1, query.shape[-2]):
             reject("n or positions", list(position.shape), f"one that broadcasts with {query.shape[-2]} query rows")
         x = query.to(torch.promote_types(query.dtype, torch.float32))

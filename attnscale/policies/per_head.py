@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
-from attnscale.policies.base import LengthPolicy, check_length
+from attnscale.policies.base import LengthPolicy, Policy, length
 
 
 class Run(NamedTuple):
@@ -40,12 +40,12 @@ class PerHead(LengthPolicy):
 
     name = "per_head"
     uses_position = True
-    num_heads: int
+    build_part: ClassVar[Callable[[Any, int], Policy]]  # set by `policies.build`, which knows all policies by name
+    num_heads: int = length(least=1)
     default: Any = "constant"
     heads: Mapping[str, Any]
 
     def validate(self) -> None:
-        check_length("num_heads", self.num_heads, least=1)
         if not isinstance(self.heads, Mapping):
             reject_type("heads", self.heads, "a mapping of ranges such as '0-3' to policies")
         if not isinstance(self.default, (str, Mapping)):
@@ -71,9 +71,7 @@ class PerHead(LengthPolicy):
         self._parts_in_order = runs([order.index(head) for head in range(self.num_heads)])
 
     def _part(self, spec: Any, heads: int) -> LengthPolicy:
-        from attnscale.policies.build import build_policy_for  # which knows this class
-
-        part = build_policy_for(spec, num_heads=heads, head_dim=1)
+        part = type(self).build_part(spec, heads)
         if not isinstance(part, LengthPolicy) or part.needs_query or hasattr(part, "needs_scores"):
             reject("heads", spec, "policies of length or position; those that read queries or scores act on all heads")
         return part

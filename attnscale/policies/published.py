@@ -1,20 +1,24 @@
-"""The temperatures of published systems, one preset each.
+"""The temperatures of published systems, one preset each (policies/README.md §2.2).
 
-`n` is the number of visible keys and `position` the 0-based absolute position of the query; each preset uses the one
-its original uses. All of them act on q only, also where the original multiplies k as well (YaRN, gpt-oss, LongRoPE),
-so that cached keys stay valid.
+Each preset uses n or the position as its original does. All of them act on q only, also where the original multiplies k
+as well (YaRN, gpt-oss, LongRoPE), so that cached keys stay valid.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.errors import reject
-from attnscale.policies.base import FormulaPolicy, UniformPolicy, check_length, check_number, ln, real
+from attnscale.policies.base import FormulaPolicy, UniformPolicy, length, ln, not_negative, number, positive, real
+
+
+def _ratio(default: Any = MISSING) -> Any:
+    """The field s = extended length / trained length."""
+    return number("a number > 0 (extended length / trained length)", default, above=0.0)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -22,11 +26,8 @@ class Yarn(UniformPolicy):
     """YaRN (arXiv:2309.00071): (1 + 0.1·ln s)², s = extended length / trained length."""
 
     name = "yarn"
-    factor: float
-    coefficient: float = 0.1
-
-    def validate(self) -> None:
-        _check_ratio(self.factor, self.coefficient)
+    factor: float = _ratio()
+    coefficient: float = not_negative(0.1)
 
     def value(self) -> float:
         return (1 + self.coefficient * _ln_ratio(self.factor)) ** 2
@@ -37,7 +38,7 @@ class GptOss(Yarn):
     """gpt-oss: YaRN's factor at s = 32."""
 
     name = "gpt_oss"
-    factor: float = 32.0
+    factor: float = _ratio(32.0)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -45,11 +46,8 @@ class DeepSeek(UniformPolicy):
     """DeepSeek-V2/V3: (1 + 0.1·m·ln s)², V3 has m = 1 and s = 40."""
 
     name = "deepseek"
-    factor: float = 40.0
-    mscale: float = 1.0
-
-    def validate(self) -> None:
-        _check_ratio(self.factor, self.mscale, argument="mscale")
+    factor: float = _ratio(40.0)
+    mscale: float = not_negative(1.0)
 
     def value(self) -> float:
         return (1 + 0.1 * self.mscale * _ln_ratio(self.factor)) ** 2
@@ -60,12 +58,8 @@ class LongRope(UniformPolicy):
     """LongRoPE (arXiv:2402.13753), as in Phi-3: 1 + ln s / ln L0."""
 
     name = "longrope"
-    factor: float
-    original_length: int
-
-    def validate(self) -> None:
-        _check_ratio(self.factor)
-        check_length("original_length", self.original_length)
+    factor: float = _ratio()
+    original_length: int = length()
 
     def value(self) -> float:
         return 1 + _ln_ratio(self.factor) / math.log(self.original_length)
@@ -76,11 +70,8 @@ class DRoPE(UniformPolicy):
     """DroPE: 1 + c·ln s, c = 0.412 or 0.103."""
 
     name = "drope"
-    factor: float
-    coefficient: float = 0.412
-
-    def validate(self) -> None:
-        _check_ratio(self.factor, self.coefficient)
+    factor: float = _ratio()
+    coefficient: float = not_negative(0.412)
 
     def value(self) -> float:
         return 1 + self.coefficient * _ln_ratio(self.factor)
@@ -92,10 +83,7 @@ class Qwen(FormulaPolicy):
 
     name = "qwen"
     uses_position = True
-    reference_length: int = 2048
-
-    def validate(self) -> None:
-        check_length("reference_length", self.reference_length)
+    reference_length: int = length(2048)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return (ln(position + 1) / math.log(self.reference_length)).clamp(min=1.0)
@@ -107,10 +95,7 @@ class Swan(FormulaPolicy):
 
     name = "swan"
     uses_position = True
-    a: int
-
-    def validate(self) -> None:
-        check_length("a", self.a)
+    a: int = length()
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return ln(position + self.a) / math.log(self.a)
@@ -121,7 +106,7 @@ class HypeNet(Swan):
     """HypeNet: ln(pos + a) / ln a with a = 500."""
 
     name = "hypenet"
-    a: int = 500
+    a: int = length(500)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -130,11 +115,8 @@ class Llama4(FormulaPolicy):
 
     name = "llama4"
     uses_position = True
-    floor_length: int = 8192
-    coefficient: float = 0.1
-
-    def validate(self) -> None:
-        _check_steps(self.floor_length, self.coefficient)
+    floor_length: int = length(8192, least=1)
+    coefficient: float = positive(0.1)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return 1 + self.coefficient * torch.log(real(1 + (position + 1) // self.floor_length))
@@ -146,11 +128,8 @@ class Mistral(FormulaPolicy):
 
     name = "mistral"
     uses_position = True
-    floor_length: int = 16384
-    coefficient: float = 0.1
-
-    def validate(self) -> None:
-        _check_steps(self.floor_length, self.coefficient)
+    floor_length: int = length(16384, least=1)
+    coefficient: float = positive(0.1)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return 1 + self.coefficient * torch.log(real(1 + position // self.floor_length))
@@ -162,10 +141,7 @@ class Grok2(FormulaPolicy):
 
     name = "grok2"
     uses_position = True
-    threshold: int = 1024
-
-    def validate(self) -> None:
-        check_length("threshold", self.threshold)
+    threshold: int = length(1024)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return torch.log2(real(position.clamp(min=self.threshold))) / math.log2(self.threshold)
@@ -177,11 +153,8 @@ class Inkling(FormulaPolicy):
 
     name = "inkling"
     uses_position = True
-    floor_length: int = 128_000
-    coefficient: float = 0.1
-
-    def validate(self) -> None:
-        _check_steps(self.floor_length, self.coefficient)
+    floor_length: int = length(128_000, least=1)
+    coefficient: float = positive(0.1)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return 1 + self.coefficient * torch.log((real(position + 1) / self.floor_length).clamp(min=1.0))
@@ -192,10 +165,7 @@ class SuEntropy(FormulaPolicy):
     """Entropy-invariant attention (Su, 2021): ln n / ln 512."""
 
     name = "su_entropy"
-    reference_length: int = 512
-
-    def validate(self) -> None:
-        check_length("reference_length", self.reference_length)
+    reference_length: int = length(512)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return ln(n) / math.log(self.reference_length)
@@ -206,12 +176,8 @@ class InfoScale(FormulaPolicy):
     """InfoScale (arXiv:2501.08570): √(1 − n^(−2/d)) / √(1 − L^(−2/d)), d the head dimension; ≈ √(ln n / ln L)."""
 
     name = "infoscale"
-    head_dim: int
-    reference_length: int
-
-    def validate(self) -> None:
-        check_length("head_dim", self.head_dim, least=1)
-        check_length("reference_length", self.reference_length)
+    head_dim: int = length(least=1)
+    reference_length: int = length()
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         # 1 − n^(−2/d) as −expm1: the difference of nearly equal numbers would cancel for a large d.
@@ -224,10 +190,7 @@ class Lumina(FormulaPolicy):
     """Training-free resolution extension (arXiv:2306.08645), as in Lumina: √(ln n / ln L)."""
 
     name = "lumina"
-    reference_length: int
-
-    def validate(self) -> None:
-        check_length("reference_length", self.reference_length)
+    reference_length: int = length()
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return (ln(n) / math.log(self.reference_length)).sqrt()
@@ -238,12 +201,8 @@ class RandomEnergy(FormulaPolicy):
     """Condensation of Gaussian scores: t·√(2 ln n) / σ, σ the standard deviation of raw scores, t = 1 critical."""
 
     name = "rem"
-    sigma: float = 1.0
-    t: float = 1.0
-
-    def validate(self) -> None:
-        check_number("sigma", self.sigma, "a number > 0", above=0.0)
-        check_number("t", self.t, "a number > 0", above=0.0)
+    sigma: float = positive(1.0)
+    t: float = positive(1.0)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return self.t * (2 * ln(n)).sqrt() / self.sigma
@@ -254,12 +213,7 @@ class Simplex(FormulaPolicy):
     """Critical scale of a simplex (arXiv:2510.05554): ln n / (1 − ρ), ρ the mean cosine between tokens."""
 
     name = "simplex"
-    rho: float
-
-    def validate(self) -> None:
-        check_number("rho", self.rho, "a number in (-1, 1)", above=-1.0)
-        if self.rho >= 1:
-            reject("rho", self.rho, "a number in (-1, 1)")
+    rho: float = number("a number in (-1, 1)", above=-1.0, below=1.0)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         return ln(n) / (1 - self.rho)
@@ -274,12 +228,8 @@ class Sphere(FormulaPolicy):
     """
 
     name = "sphere"
-    head_dim: int
-    strength: float = 1.0
-
-    def validate(self) -> None:
-        check_length("head_dim", self.head_dim)
-        check_number("strength", self.strength, "a number > 0", above=0.0)
+    head_dim: int = length()
+    strength: float = positive(1.0)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         d = self.head_dim
@@ -290,13 +240,3 @@ class Sphere(FormulaPolicy):
 
 def _ln_ratio(factor: float) -> float:
     return math.log(max(1.0, factor))
-
-
-def _check_ratio(factor: float, coefficient: float = 0.0, *, argument: str = "coefficient") -> None:
-    check_number("factor", factor, "a number > 0 (extended length / trained length)", above=0.0)
-    check_number(argument, coefficient, "a number >= 0", above=-math.ulp(0.0))
-
-
-def _check_steps(floor_length: int, coefficient: float) -> None:
-    check_length("floor_length", floor_length, least=1)
-    check_number("coefficient", coefficient, "a number > 0", above=0.0)

@@ -1,56 +1,52 @@
-"""β for every row of a call: the step from lengths to policy."""
+"""From the number of visible keys to β for every row of a call, with the one memory of β (`state.BETAS`)."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnscale._util.memory import Memory
+from attnscale._util import state
 from attnscale._util.tracing import is_watched
-from attnscale.backends.prepass import adaptive_temperature
-from attnscale.call.attention_call import AttentionCall
+from attnscale.call.attention_call import UnscaledCall
 from attnscale.call.context import Context
+from attnscale.call.context_parallel import refuse_context_parallel
 from attnscale.call.lengths import count_visible, find_positions, same_for_every_row
-from attnscale.errors import ArgumentError
-from attnscale.policies import FormulaPolicy, Policy
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.errors import ArgumentError, BackendError
+from attnscale.policies.base import FormulaPolicy, Policy
 
-# β of formula policies by their identity and the rule that gives n: the layers and steps of a model ask for the same.
-# A float is that of the one row of a decoding step; None says that β of one row is no number that the host knows.
-_BETAS: Memory[Any] = Memory(most=64)
 _HOST = torch.device("cpu")
-
 _COUNT = "_attnscale_count"
-_numbers = itertools.count()
 
 
-def temperature(policy: Policy, call: AttentionCall) -> float | Tensor:
-    """β for every row: a float where all rows share it and the host knows it, else fp32 [B|1, H|1, Tq]."""
+def temperature(policy: Policy, call: UnscaledCall) -> float | Tensor:
+    """β from lengths: a float where all rows share it and the host knows it, else fp32 [B|1, H|1, Tq].
+
+    A policy with parameters or buffers is evaluated exactly once.
+    """
     context, query = call.context, call.query
     if policy.uniform is not None:
         return policy.uniform
-    if isinstance(policy, ScorePolicy) and policy.needs_scores:
-        return _checked(adaptive_temperature(policy, call), query)
+    shared_n = None
     if not policy.needs_query and context.positions is None and not is_watched():
-        n = same_for_every_row(context)
-        shared = None if n is None else _of_one_row(policy, n, _host_position(context))
-        if shared is not None:
-            return shared
+        shared_n = same_for_every_row(context)
+        if shared_n is not None and not _has_tensors(policy):
+            beta = _of_one_row(policy, shared_n, _host_position(context))
+            if beta is not None:
+                return beta
         if isinstance(policy, FormulaPolicy) and context.visible is not None:
-            return _checked(_of_counted(policy, context.visible), query)
+            return check_beta(_of_counted(policy, context.visible), query)
         if isinstance(policy, FormulaPolicy) and context.is_causal_alone:
-            return _checked(_of_causal(policy, context.queries, context.keys, context.device), query)
+            return check_beta(_of_causal(policy, context.queries, context.keys, context.device), query)
     arguments = {"query": query} if policy.needs_query else {}
-    return _checked(policy(count_visible(context), positions=find_positions(context), **arguments), query)
+    rows = policy(count_visible(context), positions=find_positions(context), **arguments)
+    shared = None if shared_n is None else _as_number(rows)
+    return check_beta(rows, query) if shared is None else shared
 
 
-def short_temperature(
+def recurring_temperature(
     policy: FormulaPolicy, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, visible: Tensor | None
 ) -> float | Tensor | None:
-    """The same for the calls that recur with every layer and step, from memory; None for any other call.
+    """β of the calls that recur with every layer and step, from memory; None for any other call.
 
     These are: causal without a mask; one row that sees all keys; and a bool mask whose n the caller has counted.
     """
@@ -69,65 +65,30 @@ def short_temperature(
 
 
 def mark_counted(visible: Tensor) -> Tensor:
-    """Say that an n will never be changed in place, so that β of it may be remembered; gives the same tensor back.
+    """Declare that an n is never changed in place, so that its β may be remembered; returns the same tensor.
 
-    Only for counts of our own that nobody else holds: a change through numpy, for one, leaves no trace on a tensor. The
-    mark is an attribute of the tensor and dies with it.
+    Only for counts that nobody else holds: a change through numpy, for one, leaves no trace on a tensor. The mark is an
+    attribute of the tensor and dies with it.
     """
-    setattr(visible, _COUNT, next(_numbers))
+    setattr(visible, _COUNT, next(state.COUNT_NUMBERS))
     return visible
 
 
-def _of_causal(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
-    """β of a causal call; it would be a dozen small operations each time."""
-
-    def make() -> Tensor:
-        context = Context(queries, keys, device, causal=True)
-        beta: Tensor = policy(count_visible(context), positions=find_positions(context))
-        return beta
-
-    if policy.identity is None:
-        return make()
-    remembered: Tensor = _BETAS.recall((policy.identity, "causal", queries, keys), device, make)
-    return remembered
-
-
-def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
-    """β as a number, where the host can know it."""
-
-    def make() -> float | None:
-        beta = policy(n, positions=None if position is None else torch.tensor(position, device="cpu"))
-        known = beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu"
-        return float(beta) if known else None
-
-    if not isinstance(policy, FormulaPolicy) or policy.identity is None:
-        return make()
-    remembered: float | None = _BETAS.recall((policy.identity, "one row", n, position), _HOST, make)
-    return remembered
+def refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None:
+    """Refuse where n would be wrong: frozen by `torch.jit.trace`, or counted in one process's part of the keys."""
+    if policy.uniform is not None or torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise BackendError(
+            f"policy {policy!r} cannot be recorded by torch.jit.trace, which would keep the β of this length for every "
+            "other one: use torch.export or torch.compile"
+        )
+    if not known:
+        refuse_context_parallel(query, "gather the keys and pass positions=, or pass n itself as visible=")
 
 
-def _of_counted(policy: FormulaPolicy, visible: Tensor) -> Tensor:
-    """β of an n that is given: remembered if `mark_counted` says that it cannot change."""
-
-    def make() -> Tensor:
-        beta: Tensor = policy(visible)
-        return beta
-
-    number = getattr(visible, _COUNT, None)
-    if number is None or policy.identity is None:
-        return make()
-    remembered: Tensor = _BETAS.recall((policy.identity, "counted", number), visible.device, make)
-    return remembered
-
-
-def _host_position(context: Context) -> int | None:
-    if not context.causal or not isinstance(context.slot, int) or context.left is None:
-        return None
-    return context.slot
-
-
-def _checked(beta: Tensor, query: Tensor) -> Tensor:
-    """β [B|1, H|1, Tq]; a policy built for another number of heads is refused here, by name of the shapes.
+def check_beta(beta: Tensor, query: Tensor) -> Tensor:
+    """β [B|1, H|1, Tq]; refuses one that does not broadcast, such as that of a policy for other heads.
 
     In a compiled graph extents may be unknown until it runs, so that there the broadcasting itself is the check.
     """
@@ -142,3 +103,51 @@ def _checked(beta: Tensor, query: Tensor) -> Tensor:
             f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads?"
         )
     return beta
+
+
+def _of_causal(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
+    def make() -> Tensor:
+        context = Context(queries, keys, device, causal=True)
+        beta: Tensor = policy(count_visible(context), positions=find_positions(context))
+        return beta
+
+    return state.BETAS.beta(policy.identity, ("causal", queries, keys), device, make)
+
+
+def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
+    """β as a number; None where the host cannot know it, or heads differ."""
+
+    def make() -> float | None:
+        return _as_number(policy(n, positions=None if position is None else torch.tensor(position, device="cpu")))
+
+    identity = policy.identity if isinstance(policy, FormulaPolicy) else None
+    return state.BETAS.beta(identity, ("one row", n, position), _HOST, make)
+
+
+def _of_counted(policy: FormulaPolicy, visible: Tensor) -> Tensor:
+    """β of a given n, remembered if `mark_counted` declared that it cannot change."""
+
+    def make() -> Tensor:
+        beta: Tensor = policy(visible)
+        return beta
+
+    number = getattr(visible, _COUNT, None)
+    return state.BETAS.beta(None if number is None else policy.identity, ("counted", number), visible.device, make)
+
+
+def _as_number(beta: Tensor) -> float | None:
+    known = beta.numel() == 1 and not beta.requires_grad and beta.device.type == "cpu"
+    return float(beta) if known else None
+
+
+def _has_tensors(policy: Policy) -> bool:
+    """Whether a policy has parameters or buffers, its own or of its parts."""
+    if isinstance(policy, FormulaPolicy) or not isinstance(policy, nn.Module):
+        return False
+    return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())
+
+
+def _host_position(context: Context) -> int | None:
+    if not context.causal or not isinstance(context.slot, int) or context.left is None:
+        return None
+    return context.slot

@@ -1,4 +1,4 @@
-"""Contracts 5, 7 and 8 and the features that not every backend has."""
+"""Contracts 5, 7 and 8 (attnscale/README.md) and the features that not every backend has."""
 
 import math
 

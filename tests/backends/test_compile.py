@@ -1,4 +1,4 @@
-"""Contract 10: the hot path compiles without a graph break, and follows changing lengths."""
+"""Contract 10 (attnscale/README.md): the hot path compiles without a graph break, and follows changing lengths."""
 
 import pytest
 import torch

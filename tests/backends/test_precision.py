@@ -1,4 +1,4 @@
-"""Contract 3: β is applied in fp32 and rounded once; errors stay within a multiple of torch's own."""
+"""Contract 3 (attnscale/README.md): β is applied in fp32 and rounded once, errors stay near torch's own."""
 
 import math
 from functools import partial

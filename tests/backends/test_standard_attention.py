@@ -1,4 +1,4 @@
-"""Contract 1: constant β = 1 is standard attention, in values and gradients."""
+"""Contract 1 (attnscale/README.md): constant β = 1 is standard attention, in values and gradients."""
 
 import itertools
 

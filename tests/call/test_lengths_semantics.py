@@ -1,4 +1,7 @@
-"""Contract 2: n is what the row may see, and every way to arrive at a token gives it the same β and the same output."""
+"""Contract 2 (attnscale/README.md): n is what the row may see.
+
+Every way to arrive at a token gives it the same β and the same output.
+"""
 
 import pytest
 import torch

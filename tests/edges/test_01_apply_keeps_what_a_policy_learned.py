@@ -18,7 +18,7 @@ from tiny_models import llama, logits
 import attnscale
 import attnscale.hf
 from attnscale import ArgumentError
-from attnscale.policies import build
+from attnscale._util import state
 
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
@@ -54,7 +54,7 @@ class Learned(attnscale.LengthPolicy):
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """An empty one for each test."""
-    monkeypatch.setattr(build, "_REGISTERED", {})
+    monkeypatch.setattr(state, "REGISTERED_POLICIES", {})
 
 
 @pytest.fixture

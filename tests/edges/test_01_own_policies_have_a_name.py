@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError, LengthPolicy, build_policy, register_policy
-from attnscale.policies import build, build_policy_for
+from attnscale._util import state
+from attnscale.policies import build_policy_for
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(build, "_REGISTERED", {})
+    monkeypatch.setattr(state, "REGISTERED_POLICIES", {})
     return
 
 

@@ -24,9 +24,10 @@ from attnscale import (
     scaled_dot_product_attention,
     scratch,
 )
+from attnscale._util import state
 from attnscale._util.memory import MOST_ELEMENTS, Memory
 from attnscale.policies import FormulaPolicy
-from attnscale.policies.temperature import _BETAS, mark_counted
+from attnscale.policies.temperature import mark_counted
 
 KINDS = {
     "causal": lambda q, policy: scaled_dot_product_attention(q, q, q, is_causal=True, policy=policy),
@@ -214,11 +215,11 @@ def test_an_n_that_changes_leaves_nothing_behind():
     q = query(12)
     mask = torch.ones(12, 12, dtype=torch.bool)
     visible = torch.full((1, 1, 12), 3)
-    before = len(_BETAS)
+    before = len(state.BETAS)
     for _ in range(50):
         scaled_dot_product_attention(q, q, q, mask, policy="log", visible=visible)
         visible += 1
-    assert len(_BETAS) == before
+    assert len(state.BETAS) == before
 
 
 def test_a_count_of_our_own_is_asked_for_once_and_dies_with_its_tensor():

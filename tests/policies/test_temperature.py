@@ -6,6 +6,7 @@ from catalogue import ARGUMENTS, build
 from oracle import tensors
 
 from attnscale import LengthPolicy, build_policy, scaled_dot_product_attention
+from attnscale._util import state
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
@@ -37,9 +38,7 @@ def test_a_policy_with_a_state_of_its_own_is_asked_each_time():
 
 
 def test_memory_is_bounded():
-    from attnscale.policies.temperature import _BETAS
-
     for length in range(2, 80):
         q, k, v = tensors((1, 1, length, 8), (1, 1, length, 8))
         scaled_dot_product_attention(q, k, v, is_causal=True, policy=build_policy("log", gamma=length / 8))
-    assert len(_BETAS) <= 64
+    assert len(state.BETAS) <= 64

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
-from attnscale.backends.blockwise.gaps import add_gaps
+from attnscale.backends.backend import no_derivative
 from attnscale.backends.blockwise.logits import leaves_of, logit_tile, logit_tile_backward
 from attnscale.backends.blockwise.softmax import Partial, add_keys
 from attnscale.backends.blockwise.tiles import (
@@ -32,9 +32,11 @@ from attnscale.backends.blockwise.tiles import (
     store,
     workspace_for,
 )
-from attnscale.call.attention_call import AttentionCall, no_derivative
+from attnscale.backends.call_stats import counted, softmax_stats
+from attnscale.backends.gaps import add_gaps
+from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, largest_weight
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 from attnscale_kernels.derivatives import other_derivative
 
 
@@ -60,7 +62,7 @@ class BlockwiseBackend:
     @torch.no_grad()
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         if not request.softmax:
-            return add_gaps(call, request, call.count())
+            return add_gaps(call, request, counted(call))
         nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # no product with the values
         found = attend(replace(call.detached(), value=nothing), entropy=request.entropy)
         return add_gaps(call, request, softmax_stats(call, request, *found[1:]))
@@ -91,17 +93,6 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
         entropy,
     )
     return out, lse.detach(), top.detach(), disorder.detach()
-
-
-def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: Tensor, entropy: Tensor) -> RowStats:
-    """What was asked for of the statistics that the forward gives."""
-    return call.count()._replace(
-        lse=lse if request.lse else None,
-        max_logit=top if request.max_logit else None,
-        w_max=largest_weight(top, lse) if request.w_max else None,
-        entropy=entropy if request.entropy else None,
-        with_sink=call.sinks is not None and request.softmax,
-    )
 
 
 @autocast.without

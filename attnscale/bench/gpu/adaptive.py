@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def blockwise(problem: Problem) -> Attention:
 def blockwise_temperature(problem: Problem, inputs: Inputs) -> Tensor:
     """The β [B, H, Tq] that the policy takes there, from what is reported: β/Λ and Λ."""
     query, key, value = (x.detach() for x in inputs.leaves)
-    rule = {"is_causal": problem.causal, "enable_gqa": True}
+    rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     stats = attention_with_stats(query, key, value, request=EXACT, policy=POLICY, backend="blockwise", **rule).stats
     scale = _known(stats.accumulation).lower
     ratio = scale if stats.criticality is None else stats.criticality
@@ -75,7 +77,7 @@ def blockwise_temperature(problem: Problem, inputs: Inputs) -> Tensor:
 def bounds(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """r·Λ with the exact Λ, and as much more as a bracket may be wide; both [B, H, Tq]."""
     query, key, value = (x.detach().double() for x in inputs.leaves)
-    rule = {"is_causal": problem.causal, "enable_gqa": True}
+    rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     stats = attention_with_stats(query, key, value, request=EXACT, backend="reference", **rule).stats
     scale = POLICY.r * _known(stats.accumulation).lower
     return scale.clamp(POLICY.floor, POLICY.ceiling), (BRACKET * scale).clamp(POLICY.floor, POLICY.ceiling)

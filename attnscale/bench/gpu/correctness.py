@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ def _exact(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -> di
     wide = Inputs(*(x.detach().double() for x in inputs))
     for leaf in wide.leaves:
         leaf.requires_grad_(backward)
-    rule = {"is_causal": problem.causal, "enable_gqa": True}
+    rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     request = StatsRequest(w_max=False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:

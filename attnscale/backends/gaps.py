@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnscale.backends.blockwise.logits import leaves_of, logit_tile
 from attnscale.backends.blockwise.tiles import Scores, Tile, cut, store, workspace_for
-from attnscale.call.attention_call import AttentionCall
+from attnscale.call.attention_call import AttentionCall, UnscaledCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import (
     Accumulation,
@@ -39,7 +39,7 @@ def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Row
     return stats
 
 
-def find_contacts(call: AttentionCall, min_rank: int) -> Contact:
+def find_contacts(call: UnscaledCall, min_rank: int) -> Contact:
     """Λ with its points of contact, keys as slots; each [B, H, Tq]."""
     return Contact(*contacts(*_scores(call), min_rank))
 
@@ -137,7 +137,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return rows, *(torch.empty_like(rows, dtype=torch.int64) for _ in range(3))
 
 
-def _scores(call: AttentionCall) -> tuple[Any, ...]:
+def _scores(call: UnscaledCall) -> tuple[Any, ...]:
     """The arguments that the three operators share."""
     start, stop = call.context.bounds()
     mask = None if call.context.mask is None else call.context.mask.detach()

@@ -1,4 +1,4 @@
-"""The calls that models make, in the words of torch's function: its own call, to the bit, or one product more."""
+"""The short way for the calls that models make: one call of torch's function, with a β that is 1 or remembered."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from attnscale._util.tracing import is_watched
-from attnscale.backends.sdpa import attend, attend_by_row, torch_dtype
+from attnscale.backends.autocast import dtype_of
+from attnscale.backends.sdpa import attend, attend_by_row
 from attnscale.call.causal_bias import is_causal_bias, read_causal_bias
 from attnscale.call.layout import Layout
 from attnscale.call.parse import check_mask, per_row
+from attnscale.call.score_options import default_scale
 from attnscale.policies import FormulaPolicy, Policy
-from attnscale.policies.temperature import short_temperature
-from attnscale.prepare import default_scale, refuse_unknown_length
+from attnscale.policies.temperature import recurring_temperature, refuse_unknown_length
 
 
-def short_attention(
+def attend_in_one_call(
     layout: Layout,
     policy: Policy,
     query: Tensor,
@@ -30,7 +31,7 @@ def short_attention(
     enable_gqa: bool,
     visible: Tensor | None,
 ) -> Tensor | None:
-    """The output where torch's function gives it at once, with a β that is 1 or remembered; None for any other call."""
+    """The output of a call that uses only arguments of torch's function; None where that does not suffice."""
     queries, keys = query.shape[-2], key.shape[-2]
     if is_causal_bias(attn_mask):
         rule = read_causal_bias(attn_mask, queries, keys, query.device, is_causal=is_causal, aligned=False)
@@ -44,20 +45,19 @@ def short_attention(
     if policy.uniform == 1.0:
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     refuse_unknown_length(policy, query, known=visible is not None)
-    if not _is_short(policy, query):
+    if not _may_be_remembered(policy, query):
         return None
     scale = default_scale(query) if scale is None else scale
-    beta = short_temperature(policy, query, key, attn_mask, is_causal, visible)
+    beta = recurring_temperature(policy, query, key, attn_mask, is_causal, visible)
     if isinstance(beta, float):
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
     # Other devices have a better backend for float16: dispatch decides.
-    if beta is None or (query.device.type != "cpu" and torch_dtype(query) == torch.float16):
+    if beta is None or (query.device.type != "cpu" and dtype_of(query) == torch.float16):
         return None
     return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _is_short(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
-    """Whether a call in torch's words may need no more than a remembered β."""
+def _may_be_remembered(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
     return isinstance(policy, FormulaPolicy) and policy.uniform is None and query.dim() == 4 and not is_watched()
 
 

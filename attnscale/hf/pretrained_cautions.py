@@ -1,4 +1,4 @@
-"""Warnings about policies that a pretrained model is unlikely to bear: nothing is refused."""
+"""Warnings about policies that probably harm a pretrained model. Nothing is refused."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from attnscale.hf.survey import AttentionLayer, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, transformers_model
 from attnscale.policies import LengthPolicy, Policy
 from attnscale.policies.per_head import PerHead
 
-# Published systems reach 1.9 at the longest text; an absolute law has 2.5 to 80 at usual lengths.
+# β from which logits count as multiplied: published systems reach 1.9, absolute laws have 2.5 to 80 at usual lengths.
 SHARP = 2.0
-# Below this a layer is called softened: rounding of f(n)/f(L) is far smaller.
+# β below which a layer counts as softened; the rounding of f(n)/f(L) is far smaller.
 SOFT = 0.99
 
-# For models that do not say how long their texts were.
+# For models whose config does not say how long their texts were.
 _USUAL_LENGTH = 2048
 
 
 def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: Mapping[str, Policy]) -> list[str]:
-    """A sentence where policies multiply the logits of a pretrained model, or soften its sliding layers for good."""
-    if not is_pretrained(model):
+    """One text where policies multiply the logits of a pretrained model, one where its sliding layers stay softened."""
+    if not _is_pretrained(model):
         return []
-    length = trained_length(model)
+    length = _trained_length(model)
     laws = [(layer, law) for layer in layers if layer.path in policies for law in _laws(policies[layer.path])]
     texts = []
     absolute = [(layer, law) for layer, law in laws if getattr(law, "reference_length", None) is None]
     sharp = [(beta, layer) for layer, law in absolute if (beta := _beta(law, layer, length)) >= SHARP]
     if sharp:
-        beta, layer = max(sharp, key=_first)
+        beta, layer = max(sharp, key=lambda found: found[0])
         texts.append(
-            f"attnscale: the logits of {_number(sharp)} layers of a pretrained model are multiplied by up to "
+            f"attnscale: the logits of {_count(sharp)} layers of a pretrained model are multiplied by up to "
             f"{beta:.3g} (β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
             f"reference_length={length}, floor=True"
         )
-    bounded = [(layer, law, max(length, layer.window)) for layer, law in laws if layer.window and not _learns(law)]
+    fixed = [(layer, law) for layer, law in laws if not any(p.requires_grad for p in law.parameters())]
+    bounded = [(layer, law, max(length, layer.window)) for layer, law in fixed if layer.window]
     soft = [(beta, layer) for layer, law, end in bounded if (beta := _beta(law, layer, end)) < SOFT]
     if soft:
-        beta, layer = min(soft, key=_first)
+        beta, layer = min(soft, key=lambda found: found[0])
         texts.append(
-            f"attnscale: {_number(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays "
+            f"attnscale: {_count(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays "
             f"at {beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
             "layers='full' leaves them out"
         )
     return texts
 
 
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether the weights of a model were loaded by `from_pretrained` rather than drawn at random.
+def _is_pretrained(model: nn.Module) -> bool:
+    """Whether the weights were loaded by `from_pretrained`, and not trained with attnscale, which the config says.
 
-    A config that was loaded has a `name_or_path` too, so the parameters are asked: transformers marks those it has
-    read from a file. What was trained with attnscale says so in its config, and is not warned about.
+    A random model with a loaded config has a `name_or_path` too; but transformers marks parameters read from a file.
     """
     inner = transformers_model(model)
     if not inner.config.name_or_path or getattr(inner.config, "attnscale", None) is not None:
@@ -60,25 +60,21 @@ def is_pretrained(model: nn.Module) -> bool:
     return any(getattr(parameter, "_is_hf_initialized", False) for parameter in inner.parameters())
 
 
-def trained_length(model: nn.Module) -> int:
-    """How long the texts of a model are at most, as its config says."""
+def _trained_length(model: nn.Module) -> int:
+    """The longest text of a model, as its config says."""
     config = transformers_model(model).config.get_text_config()
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else _USUAL_LENGTH
 
 
 def _laws(policy: Policy) -> list[LengthPolicy]:
-    """The laws of length or position that a policy is, or gives its heads.
+    """The laws of length or position in a policy: itself, or those of its heads.
 
-    A number that does not depend on the length is none: somebody chose it. Nor is what scores or queries decide.
+    Not constants, which somebody chose, nor policies that depend on scores or queries.
     """
     modules = [policy] if not isinstance(policy, nn.Module) else list(policy.modules())
     found = [one for one in modules if isinstance(one, LengthPolicy) and not isinstance(one, PerHead)]
     return [one for one in found if one.uniform is None and not one.needs_query and not hasattr(one, "needs_scores")]
-
-
-def _learns(policy: LengthPolicy) -> bool:
-    return any(parameter.requires_grad for parameter in policy.parameters())
 
 
 def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
@@ -89,10 +85,6 @@ def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
         return float(policy((position + 1).clamp(max=layer.window or length), positions=position).max())
 
 
-def _first(found: tuple[float, AttentionLayer]) -> float:
-    return found[0]
-
-
-def _number(found: Sequence[tuple[float, AttentionLayer]]) -> int:
-    """How many layers, of which several heads may have been found."""
+def _count(found: Sequence[tuple[float, AttentionLayer]]) -> int:
+    """The number of layers, each of which may appear once per head."""
     return len({layer.path for _, layer in found})

@@ -1,4 +1,4 @@
-"""β of the policies that read scores: statistics of the row at β = 1 first, then the policy."""
+"""β of policies that read scores: statistics of each row at β = 1, from which the policy computes its own."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from attnscale.backends import dispatch
-from attnscale.backends.blockwise.gaps import find_contacts
-from attnscale.call.attention_call import AttentionCall
+from attnscale.backends.gaps import find_contacts
+from attnscale.call.attention_call import UnscaledCall
 from attnscale.policies.adaptive import ScorePolicy
 
 
-def adaptive_temperature(policy: ScorePolicy, call: AttentionCall) -> Tensor:
-    """β [B, H, Tq] in fp32 from the call's own scores; a sink plays no part in it."""
+def score_beta(policy: ScorePolicy, call: UnscaledCall) -> Tensor:
+    """β [B, H, Tq] in fp32 from the call's own scores, without its sinks."""
     request = policy.request
-    stats = dispatch.statistics(replace(call.detached(), beta=1.0, sinks=None), request)
+    stats = dispatch.statistics(replace(call, sinks=None).at(1.0), request)
     through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
     return policy.from_stats(stats, through)
 
 
-def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
-    """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of the two scores in contact; none where Λ is 0 or ∞."""
+def differentiable_accumulation(call: UnscaledCall, min_rank: int) -> Tensor:
+    """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of these two scores; none where Λ is 0 or ∞."""
     contact = find_contacts(call, min_rank)
     keys = call.key.repeat_interleave(call.group, dim=1)
     usable = (contact.value > 0) & torch.isfinite(contact.value)
@@ -31,10 +31,10 @@ def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
     return torch.where(usable, contact.rank.to(gap.dtype).log() / gap, contact.value)
 
 
-def _score_of(call: AttentionCall, keys: Tensor, slot: Tensor, usable: Tensor) -> Tensor:
-    """The raw score of each row [B, H, Tq] with one key of its own; where that is not usable, with a key of zeros.
+def _score_of(call: UnscaledCall, keys: Tensor, slot: Tensor, usable: Tensor) -> Tensor:
+    """The raw score of each row [B, H, Tq] with the key in one slot; 0·q where that slot is not usable.
 
-    The slot is then that of a hidden key, and what that holds must not reach a product.
+    A slot that is not usable may hold a hidden key, whose values must not enter a product.
     """
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     key = keys.gather(2, slot[..., None].expand(-1, -1, -1, keys.shape[-1])).masked_fill(~usable[..., None], 0.0)

@@ -1,0 +1,48 @@
+"""What dispatch relies on in a backend."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from attnscale.call.attention_call import AttentionCall
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+
+
+class Backend(Protocol):
+    """A way to compute attention."""
+
+    name: str
+    plain: bool  # made of torch's own operators, with all their derivatives; else forward and backward only
+
+    @property
+    def automatic(self) -> bool:
+        """Whether "auto" may choose it; otherwise it runs only where asked for by name."""
+        ...
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        """Why this call cannot be computed here, or None if it can."""
+        ...
+
+    def run(self, call: AttentionCall) -> Tensor:
+        """The output [B, H, Tq, Dv]."""
+        ...
+
+
+@runtime_checkable
+class MeasuringBackend(Backend, Protocol):
+    """A backend that gives row statistics too."""
+
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        """The output and the statistics of all rows."""
+        ...
+
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        """The statistics without the output."""
+        ...
+
+
+def no_derivative(derivative: str) -> str:
+    """Why a backend with a forward and a backward of its own cannot be used where another derivative is taken."""
+    return f"it has one backward pass, and no {derivative}; backend='reference' has, in memory of Tq × Tk"
