@@ -98,7 +98,7 @@ class Monitor:
                 reject("model", type(model).__name__, "a model that no other monitor is attached to")
             self._undo = undo.pop_all()  # removes what made a stock model measurable
         self._sinks = list(sinks)
-        self._lasting: set[tuple[str, str, int]] = set()
+        self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
         self._closed = False
         self._looks, self._notices = Looks(), Notices()
         self._processes = Processes(list(found), process_group, self._notices)
@@ -186,8 +186,8 @@ class Monitor:
     def _new_alerts(self, records: list[Record]) -> list[Alert]:
         """Alerts that were not there in the last report."""
         found = [] if self.limits is None else find_alerts(records, self.limits)
-        lasting, self._lasting = self._lasting, {(alert.kind, alert.layer, alert.head) for alert in found}
-        return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in lasting]
+        before, self._raised = self._raised, {(alert.kind, alert.layer, alert.head) for alert in found}
+        return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in before]
 
     def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
         for sink in list(self._sinks):

@@ -11,13 +11,12 @@ from typing import Any
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
-from attnscale.diagnostics.records.names import short_names
-from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of
+from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.errors import ArgumentError, reject
 from attnscale.report.data import AlertGroup, Run, read_run
 from attnscale.report.encode import BUDGET, Encoded, encode, pack
 
-PROGRAMS = ("planes.js", "scales.js", "heatmap.js", "chart.js", "app.js")
+PROGRAMS = ("planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
 
 
@@ -85,27 +84,16 @@ def _layers(run: Run) -> list[dict[str, Any]]:
 
 
 def _quantities(run: Run) -> list[dict[str, Any]]:
-    phases, order = ("forward", "backward", "scalar"), list(QUANTITIES)
-    found = dict.fromkeys((key.phase, key.name) for key in run.planes)
-    ranked = sorted(
-        found, key=lambda one: (phases.index(one[0]), order.index(one[1]) if one[1] in order else len(order))
-    )
-    shown = [(phase, quantity_of(name)) for phase, name in ranked]
-    return [
-        {
-            "phase": phase,
-            "name": quantity.name,
-            "title": quantity.title,
-            "label": quantity.label,
-            "explanation": quantity.explanation,
-            "share": quantity.is_share,
-        }
-        for phase, quantity in shown
-    ]
+    """Phases in order, and in each the quantities in the order of the table."""
+    phases, names = ("forward", "backward", "scalar"), [*QUANTITIES]
+    found = dict.fromkeys((phases.index(key.phase), key.name) for key in run.planes)
+    ranked = sorted(found, key=lambda one: (one[0], names.index(one[1]) if one[1] in names else len(names)))
+    shown = [(phases[phase], quantity_of(name)) for phase, name in ranked]
+    return [{**quantity._asdict(), "phase": phase, "share": quantity.is_share} for phase, quantity in shown]
 
 
 def _meaning(kind: str) -> dict[str, str]:
-    """What an alert says, and the key of the quantity that shows it."""
+    """What an alert says, and the quantity that shows it."""
     if kind not in ALERTS:
         return {"explanation": "", "quantity": ""}
     quantity = QUANTITIES[ALERTS[kind].quantities[0]]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
+import attnscale.diagnostics
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import Thresholds
 from attnscale.diagnostics.thresholds import RULES
 from attnscale.diagnostics.views.display import ALERTS, GAP_COUNT, QUANTITIES, quantity_of
 from attnscale.diagnostics.views.history import COLUMNS
+
+README = (Path(attnscale.diagnostics.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()
 
 
 def everything_a_record_can_have() -> dict[str, set[str]]:
@@ -57,3 +62,14 @@ def test_every_alert_has_an_explanation_and_shows_a_quantity():
 
 def test_the_terminal_shows_quantities_of_the_table():
     assert set(COLUMNS) <= set(QUANTITIES)
+
+
+def test_the_readme_lists_every_quantity_and_alert_as_the_table_does():
+    gap = quantity_of(f"{GAP_COUNT}<t>")
+    quantities = [*QUANTITIES.values(), gap._replace(label=gap.label.replace("<t>", "t"))]
+    rows = set()
+    for quantity in quantities:
+        place = "forward, backward" if quantity.name in ("w_max", "entropy", gap.name) else quantity.phase or "scalars"
+        rows.add(f"| `{quantity.name}` | {place} | {quantity.label} | {quantity.explanation} |")
+    rows |= {f"| `{kind}` | {alert.explanation} | `{alert.quantities[0]}` |" for kind, alert in ALERTS.items()}
+    assert rows == {line for line in README if line.startswith("| `") and not re.search(r"Sink\(|/`|\.py`", line)}

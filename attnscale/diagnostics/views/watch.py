@@ -6,19 +6,18 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from attnscale.diagnostics.records.jsonl import Tail
-from attnscale.diagnostics.records.names import short_names
 from attnscale.diagnostics.records.record import Alert
-from attnscale.diagnostics.views.display import QUANTITIES
+from attnscale.diagnostics.views.display import QUANTITIES, short_names
 from attnscale.diagnostics.views.history import COLUMNS, History
 from attnscale.errors import reject
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN = ".:-=+*#@"  # for a terminal without Unicode
@@ -50,9 +49,6 @@ class Watch:
 
     def view(self, width: int, height: int | None = None, *, bars: str = BARS) -> RenderableType:
         """A table of this width, of all layers or as many as fit into the height."""
-        from rich.console import Group
-        from rich.text import Text
-
         if not self.history.layers:
             waiting = "no records yet" if self.path.exists() else "the file does not exist yet"
             return Text(f"{self.path}: {waiting}", style="dim")
@@ -69,8 +65,6 @@ class Watch:
         return Group(*parts)
 
     def _title(self) -> Text:
-        from rich.text import Text
-
         history = self.history
         heads = sorted(set(history.heads.values()))
         each = f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}–{heads[-1]}"
@@ -93,9 +87,6 @@ class Watch:
         return [layer for layer in layers if layer in set(wanted)]
 
     def _table(self, layers: list[str], width: int, bars: str) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
         plan = _plan(layers, width, any(self.history.by_layer.values()))
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, width=min(width, plan.width))
         table.add_column("layer", width=plan.name, no_wrap=True, overflow="ellipsis")
@@ -127,8 +118,6 @@ class Watch:
         return low, high, shown.log and low > 0
 
     def _kinds(self) -> Text:
-        from rich.text import Text
-
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
         text = f"\n{self.history.alert_count} alerts: {kinds}; the latest:"
         return Text(text, style="bold red", overflow="ellipsis", no_wrap=True)
@@ -222,8 +211,6 @@ def _grouped(alerts: Iterable[Alert]) -> list[list[Alert]]:
 
 
 def _alert_line(group: list[Alert]) -> Text:
-    from rich.text import Text
-
     alert = group[0]
     heads = ", ".join(str(alert.head) for alert in group[:8]) + (", …" if len(group) > 8 else "")
     where = f"step {alert.step}  {alert.layer}  head{'s' if len(group) > 1 else ''} {heads}  "
@@ -242,8 +229,6 @@ def show(path: str | Path, console: Console, *, once: bool = False, interval: fl
     if once:
         console.print(watch.view(console.width, bars=bars))
         return
-    from rich.live import Live
-
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:

@@ -68,19 +68,3 @@ function mean(values) {
   const known = values.filter((x) => !Number.isNaN(x));
   return known.length ? known.reduce((sum, x) => sum + x, 0) / known.length : NaN;
 }
-
-// The tooltip, one for the whole page.
-const tip = {
-  box: document.getElementById("tip"),
-  show(text, event) {
-    this.box.textContent = text;
-    this.box.hidden = false;
-    const { width, height } = this.box.getBoundingClientRect();
-    this.box.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
-    const below = event.clientY + 16;
-    this.box.style.top = `${below + height > innerHeight ? Math.max(4, event.clientY - height - 10) : below}px`;
-  },
-  hide() { this.box.hidden = true; },
-};
-
-function variable(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
