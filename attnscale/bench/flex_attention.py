@@ -81,7 +81,7 @@ def largest_error(attend: Callable[..., Tensor], heads: int, length: int, head_d
     out = attend(q, k, v)
     largest = 0.0
     for head in range(heads):
-        one = (x[:, head : head + 1].double() for x in (q, k, v))
-        exact = scaled_dot_product_attention(*one, is_causal=True, policy=LAW, backend="reference")
+        query, key, value = (x[:, head : head + 1].double() for x in (q, k, v))
+        exact = scaled_dot_product_attention(query, key, value, is_causal=True, policy=LAW, backend="reference")
         largest = max(largest, (out[:, head : head + 1] - exact).abs().max().item())
     return largest
