@@ -1,4 +1,4 @@
-"""What the forward of an attention class says, asked of one module of it: keywords it passes, whether it rotates."""
+"""Facts about an attention module that only the source of its class's forward tells, read without running it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, Final
 
 from torch import nn
 
-# The names under which modeling files look the attention function up, and call what they found.
+# In modeling files: the registry of attention functions, and the variable that holds the function looked up there.
 REGISTRY: Final = "ALL_ATTENTION_FUNCTIONS"
 CALLED: Final = "attention_interface"
 
 UNKNOWN: Final = object()
 
-# What a condition may refer to beside the module itself and still be answered without a forward.
-_ANSWERABLE: Final = {"self": None, "getattr": getattr, "hasattr": hasattr, "isinstance": isinstance, "len": len}
+# Names that an expression may use, beside the module itself, and still be evaluated without a forward.
+_EVALUABLE: Final = {"self": None, "getattr": getattr, "hasattr": hasattr, "isinstance": isinstance, "len": len}
 
-_Test = tuple[ast.expr, bool]
+_Test = tuple[ast.expr, bool]  # the test of an `if`, and whether it has to be true
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward of a class: keywords of its call of the interface, and the tests in front of each rotation."""
+    """A forward: its text, the keywords it passes to the interface, and the tests around each of its rotations."""
 
     text: str
     routed: bool
@@ -35,7 +35,7 @@ class Forward:
 
 
 def read_forward(kind: type[nn.Module]) -> Forward:
-    """What the source of a class's forward says; nothing, where there is none."""
+    """The forward of a class; an empty one where there is no source."""
     return _read(kind.forward)
 
 
@@ -49,26 +49,26 @@ def _read(function: Callable[..., Any]) -> Forward:
     keywords: dict[str, ast.expr] = {}
     rotations: list[tuple[_Test, ...]] = []
     for call, tests in _calls(body, ()):
-        name = _name(call.func)
+        name = str(getattr(call.func, "attr", None) or getattr(call.func, "id", ""))
         if name == CALLED:
             keywords |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
         elif "rotary" in name or "rope" in name or "rotate" in name:
             rotations.append(tests)
-    routed = REGISTRY in text or f"{CALLED}(" in text
-    return Forward(text, routed, keywords, tuple(rotations))
+    return Forward(text, REGISTRY in text or f"{CALLED}(" in text, keywords, tuple(rotations))
 
 
-def passed(module: nn.Module, keyword: str) -> Any:
-    """What a module passes to the interface under a keyword: None where nothing, UNKNOWN where a forward decides."""
+def passed_keyword(module: nn.Module, keyword: str) -> Any:
+    """What a module passes to the interface under a keyword: None for nothing, UNKNOWN where only a forward knows."""
     given = read_forward(type(module)).keywords.get(keyword)
-    return None if given is None else _ask(given, module)
+    return None if given is None else _evaluate(given, module)
 
 
-def rotates(module: nn.Module) -> bool | None:
-    """Whether a module rotates queries by their position; None where that depends on what its forward is given."""
+def rotates_queries(module: nn.Module) -> bool | None:
+    """Whether a module has a rotary embedding; None where that depends on the arguments of its forward."""
     undecided = False
     for tests in read_forward(type(module)).rotations:
-        answers = [_holds(test, wanted, module) for test, wanted in tests]
+        values = [(_evaluate(test, module), wanted) for test, wanted in tests]
+        answers = [None if value is UNKNOWN else bool(value) is wanted for value, wanted in values]
         if all(answers):
             return True
         undecided = undecided or False not in answers
@@ -76,7 +76,7 @@ def rotates(module: nn.Module) -> bool | None:
 
 
 def _calls(node: ast.AST, tests: tuple[_Test, ...]) -> Iterator[tuple[ast.Call, tuple[_Test, ...]]]:
-    """Every call, with the tests of the `if`s around it and whether they have to be true."""
+    """Every call, with the tests of the `if`s around it."""
     if isinstance(node, ast.Call):
         yield node, tests
     if isinstance(node, (ast.If, ast.IfExp)):
@@ -88,23 +88,12 @@ def _calls(node: ast.AST, tests: tuple[_Test, ...]) -> Iterator[tuple[ast.Call, 
         yield from _calls(child, tests)
 
 
-def _name(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
-
-
-def _holds(test: ast.expr, wanted: bool, module: nn.Module) -> bool | None:
-    answer = _ask(test, module)
-    return None if answer is UNKNOWN else bool(answer) is wanted
-
-
-def _ask(expression: ast.expr, module: nn.Module) -> Any:
-    """The value of an expression of a forward that refers to nothing but the module."""
-    if any(isinstance(node, ast.Name) and node.id not in _ANSWERABLE for node in ast.walk(expression)):
+def _evaluate(expression: ast.expr, module: nn.Module) -> Any:
+    """The value of an expression that refers to nothing but the module, else UNKNOWN."""
+    if any(isinstance(node, ast.Name) and node.id not in _EVALUABLE for node in ast.walk(expression)):
         return UNKNOWN
     code = compile(ast.Expression(body=expression), "<forward>", "eval")
     try:
-        return eval(code, {"__builtins__": {}}, {**_ANSWERABLE, "self": module})
+        return eval(code, {"__builtins__": {}}, {**_EVALUABLE, "self": module})
     except Exception:
-        return UNKNOWN  # an attribute that another class of the same name has
+        return UNKNOWN  # for instance an attribute that this module lacks

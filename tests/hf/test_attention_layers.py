@@ -11,8 +11,8 @@ from tiny_models import llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from attnscale import ArgumentTypeError
-from attnscale.hf.source import UNKNOWN, passed, rotates
-from attnscale.hf.survey import survey
+from attnscale.hf.attention_layers import find_attention_layers
+from attnscale.hf.forward_source import UNKNOWN, passed_keyword, rotates_queries
 
 SMALL = {
     "vocab_size": 64,
@@ -358,7 +358,7 @@ def build(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_attention_is_found_and_read_rightly(family):
     found = {}
-    for layer in survey(build(family)):
+    for layer in find_attention_layers(build(family)):
         facts = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
         found[facts.pop("path")] = (facts.pop("layer"), facts)
         assert facts.pop("module") is not None
@@ -367,7 +367,7 @@ def test_every_attention_is_found_and_read_rightly(family):
 
 def test_layers_keep_their_numbers_and_facts_inside_a_wrapper():
     wrapped = torch.nn.Sequential(torch.nn.Identity(), llama(num_hidden_layers=3))
-    assert [(layer.path, layer.layer) for layer in survey(wrapped)] == [
+    assert [(layer.path, layer.layer) for layer in find_attention_layers(wrapped)] == [
         (f"1.model.layers.{number}.self_attn", number) for number in range(3)
     ]
 
@@ -375,12 +375,12 @@ def test_layers_keep_their_numbers_and_facts_inside_a_wrapper():
 def test_a_model_without_attention_has_none():
     with torch.device("meta"):
         mamba = hf.MambaModel(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
-    assert survey(mamba) == []
+    assert find_attention_layers(mamba) == []
 
 
 def test_another_kind_of_model_is_refused():
     with pytest.raises(ArgumentTypeError, match="transformers model"):
-        survey(torch.nn.Linear(2, 2))
+        find_attention_layers(torch.nn.Linear(2, 2))
 
 
 class Decided(LlamaAttention):
@@ -403,7 +403,7 @@ class Decided(LlamaAttention):
 def test_the_source_is_asked_of_the_module(first, second, rotated, cap):
     module = Decided(hf.LlamaConfig(**SMALL), 0)
     module.first, module.second, module.cap = first, second, 7.0
-    assert rotates(module) is rotated
-    assert passed(module, "softcap") == cap
-    assert passed(module, "s_aux") is UNKNOWN
-    assert passed(module, "sliding_window") is None
+    assert rotates_queries(module) is rotated
+    assert passed_keyword(module, "softcap") == cap
+    assert passed_keyword(module, "s_aux") is UNKNOWN
+    assert passed_keyword(module, "sliding_window") is None

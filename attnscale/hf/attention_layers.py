@@ -1,36 +1,38 @@
-"""Where a transformers model attends, read from its modules without running it."""
+"""The attention layers of a transformers model, read from its modules without running it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnscale.errors import ArgumentTypeError, reject_type
-from attnscale.hf.source import UNKNOWN, passed, read_forward, rotates
+from attnscale.errors import ArgumentError, ArgumentTypeError, reject_type
+from attnscale.hf.forward_source import UNKNOWN, passed_keyword, read_forward, rotates_queries
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _CROSS = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_decoder", re.IGNORECASE)
-_SENSES = re.compile(r"vision|visual|image|video|audio|speech", re.IGNORECASE)
+_NOT_TEXT = re.compile(r"vision|visual|image|video|audio|speech", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
-# Keywords by which a module says which keys its indexer chose, and the module that makes a second, shorter set of keys.
-_CHOSEN = ("indices", "block_indices", "topk_indices")
-_COMPRESSOR = "compressor"
+# Keywords by which a module says which keys its indexer chose. Attention without them would silently be dense.
+CHOSEN_KEYS = ("indices", "block_indices", "topk_indices")
 
-# Called attention, without a softmax over keys or without being the whole of it.
+# Classes named attention that have no softmax over keys, or are only a part of one that has.
 _OTHER = re.compile(r"linear|lightning|delta|deformable|rwkv|pooling|mlp|output|layer$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention module. `layer` counts within its stack; `routed` says that it asks transformers' interface."""
+    """One attention module. `layer` is its number in its stack.
+
+    `routed`: it calls transformers' attention interface. `sparse`: an indexer or compressor decides which keys it sees.
+    """
 
     path: str
     module: nn.Module
@@ -48,37 +50,41 @@ class AttentionLayer:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The configuration that names the implementation this module asks for."""
+        """The config whose attention implementation this module uses."""
         return cast(PreTrainedConfig, self.module.config)
 
     @property
     def kind(self) -> str | None:
-        """What its configuration calls such a layer, "sliding_attention" for one; None where it has no name."""
-        return layer_kind(self.module, self.layer)
+        """Its name in the config's `layer_types`, such as "sliding_attention"; None where it has no name."""
+        return _layer_kind(self.module, self.layer)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """`num_heads` and `head_dim` for building a policy; 1 where they are not known."""
+        return {"num_heads": self.num_heads or 1, "head_dim": self.head_dim or 1}
 
 
-def survey(model: nn.Module) -> list[AttentionLayer]:
+def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """Every attention of a model, in the order of its modules: those with `routed` can be given a policy.
 
-    A module counts as attention if its forward asks the interface, or if it is named so and holds a projection.
+    A module counts as attention if its forward calls the interface, or if it is named so and holds a projection.
     """
     is_text = _text_test(transformers_model(model))
     found: dict[str, nn.Module] = {}
     configs: dict[str, Any] = {}
     for path, module in model.named_modules():
         configs[path] = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
-        routed = _routed(module)
-        if routed or (_looks_like_attention(module) and not any(_within(path, other) for other in found)):
+        if _is_routed(module) or (_looks_like_attention(module) and not any(_within(path, other) for other in found)):
             found[path] = module
-    inner = [path for path, module in found.items() if _routed(module)]
+    routed = [path for path, module in found.items() if _is_routed(module)]
     found = {
         path: module
         for path, module in found.items()
-        if _routed(module) or not any(_within(other, path) for other in inner)
+        if path in routed or not any(_within(inner, path) for inner in routed)
     }
     numbers = _numbers(list(found))
     return [
-        _read(path, module, _layer(module, numbers[path]), configs[path], is_text(path, configs[path]))
+        _read_layer(path, module, numbers[path], configs[path], is_text(path, configs[path]))
         for path, module in found.items()
     ]
 
@@ -91,7 +97,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
-    # By its name alone: a module prints all that it holds.
+    # Only its name: the repr of a module is as long as the module is large.
     raise ArgumentTypeError(
         f"model={type(model).__name__} is not accepted: expected {accepted}; attnscale.convert is for torch's own"
     )
@@ -102,17 +108,30 @@ def holds_transformers_model(model: nn.Module) -> bool:
     return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
-def asks_interface(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class looks its attention function up by name."""
-    return read_forward(kind).routed
+def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
+    """The layers that can have a policy, by their paths in the transformers model itself, not in a wrapper of it."""
+    inner = transformers_model(model)
+    outer = next(path for path, module in model.named_modules() if module is inner)
+    prefix = f"{outer}." if outer else ""
+    return {layer.path.removeprefix(prefix): layer for layer in find_attention_layers(model) if layer.routed}
 
 
-def _routed(module: nn.Module) -> bool:
-    return asks_interface(type(module)) and hasattr(module, "config")
+def name_layers(layers: Sequence[AttentionLayer]) -> str:
+    """The path of the first layer, and how many more there are, for messages."""
+    return layers[0].path if len(layers) == 1 else f"{layers[0].path} and {len(layers) - 1} more"
 
 
-def layer_kind(module: nn.Module, layer: int) -> str | None:
-    """What the configuration calls a layer: an entry of `layer_types`, or what the module has kept of it."""
+def reject_model(model: nn.Module, reason: str, layers: Sequence[AttentionLayer] = ()) -> NoReturn:
+    """Raise the standard sentence for a model that cannot be used: its class, the layers concerned, and the reason."""
+    subject = f"{name_layers(layers)} " if layers else ""
+    raise ArgumentError(f"model={type(transformers_model(model)).__name__} is not accepted: {subject}{reason}")
+
+
+def _is_routed(module: nn.Module) -> bool:
+    return read_forward(type(module)).routed and hasattr(module, "config")
+
+
+def _layer_kind(module: nn.Module, layer: int) -> str | None:
     own = getattr(module, "layer_type", None)
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     if own is None and isinstance(kinds, (list, tuple)) and layer < len(kinds):
@@ -134,7 +153,7 @@ def _within(path: str, outer: str) -> bool:
 
 
 def _numbers(paths: list[str]) -> dict[str, int]:
-    """The place of each path in its stack: the first number in it, or its turn where that says too little.
+    """The number of each path in its stack: the first number in the path, or its rank where those are not distinct.
 
     In "encoder.block.3.layer.0.SelfAttention" that is 3; the blocks of a hierarchical model are numbered through.
     """
@@ -144,18 +163,13 @@ def _numbers(paths: list[str]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for stack in stacks.values():
         first = [match and int(match[0]) for match in (_NUMBER.search(f".{path}.") for path in stack)]
-        told = None not in first and max(Counter(first).values()) == 1
-        numbers |= dict(zip(stack, cast("list[int]", first) if told else range(len(stack)), strict=True))
+        distinct = None not in first and max(Counter(first).values()) == 1
+        numbers |= dict(zip(stack, cast("list[int]", first) if distinct else range(len(stack)), strict=True))
     return numbers
 
 
-def _layer(module: nn.Module, number: int) -> int:
-    given = getattr(module, "layer_idx", None)
-    return given if isinstance(given, int) and given >= 0 else number
-
-
 def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
-    """Says of a path and a configuration whether they are of a part that reads or writes text, or of the only one."""
+    """Whether a module, given its path and config, is in a part that reads or writes text, or in the only part."""
     config, reads_text = model.config, model.main_input_name == "input_ids"
     parts = getattr(config, "sub_configs", None) or {}
     text = config.get_text_config() if parts else config
@@ -164,34 +178,36 @@ def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
         both = [text, encoder.get_text_config()] if reads_text and isinstance(encoder, PreTrainedConfig) else [text]
         return lambda path, own: type(own) in {type(part) for part in both}
     if reads_text:
-        others = {type(getattr(config, name, None)) for name in parts if _SENSES.search(name)}
+        others = {type(getattr(config, name, None)) for name in parts if _NOT_TEXT.search(name)}
         return lambda path, own: type(own) not in others
     return lambda path, own: not (config.is_encoder_decoder and ".encoder." in f".{path}.")
 
 
-def _read(path: str, module: nn.Module, layer: int, config: object, text: bool) -> AttentionLayer:
+def _read_layer(path: str, module: nn.Module, number: int, config: object, text: bool) -> AttentionLayer:
+    index = getattr(module, "layer_idx", None)
+    layer = index if isinstance(index, int) and index >= 0 else number
     heads, head_dim = _shape(module, config)
     cross = bool(getattr(module, "is_cross_attention", False)) or bool(_CROSS.search(f"{path} {type(module).__name__}"))
-    softcap = passed(module, "softcap")
+    softcap = passed_keyword(module, "softcap")
     return AttentionLayer(
         path=path,
         module=module,
         layer=layer,
-        routed=_routed(module),
+        routed=_is_routed(module),
         cross=cross,
         text=text,
-        sparse=_sparse(module),
+        sparse=_is_sparse(module),
         num_heads=heads,
         head_dim=head_dim,
         window=_window(module, layer),
         softcap=softcap if isinstance(softcap, (int, float)) else None,
-        sinks=passed(module, "s_aux") is not None,
-        rope=_rope(module, layer, cross),
+        sinks=passed_keyword(module, "s_aux") is not None,
+        rope=_has_rope(module, layer, cross),
     )
 
 
 def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
-    """Heads and dimensions of each, from the module, its projection of queries, or its configuration."""
+    """Heads and dimensions of each, from the module, its query projection, or its config."""
     heads, head_dim = _first(module, _HEADS) or _first(config, _HEADS), _first(module, _DIMS)
     width = _first(getattr(module, "q_proj", None), ("out_features",))
     if heads is None and head_dim and width:
@@ -203,6 +219,7 @@ def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
 
 
 def _first(owner: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is a positive int."""
     for name in names:
         value = getattr(owner, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -210,37 +227,35 @@ def _first(owner: Any, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _sparse(module: nn.Module) -> bool:
+def _is_sparse(module: nn.Module) -> bool:
     """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
-    if getattr(module, _COMPRESSOR, None) is not None:
+    if getattr(module, "compressor", None) is not None:
         return True
-    if all(passed(module, name) is None for name in _CHOSEN):
+    if all(passed_keyword(module, name) is None for name in CHOSEN_KEYS):
         return False
-    shared = "prev_topk_indices" in read_forward(type(module)).text  # those of a layer before
+    shared = "prev_topk_indices" in read_forward(type(module)).text  # chosen by the indexer of an earlier layer
     return shared or getattr(module, "indexer", UNKNOWN) is not None
 
 
 def _window(module: nn.Module, layer: int) -> int | None:
     """The sliding window or chunk of a layer, if it has one."""
-    config, kind = getattr(module, "config", None), layer_kind(module, layer)
+    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
     if kind == "chunked_attention":
         return _first(config, ("attention_chunk_size",))
     if "sliding_window" in read_forward(type(module)).keywords:
-        told = passed(module, "sliding_window")
-        return told if isinstance(told, int) else None
+        window = passed_keyword(module, "sliding_window")
+        return window if isinstance(window, int) else None
     if kind is None or "sliding" not in kind:
         return None
     return _first(module, ("sliding_window",)) or _first(config, ("sliding_window",))
 
 
-def _rope(module: nn.Module, layer: int, cross: bool) -> bool:
-    """Whether queries are rotated; where the model decides that from layer to layer, its configuration knows."""
-    told = rotates(module)
-    if told is not None:
-        return told
-    if cross:
-        return False
-    config, kind = getattr(module, "config", None), layer_kind(module, layer)
+def _has_rope(module: nn.Module, layer: int, cross: bool) -> bool:
+    """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
+    rotated = rotates_queries(module)
+    if rotated is not None or cross:
+        return bool(rotated)
+    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
     bases = getattr(config, "layer_rope_theta", None)
     if bases is not None:
         return bool(bases[layer])
