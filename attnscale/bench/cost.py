@@ -1,4 +1,4 @@
-"""What a policy costs: time and memory of attention against torch's own, and the time of the import."""
+"""The benchmark on a CPU: what a plan measures, the cost of policies and of the import, and the targets."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
 from attnscale.policies.base import check_length
 
-# A β from which on weights underflow often enough to show in the time.
+# From this β on so many weights underflow that it shows in the time.
 SHARP = 16.0
 
-# What is better the larger it is, and how large it should be.
+# Metrics of which more is better, with their targets.
 AT_LEAST = {"times_slower": 6.0, "times_cheaper": 10.0}
 
-# What others made: measured for comparison, with nothing promised.
+# Providers that are not of this package: measured for comparison, without a target.
 RIVALS = ("flex_attention",)
 
 
@@ -136,7 +136,7 @@ def cases(plan: Plan) -> Iterator[Case]:
             yield MonitorCost(name, length, rounds)
         yield MatrixCost(length, rounds=3)
         yield MonitorMemory(8 * length)
-    # Whoever has no transformers has no use for these.
+    # Left out without transformers.
     for length in plan.model_lengths if importlib.util.find_spec("transformers") else ():
         for padded in (False, True):
             yield ModelCost("prefill", length, rounds=3, padded=padded)
@@ -147,7 +147,7 @@ def cases(plan: Plan) -> Iterator[Case]:
 def _ratio(
     plan: Plan, kernel: str, name: str, candidate: Callable[..., Tensor], length: int, mode: str, rounds: int
 ) -> TimeRatio:
-    """Against torch's attention."""
+    """A function's time over that of torch's attention."""
     baseline = F.scaled_dot_product_attention
     return TimeRatio(kernel, name, "time_ratio", candidate, baseline, plan.heads, plan.head_dim, length, mode, rounds)
 
@@ -175,7 +175,7 @@ class AttentionCost:
         baseline = step(F.scaled_dot_product_attention)
         rows = [self._row("time_ratio", *interleaved_ratio(candidate, baseline, self.rounds))]
         if isinstance(policy, LengthPolicy) and policy.longest_beta() > SHARP:
-            # What torch itself takes for logits as sharp as these: tiny weights are slow numbers on some CPUs.
+            # Torch's own time for logits as sharp as these: denormal numbers are slow on some CPUs.
             sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1)))
             rows.append(self._row("time_ratio_same_logits", *interleaved_ratio(candidate, sharp, self.rounds)))
         copy = 4 * self.plan.heads * self.length * self.plan.head_dim
@@ -214,20 +214,20 @@ def summarise(rows: list[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def verdict(row: Row) -> str:
-    """The target of a row, marked where it is missed; nothing for what others made."""
+    """The target of a row, marked where it is missed; empty for rivals."""
     if row.provider in RIVALS:
         return ""
     target = target_of(row)
     if row.metric in AT_LEAST:
         met, sign = row.y >= target, "≥"
     else:
-        # Memory counts lengths as well: a few numbers a row, below a hundredth of the query.
+        # Memory includes n and β, a few numbers per row: less than a hundredth of the query.
         met, sign = row.y <= target + 0.05 * (row.metric == "extra_query_copies"), "≤"
     return f"{sign} {target:g}" + ("" if met else " missed")
 
 
 def target_of(row: Row) -> float:
-    """What the project promises for a row."""
+    """The largest value that a row should have, or the least for metrics in `AT_LEAST`."""
     by_metric = {"added_ms": 150.0, "extra_query_copies": 1.0, "extra_mb": 256.0, **AT_LEAST}
     if row.kernel == "monitor" and row.metric == "extra_mb":
         return 32.0
