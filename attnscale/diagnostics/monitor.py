@@ -87,7 +87,6 @@ class Monitor:
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
-        from attnscale.diagnostics.deferred import Looks
         from attnscale.diagnostics.discovery import open_attention
         from attnscale.diagnostics.listener import LayerListener
         from attnscale.diagnostics.notices import Notices
@@ -101,11 +100,11 @@ class Monitor:
         self._sinks = list(sinks)
         self._lasting: set[tuple[str, str, int]] = set()
         self._closed = False
-        self._looks, self._notices = Looks(), Notices()
+        self._notices = Notices()
         self._processes = Processes(list(found), process_group, self._notices)
         modules = dict(model.named_modules())  # where ours is a child of an attention, that one knows its mode
         self.layers = {
-            path: LayerListener(path, rows, dump is not None, self._looks, modules.get(path, module), self._notices)
+            path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
             for path, module in found.items()
         }
         self._tapped = [(module, Tap(self.layers[path])) for path, module in found.items()]
@@ -174,7 +173,7 @@ class Monitor:
         from attnscale.diagnostics.alert_dump import dump_rows
         from attnscale.diagnostics.records.collect import collect
 
-        records += collect(list(self.layers.values()), step, self._looks, self._processes, self._notices)
+        records += collect(list(self.layers.values()), step, self._processes, self._notices)
         alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():
             if alert.layer in self.layers:  # or else another process has it
@@ -214,14 +213,13 @@ class Monitor:
 
 def _closed(kind: type[Monitor], every: int) -> Monitor:
     """What a copy of a monitor is."""
-    from attnscale.diagnostics.deferred import Looks
     from attnscale.diagnostics.notices import Notices
     from attnscale.diagnostics.records.distributed import Processes
 
     monitor = kind.__new__(kind)
     monitor.every, monitor.limits, monitor.on_alert, monitor.dump = every, None, None, None
     monitor.layers, monitor._tapped, monitor._sinks, monitor._lasting = {}, [], [], set()
-    monitor._looks, monitor._notices = Looks(), Notices()
+    monitor._notices = Notices()
     monitor._processes = Processes((), None, monitor._notices)
     monitor._closed, monitor._listening = True, False
     return monitor
