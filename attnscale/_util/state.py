@@ -15,7 +15,7 @@ from attnscale._util.memory import BetaMemory, Memory
 
 SCRATCH = threading.local()  # _util.scratch: a few buffers a thread
 CAUSAL_BOUNDS: Memory[Any] = Memory(most=8)  # call.context: the slots that rows of a causal call may see
-SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.row_stats: which rows a request samples
+SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.sampling: which rows a request samples
 BETAS = BetaMemory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
 REGISTERED_POLICIES: dict[str, type] = {}  # policies.build: classes added by `register_policy`
@@ -26,6 +26,6 @@ TAP_NUMBERS = itertools.count(1)  # call.tap
 FINDERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how attention modules are found
 OPENERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how stock modules are made to report
 FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: tells files of one second apart
-HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.interface: models for which "sdpa" is replaced
+HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
+HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
-HF_ROTARY_USERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hf.rotary: factors taken out

@@ -1,50 +1,52 @@
-"""Where attention can be listened to: what passes forward, and what comes back as gradients.
+"""The place in an attention module where its calls can be listened to, forward and backward.
 
-A module with a `tap` sends its calls through `listen`; how they are heard is in `attnscale.diagnostics.autograd`.
+Modules send their calls through `listen`. How a call is reported is up to whoever makes the tap:
+`attnscale.diagnostics.autograd` for the monitor.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from attnscale._util import state
 from attnscale.call.attention_call import AttentionCall
 
+Run = Callable[[AttentionCall], Tensor]
 
-class Heard(NamedTuple):
-    """One call as it passed a tap: what `AttentionCall` says of it, detached."""
+
+class CallEvent(NamedTuple):
+    """One call in forward, detached."""
 
     call: AttentionCall
     out: Tensor  # [B, H, Tq, Dv]
-    lasting: bool = False  # autograd keeps query, key and value as they are until backward has come to the call
     graph: bool = True  # gradients were enabled
 
 
 class Listener(Protocol):
-    """Whoever a tap reports to; all of it on the thread of the call, without gradients and without autocast.
+    """What a tap reports to, on the thread of the call, without gradients and without autocast.
 
-    A call has a number, by which backward names the call that it has come to.
+    A call has a number, by which backward refers to it.
     """
 
     listening: bool
-    failed: bool  # it is not told anything more for now
+    failed: bool  # nothing more is reported to it for now
 
     def begin(self, graph: bool) -> int:
-        """A call is made, with gradients enabled or not: its number. One that a checkpoint makes again inside backward
-        has the number of the first.
+        """The number of a call that is made, with gradients enabled or not. A call that a checkpoint repeats inside
+        backward has the number of the first.
         """
         ...
 
-    def forward(self, heard: Heard, number: int) -> None:
-        """A call, in forward."""
+    def forward(self, event: CallEvent, number: int) -> None:
+        """A call in forward."""
         ...
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
-        """A call as backward sees it, the gradient of its output, and its number."""
+        """A call that backward has reached, and the gradient of its output."""
         ...
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -52,32 +54,29 @@ class Listener(Protocol):
         ...
 
     def skip(self, call: AttentionCall, reason: str) -> None:
-        """A call that cannot be listened to."""
+        """A call that cannot be reported."""
         ...
 
     def give_up(self, error: Exception) -> None:
-        """It has raised an exception: to be told nothing more for now."""
+        """The listener has raised an exception; nothing more is reported to it for now."""
         ...
 
 
 class Tap:
-    """A listener's place in a module. The ticket is its number as a tensor: graphs of many modules stay one graph."""
+    """Connects a module to a listener; `report` runs a call and reports it to the listener of a tap's id.
 
-    _all: ClassVar[weakref.WeakValueDictionary[int, Tap]] = weakref.WeakValueDictionary()
-    _count = 0
+    The id is a tensor, so that modules with different taps share one compiled graph.
+    """
 
-    def __init__(self, listener: Listener) -> None:
-        # Its operators take long to register, and most programs have no tap.
-        from attnscale.diagnostics.autograd import hear
-
-        Tap._count += 1
-        self.hear = hear
+    def __init__(self, listener: Listener, report: Callable[[Tensor, AttentionCall, Run], Tensor]) -> None:
+        number = next(state.TAP_NUMBERS)
         self.listener = listener
-        self.ticket = torch.tensor(Tap._count)
-        Tap._all[Tap._count] = self
+        self.report = report
+        self.id = torch.tensor(number)
+        state.TAPS[number] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model is not listened to, nor is one that is saved and loaded."""
+        """A copied or loaded model has no taps."""
         return type(None), ()
 
     def attach(self, module: Any) -> None:
@@ -91,16 +90,16 @@ class Tap:
 
     @property
     def open(self) -> bool:
-        """Whether calls must pass here: always in a graph, which outlives the moment it was made in."""
+        """Whether calls must go through the tap: in a compiled graph always, since it outlives the present step."""
         return torch.compiler.is_compiling() or self.listener.listening
 
-    @classmethod
-    def find(cls, ticket: Tensor) -> Listener | None:
-        """Who listens under a ticket at the moment."""
-        tap = cls._all.get(int(ticket))
+    @staticmethod
+    def find(tap_id: Tensor) -> Listener | None:
+        """The listener of a tap, if it is listening now."""
+        tap = state.TAPS.get(int(tap_id))
         return tap.listener if tap is not None and tap.listener.listening and not tap.listener.failed else None
 
 
-def listen(tap: Tap, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
-    """`run(call)`, heard by a tap on the way there and back."""
-    return tap.hear(tap.ticket, call, run)
+def listen(tap: Tap, call: AttentionCall, run: Run) -> Tensor:
+    """`run(call)`, reported to the tap's listener."""
+    return tap.report(tap.id, call, run)

@@ -1,15 +1,19 @@
-"""Diagnostics: what attention does while it trains, forward and backward.
+"""Diagnostics: what attention does while a model trains, forward and backward. README.md is the guide.
 
-Each name is imported when it is first used: `import attnscale` comes by here, and most programs need little of it.
+A monitor puts a tap into each attention module; listeners measure its calls; records go to sinks and views. Imports
+`call`, `statistics` and `module`. Sinks are imported when first used, since `import attnscale` imports this package.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
+from attnscale.diagnostics import sinks
+from attnscale.diagnostics.discovery import add_finder, find_attention
+from attnscale.diagnostics.monitor import Monitor
+from attnscale.diagnostics.records.record import Alert, Record, Summary
+from attnscale.diagnostics.thresholds import Thresholds
+from attnscale.diagnostics.views.observe import Inspection, observe
+
 if TYPE_CHECKING:
-    from attnscale.diagnostics.discovery import add_finder, find_attention
-    from attnscale.diagnostics.monitor import Monitor
-    from attnscale.diagnostics.records.record import Alert, Record, Summary
     from attnscale.diagnostics.sinks import (
         AlertSink,
         ConsoleSink,
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
         TrackerSink,
         read_jsonl,
     )
-    from attnscale.diagnostics.thresholds import Thresholds
-    from attnscale.diagnostics.views.observe import Inspection, observe
 
 __all__ = [
     "Alert",
@@ -45,20 +47,11 @@ __all__ = [
     "read_jsonl",
 ]
 
-_HOMES = {
-    "thresholds": ("Thresholds",),
-    "discovery": ("add_finder", "find_attention"),
-    "views.observe": ("Inspection", "observe"),
-    "monitor": ("Monitor",),
-    "records.record": ("Alert", "Record", "Summary"),
-}
-
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'attnscale.diagnostics' has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "sinks")
-    return getattr(importlib.import_module(f"attnscale.diagnostics.{home}"), name)
+    return getattr(sinks, name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The rows behind an alert, on disk for a later look."""
+"""Writes the rows behind an alert to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnscale.errors import MissingDependencyError
 def dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor]) -> Path | None:
     """Write the sampled query rows of the head and the key rows at their slots as safetensors; None if there are none.
 
-    The file is named after step, layer, head and kind, and says the same, with value and limit, in its metadata.
+    The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
     """
     try:
         from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""The monitor: listens to every attention of a model at some steps, and reports."""
+"""The monitor: measures every attention of a model at some steps, and reports."""
 
 from __future__ import annotations
 
@@ -27,28 +27,26 @@ DEFAULT = Thresholds()
 
 
 class Monitor:
-    """Watches the attention of a model while it trains, for almost nothing.
+    """Watches the attention of a model while it trains; attnscale/diagnostics/README.md is its guide.
 
     At every `every`-th step it samples `rows` rows of each attention call (None: all), forward and backward, and hands
-    one record per layer and head to the sinks. Call `step` once after each optimizer step. It never breaks a run: a
-    sink that fails is dropped with a warning, and nothing it does changes a number of the training.
+    one record per layer and head to the sinks. Call `step` once after each optimizer step. It never breaks a run or
+    changes a number of it: a sink that fails is dropped with a warning, and other failures are warned of once, at the
+    end of a step.
 
     `alerts` are `Thresholds`, a YAML file of them, or None. An `Alert` is raised when a head crosses a limit, and not
-    again until it has been back; it goes to `on_alert` and to the sinks that take them. `dump` is a folder for the
+    again until it has been back; it goes to `on_alert` and to the sinks that take alerts. `dump` is a folder for the
     query and key rows of a head that raised one.
 
-    A record is of training: of calls in training mode with gradients enabled, and of calls that backward came to. Other
-    calls of the same step, such as validation between two training steps or the reference model of DPO, are left out.
-    Where a layer had no others, its records tell of those, and their `mode` is "evaluation". A call that cannot be
-    listened to, as inside `torch.func`, is counted in `scalars["skipped_calls"]`; that and whatever fails is warned of
-    once at the end of a step, and listened to again at the next.
+    Records describe training: calls in training mode with gradients enabled, and calls that backward reached. Other
+    calls (validation, a reference model) only count where a layer had no such call; its records then have the mode
+    "evaluation". Calls that cannot be measured, as inside `torch.func`, are counted in `scalars["skipped_calls"]`.
 
-    In a distributed run every process has a monitor and calls `step`, and the numbers of all are joined by the names of
-    layers over `process_group` (None: all processes). A layer that some processes did not call is told of those that
-    did. Where processes hold different layers or heads under the same names, as stages of a pipeline and tensor
-    parallelism may, pass the group of those that hold the same. The first process of a group hands records to sinks.
+    In a distributed run every process has a monitor and calls `step`. Layers are joined by name over `process_group`
+    (None: all processes), whose first process hands the records to its sinks. Where processes hold different layers or
+    heads under the same names (pipeline stages, tensor parallelism), pass the group of those that hold the same.
 
-    Copies of a monitor, by `copy` or `pickle` and with whatever holds it, are closed and know no model.
+    Copies of a monitor, by `copy` or `pickle`, are closed and have no model.
 
     >>> import torch
     >>> from attnscale import ScaledDotProductAttention
@@ -86,8 +84,8 @@ class Monitor:
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
-        # Imported here and in the reports: `import attnscale` brings this file along, and most runs have no monitor.
-        from attnscale.diagnostics.deferred import Looks
+        # Imported late, since `import attnscale` imports this file and most programs have no monitor.
+        from attnscale.diagnostics.autograd import run_reported
         from attnscale.diagnostics.discovery import open_attention
         from attnscale.diagnostics.listener import LayerListener
         from attnscale.diagnostics.notices import Notices
@@ -97,30 +95,30 @@ class Monitor:
             found = open_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
                 reject("model", type(model).__name__, "a model that no other monitor is attached to")
-            self._undo = undo.pop_all()  # what a model had to be given to be listened to
+            self._undo = undo.pop_all()  # removes what made a stock model measurable
         self._sinks = list(sinks)
-        self._lasting: set[tuple[str, str, int]] = set()
+        self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
         self._closed = False
-        self._looks, self._notices = Looks(), Notices()
+        self._notices = Notices()
         self._processes = Processes(list(found), process_group, self._notices)
-        modules = dict(model.named_modules())  # where ours is a child of an attention, that one knows its mode
+        modules = dict(model.named_modules())  # of a swapped model, the attention whose child ours is
         self.layers = {
-            path: LayerListener(path, rows, dump is not None, self._looks, modules.get(path, module), self._notices)
+            path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
             for path, module in found.items()
         }
-        self._tapped = [(module, Tap(self.layers[path])) for path, module in found.items()]
+        self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
         for module, tap in self._tapped:
             tap.attach(module)
         self._listen(True, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies are closed: what is held here belongs to one model, and cannot be given back twice."""
-        return _closed, (type(self), self.every)
+        """A copy is closed, since taps and files have one owner."""
+        return _closed_copy, (type(self), self.every)
 
     def step(self, step: int) -> list[Record]:
-        """The end of a training step: report if it was one to listen to, and decide about the next.
+        """End a training step: report if it was measured, and decide whether the next one is.
 
-        Every process of a distributed run calls it with the same number, and gets the numbers of all.
+        Every process of a distributed run calls it with the same number and gets the records of all.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             reject("step", step, "an int >= 0")
@@ -133,9 +131,9 @@ class Monitor:
             for layer in self.layers.values():
                 layer.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
-        self._notices.give()
+        self._notices.issue()
         for alert in alerts if self.on_alert is not None else ():
-            self.on_alert(alert)  # type: ignore[misc]  # what it raises is the user's own, and may stop the run
+            self.on_alert(alert)  # type: ignore[misc]  # may raise, to stop the run
         return records
 
     def close(self) -> None:
@@ -153,7 +151,7 @@ class Monitor:
         for sink in list(self._sinks):
             self._try(sink, sink.close)
         self._sinks = []
-        self._notices.give()
+        self._notices.issue()
 
     def __enter__(self) -> Monitor:
         return self
@@ -170,14 +168,14 @@ class Monitor:
             layer.listening, layer.seed, layer.rank = listening, step, rank
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
-        """Fill in the records and alerts of a step, and hand them on."""
+        """Add the records and alerts of a step to the lists, and pass them on."""
         from attnscale.diagnostics.alert_dump import dump_rows
         from attnscale.diagnostics.records.collect import collect
 
-        records += collect(list(self.layers.values()), step, self._looks, self._processes, self._notices)
+        records += collect(list(self.layers.values()), step, self._processes, self._notices)
         alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():
-            if alert.layer in self.layers:  # or else another process has it
+            if alert.layer in self.layers:  # else another process has it
                 self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
         if self._processes.rank == 0 and records:
             self._to_sinks(records, alerts, step)
@@ -185,10 +183,10 @@ class Monitor:
                 log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
 
     def _new_alerts(self, records: list[Record]) -> list[Alert]:
-        """What has begun since the last report; an alert comes again once its cause has gone and is back."""
+        """Alerts that were not there in the last report."""
         found = [] if self.limits is None else find_alerts(records, self.limits)
-        lasting, self._lasting = self._lasting, {(alert.kind, alert.layer, alert.head) for alert in found}
-        return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in lasting]
+        before, self._raised = self._raised, {(alert.kind, alert.layer, alert.head) for alert in found}
+        return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in before]
 
     def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
         for sink in list(self._sinks):
@@ -197,10 +195,10 @@ class Monitor:
                 self._try(sink, sink.alert, alerts, step)
 
     def _try(self, sink: Sink, act: Callable[..., object], *arguments: Any) -> None:
-        """Let a sink act; one that fails is dropped."""
+        """Use a sink; one that fails is dropped."""
         if not self._guard(f"sink {type(sink).__name__}", act, *arguments) and sink in self._sinks:
             self._sinks.remove(sink)
-            with contextlib.suppress(Exception):  # it has been warned of; what it holds open is given back
+            with contextlib.suppress(Exception):  # the failure has been warned of
                 sink.close()
 
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
@@ -212,18 +210,10 @@ class Monitor:
         return True
 
 
-def _closed(kind: type[Monitor], every: int) -> Monitor:
-    """What a copy of a monitor is."""
-    from attnscale.diagnostics.deferred import Looks
-    from attnscale.diagnostics.notices import Notices
-    from attnscale.diagnostics.records.distributed import Processes
-
+def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
     monitor = kind.__new__(kind)
     monitor.every, monitor.limits, monitor.on_alert, monitor.dump = every, None, None, None
-    monitor.layers, monitor._tapped, monitor._sinks, monitor._lasting = {}, [], [], set()
-    monitor._looks, monitor._notices = Looks(), Notices()
-    monitor._processes = Processes((), None, monitor._notices)
-    monitor._closed, monitor._listening = True, False
+    monitor.layers, monitor._closed = {}, True
     return monitor
 
 

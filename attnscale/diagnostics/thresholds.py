@@ -1,4 +1,4 @@
-"""When attention goes wrong: thresholds, and what crosses them."""
+"""Thresholds, and the alerts of the heads that cross them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from attnscale._util.yaml_files import read_yaml
-from attnscale.diagnostics.records.record import Alert, Record, Summary
+from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.views.display import ALERTS, QUANTITIES
 from attnscale.errors import ArgumentError, reject
 
-# As many keys, or fewer, are spread over evenly by chance.
-FEW = 8
+FEW_KEYS = 8  # so few, or fewer, are often weighed evenly by chance
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits per head; None switches an alert off. What they are compared with is in parentheses.
+    """Limits per head; None switches an alert off. In parentheses: what is compared with the limit.
 
-    diffuse: attention spreads over all keys (mean of entropy/ln n, from above), where half of the rows see more than
-        a few: two keys are spread over by any row.
-    collapsed: one key takes all (median of w_max, from above), and the entropy is gone with it.
-    noise: one key has most of the weight (median w_max above ½) though its score is no higher than the largest of so
-        many draws of noise would be (median prominence, from below): condensation on noise. It knows scores only by
-        their mean and deviation, so it cannot tell noise from a key that is one of many equals: a head that copies
-        repeated tokens looks the same once more than 1/(1 + 2·ln n) of the keys match its query. Switch it off there.
-    exploding: the largest logit of any row (from above).
-    vanishing: gain of the gradient through the block, ‖(dQ, dK, dV)‖/‖dO‖ (from below).
-    mismatch: statistics of the same rows in backward and forward (largest difference, from above).
+    diffuse: attention spreads over all keys (mean of entropy/ln n, above), where half of the rows see more than a few.
+    collapsed: one key has all the weight (median of w_max, above).
+    noise: one key has most of the weight (median w_max above ½), though its score is no higher than the largest of n
+        draws of noise (median prominence, below). Only the mean and deviation of the scores are used, so many equal
+        keys look like noise: a head that copies repeated tokens, once more than 1/(1 + 2·ln n) of the keys match its
+        query. Switch it off there.
+    exploding: the largest logit of any row (above).
+    vanishing: gain of the gradient through the block, ‖(dQ, dK, dV)‖/‖dO‖ (below).
+    mismatch: statistics of the same rows in backward and forward (largest difference, above).
     broken: NaN or infinity in the output, or in the statistics of a row.
-    after_step: diffuse, noise and vanishing say what training has made of a head, and a fresh one is often all of it:
-        they are not raised before this step.
+    after_step: first step for diffuse, noise and vanishing, which are normal in an untrained model.
     """
 
     diffuse: float | None = 0.98
@@ -57,7 +56,7 @@ class Thresholds:
 
     @classmethod
     def read(cls, path: str | Path) -> Thresholds:
-        """Those in a YAML file; what it does not name keeps its default."""
+        """From a YAML file; what it does not name keeps its default."""
         content = read_yaml(Path(path))
         known = [field.name for field in fields(cls)]
         for key in content:
@@ -66,50 +65,45 @@ class Thresholds:
         return cls(**content)
 
 
+class Rule(NamedTuple):
+    """How a quantity of `ALERTS` is compared with its limit."""
+
+    statistic: str  # over the rows of a head; not used for a single number
+    above: bool  # whether values above the limit raise the alert, or below
+    message: str
+
+
+RULES = {
+    "diffuse": Rule("mean", True, "entropy is {:.3f} of ln n: no key stands out"),
+    "collapsed": Rule("p50", True, "half of the rows give {:.3f} to one key"),
+    "noise": Rule("p50", False, "half of the weight is on one key whose score is {:.2f} of what noise would reach"),
+    "exploding": Rule("max", True, "a logit has reached {:.1f}"),
+    "vanishing": Rule("mean", False, "only {:.1e} of the gradient passes"),
+    "mismatch": Rule("mean", True, "backward saw statistics that differ from forward's by {:.1e}"),
+}
+
+
 def find_alerts(records: Sequence[Record], limits: Thresholds) -> list[Alert]:
-    """What in a report crosses its limit."""
-    return [alert for record in records for alert in _of_one(record, limits)]
+    """The alerts of all heads that cross a limit."""
+    return [alert for record in records for alert in _alerts_of(record, limits)]
 
 
-def _of_one(record: Record, limits: Thresholds) -> Iterator[Alert]:
-    def alert(kind: str, value: float, limit: float, message: str, row: int | None = None) -> Alert:
-        return Alert(kind, record.step, record.layer, record.head, value, limit, message, row)
-
-    broken_row = record.scalars.get("broken_row", -1.0)
-    if limits.broken and broken_row >= 0:
-        row = int(broken_row)
-        yield alert("broken", math.nan, 0.0, f"the output holds NaN or infinity, first in row {row}", row)
-    relative, w_max = record.forward.get("relative_entropy"), record.forward.get("w_max")
+def _alerts_of(record: Record, limits: Thresholds) -> Iterator[Alert]:
+    place = record.step, record.layer, record.head
+    if limits.broken and record.scalars.get("broken_row", -1.0) >= 0:
+        row = int(record.scalars["broken_row"])
+        yield Alert("broken", *place, math.nan, 0.0, f"the output holds NaN or infinity, first in row {row}", row)
+    visible, w_max = (QUANTITIES[name].of(record, "p50") or 0.0 for name in ("visible", "w_max"))
     trained = record.step >= limits.after_step
-    if (
-        limits.diffuse is not None
-        and relative is not None
-        and trained
-        and _several(record, FEW)
-        and relative.mean > limits.diffuse
-    ):
-        text = f"entropy is {relative.mean:.3f} of ln n: no key stands out"
-        yield alert("diffuse", relative.mean, limits.diffuse, text)
-    if limits.collapsed is not None and w_max is not None and _several(record) and w_max.p50 > limits.collapsed:
-        yield alert("collapsed", w_max.p50, limits.collapsed, f"half of the rows give {w_max.p50:.3f} to one key")
-    height = record.forward.get("prominence")
-    condensed = trained and w_max is not None and _several(record) and w_max.p50 > 0.5
-    if limits.noise is not None and height is not None and condensed and height.p50 < limits.noise:
-        text = f"half of the weight is on one key whose score is {height.p50:.2f} of what noise would reach"
-        yield alert("noise", height.p50, limits.noise, text)
-    top = record.forward.get("max_logit")
-    if limits.exploding is not None and top is not None and top.max > limits.exploding:
-        yield alert("exploding", top.max, limits.exploding, f"a logit has reached {top.max:.1f}")
-    gain = record.scalars.get("gain")
-    if limits.vanishing is not None and trained and gain is not None and gain < limits.vanishing:
-        yield alert("vanishing", gain, limits.vanishing, f"only {gain:.1e} of the gradient passes")
-    difference = record.scalars.get("mismatch")
-    if limits.mismatch is not None and difference is not None and difference > limits.mismatch:
-        text = f"backward saw statistics that differ from forward's by {difference:.1e}"
-        yield alert("mismatch", difference, limits.mismatch, text)
-
-
-def _several(record: Record, few: int = 1) -> bool:
-    """Whether half of the rows have more than a few keys to choose from."""
-    visible: Summary | None = record.forward.get("visible")
-    return visible is not None and visible.p50 > few
+    applies = {
+        "diffuse": trained and visible > FEW_KEYS,
+        "collapsed": visible > 1,
+        "noise": trained and visible > 1 and w_max > 0.5,
+        "vanishing": trained,
+    }
+    for kind, rule in RULES.items():
+        limit, value = getattr(limits, kind), QUANTITIES[ALERTS[kind].quantities[0]].of(record, rule.statistic)
+        if limit is None or value is None or not applies.get(kind, True):
+            continue
+        if value > limit if rule.above else value < limit:
+            yield Alert(kind, *place, value, limit, rule.message.format(value))

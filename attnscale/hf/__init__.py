@@ -1,4 +1,7 @@
-"""HuggingFace: attnscale in transformers' models and its Trainer. Needs transformers: pip install 'attnscale[hf]'."""
+"""Policies in the attention of HuggingFace transformers models. Needs transformers: pip install 'attnscale[hf]'.
+
+README.md beside this file is the guide: what lives where, the order of imports, and how to use it.
+"""
 
 from attnscale.errors import MissingDependencyError
 
@@ -8,20 +11,18 @@ except ImportError as error:
     raise MissingDependencyError("attnscale.hf needs transformers: pip install 'attnscale[hf]'") from error
 
 from attnscale.diagnostics.discovery import add_finder, add_opener
-from attnscale.hf.attach import attach, find_sites
+from attnscale.hf.attach import attach
 from attnscale.hf.callback import AttnScaleCallback
-from attnscale.hf.checkpoint import load
-from attnscale.hf.handle import Handle
+from attnscale.hf.checkpoint import load, load_policy
 from attnscale.hf.inspection import Inspection, inspect
+from attnscale.hf.install import Handle
 from attnscale.hf.interface import register
-from attnscale.hf.listening import mark_cross_attention, open_stock_attention
+from attnscale.hf.monitoring import find_sites, open_stock_attention
 from attnscale.hf.patch import apply
 from attnscale.hf.plan import Plan, read_plan
-from attnscale.hf.policy_files import load_policy
 
 register()
 add_finder(find_sites)
-add_finder(mark_cross_attention)
 add_opener(open_stock_attention)
 
 __all__ = [

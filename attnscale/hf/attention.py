@@ -1,22 +1,28 @@
-"""The function that transformers calls for attention: its arguments in, its output out, attnscale between."""
+"""One attention of a transformers module: transformers' arguments in, its output format out."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from attnscale._util import state
+from attnscale._util.tracing import is_watched
+from attnscale.call.context import shown
 from attnscale.errors import ArgumentError
-from attnscale.hf.attach import site_of
-from attnscale.hf.counting import visible_keys_of
-from attnscale.hf.parallel import refuse_split
+from attnscale.hf.attention_layers import CHOSEN_KEYS
+from attnscale.hf.distributed import refuse_split_sequence
+from attnscale.policies.temperature import mark_counted
 
-# Arguments by which a model says which keys its indexer chose: attention without them would silently be dense.
-SPARSE = ("indices", "block_indices", "topk_indices")
+# How many masks are remembered: a model has full and sliding ones, those of encoder, decoder and cross attention.
+_MOST_MASKS = 8
 
 
-def attention_forward(
+def attend(
+    site: nn.Module,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -34,35 +40,36 @@ def attention_forward(
     cache: Any = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a transformers module with the policy of its site: [B, Tq, H, Dv], and no weights.
+    """Attention of a module with the policy of a site: [B, Tq, H, Dv], and no weights.
 
     query [B, H, Tq, D], key and value [B, Hkv, Tk, ·]; the mask [B, H|1, Tq, Tk] is bool or additive. A row sees what
     its mask shows; without one it sees the rows up to its own if the module is causal and there are several rows, else
     all keys. β multiplies the score after a softcap and a position bias, but no sink.
     """
-    for name in SPARSE:
+    for name in CHOSEN_KEYS:
         if arguments.get(name) is not None:
             raise ArgumentError(f"{type(module).__name__} attends to {name} of its own choice: attnscale cannot")
-    site = site_of(module)
-    refuse_split(query)
+    refuse_split_sequence(query)
     if cache is not None:  # the paged cache of continuous batching
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = queries > 1 and attention_mask is None and bool(causal)
     if causal and keys > queries:
-        # The first call into a static cache: what lies behind the queries is not filled yet.
+        # The first call into a static cache: the slots beyond the queries are not filled yet.
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
     visible = None
     if attention_mask is not None:
         attention_mask = attention_mask[..., :keys] if attention_mask.shape[-1] > keys else attention_mask
-        visible = visible_keys_of(attention_mask, module)
+        visible = _visible_keys(attention_mask, module)
+    # In a window n says nothing about the position, which some policies use.
+    windowed = sliding_window is not None and not causal and getattr(site.policy, "uses_position", True)
     out = site(
         query,
         key,
         value,
-        attention_mask if position_bias is None else add_bias(attention_mask, position_bias, query.dtype),
+        attention_mask if position_bias is None else _add_bias(attention_mask, position_bias, query.dtype),
         dropout,
         causal,
         scaling,
@@ -70,19 +77,52 @@ def attention_forward(
         softcap=softcap,
         sinks=s_aux,
         visible=visible,
-        positions=position_ids if sliding_window is not None and not causal and _uses_position(site) else None,
+        positions=position_ids if windowed else None,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A position bias [B|1, H, Tq, Tk] and a mask as one additive mask; β multiplies what is not hidden."""
+def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A position bias [B|1, H, Tq, Tk] and a mask as one additive mask."""
     bias = bias.to(dtype)
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
-def _uses_position(site: nn.Module) -> bool:
-    """Whether a policy has to be told where a row stands, of which n says nothing in a window."""
-    return bool(getattr(site.policy, "uses_position", True))
+class _Counted(NamedTuple):
+    """n of one version of a mask, and the module that it was counted for first."""
+
+    mask: weakref.ref[Tensor]
+    version: int
+    module: weakref.ref[nn.Module]
+    visible: Tensor
+
+
+def _visible_keys(mask: Tensor, module: nn.Module) -> Tensor:
+    """n [B|1, H|1, Tq] of a mask [B, H|1, Tq, Tk]: the same tensor for every layer that is given the same mask.
+
+    The module that counted first counts again at its next call, which is the next forward. So a mask that was changed
+    in place is noticed, also in inference mode, where tensors have no version.
+    """
+    if is_watched():
+        return _count(mask)  # the compiler merges equal counts
+    version = -1 if mask.is_inference() else mask._version
+    counted: list[_Counted] = getattr(state.HF_COUNTED_MASKS, "entries", [])
+    for entry in counted:
+        if entry.mask() is mask and entry.version == version and entry.module() is not module:
+            return entry.visible
+    # No inference tensor: a later forward outside of inference mode may be given the same mask.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        entry = _Counted(weakref.ref(mask), version, weakref.ref(module), mark_counted(_count(mask)))
+    kept = [old for old in counted if old.mask() is not None and old.mask() is not mask]
+    state.HF_COUNTED_MASKS.entries = [entry, *kept[: _MOST_MASKS - 1]]
+    return entry.visible
+
+
+def _count(mask: Tensor) -> Tensor:
+    """n [B|1, H|1, Tq]; an axis along which the mask is broadcast is counted once."""
+    for axis in (0, 1):
+        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return shown(mask).sum(-1)

@@ -1,21 +1,21 @@
-"""A monitor in the Trainer: its numbers in the Trainer's own logs, and so wherever they are reported to."""
+"""A Trainer callback that adds a monitor's numbers to the Trainer's own logs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from attnscale.diagnostics.monitor import Monitor
-from attnscale.diagnostics.records.flatten import compact
+from attnscale.diagnostics.views.flatten import compact
 from attnscale.errors import reject_type
 
 
 class AttnScaleCallback(TrainerCallback):
-    """Reports each step to a monitor, and adds what it found to the next log.
+    """Tells a monitor of each step, and adds its numbers to the next log.
 
-    Callbacks are called in order, and those that report (TensorBoard, W&B, …) come before a user's own: so let it
-    `attach` itself to the trainer, which puts it first.
+    Callbacks run in order, and those that report (TensorBoard, W&B, …) come before a user's own: `attach` puts this one
+    before them.
 
         AttnScaleCallback(attnscale.Monitor(model, every=50)).attach(trainer)
 
@@ -30,37 +30,28 @@ class AttnScaleCallback(TrainerCallback):
         self._found: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> AttnScaleCallback:
-        """Become the first callback of a trainer."""
+        """Make this the first callback of a trainer."""
         if not isinstance(trainer, Trainer):
             reject_type("trainer", trainer, "a transformers.Trainer")
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
         return self
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The end of an optimizer step."""
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Tell the monitor that an optimizer step has ended."""
         records = self.monitor.step(state.global_step)
         if records:
             self._found = compact(records, heads=self.heads)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add what was found to what is logged, and to the history, which has its own copy by now."""
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the numbers to the log, and to the history, which holds a copy of the log."""
         if logs is None or not self._found or "loss" not in logs:
-            return  # a log of evaluation, or of the whole training
+            return  # the log of an evaluation, or of the whole training
         logs.update(self._found)
         if state.log_history:
             state.log_history[-1].update(self._found)
         self._found = {}
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Nothing more will come."""
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Close the monitor."""
         self.monitor.close()

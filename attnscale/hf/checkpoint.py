@@ -1,26 +1,38 @@
-"""Load a transformers model together with the policies that were saved with it."""
+"""Load policies with what they have learned: together with their model, or into a model that is there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from attnscale.errors import ArgumentError, reject
-from attnscale.hf.attach import described_policies, install_described
-from attnscale.hf.configs import NAME, configs_of
-from attnscale.hf.handle import Handle
-from attnscale.hf.loading import policies_expected
-from attnscale.hf.stored import Stored, is_of_policy, stored
+from attnscale.hf.attach import install_recorded
+from attnscale.hf.attention_layers import routed_layers
+from attnscale.hf.config_record import DESCRIPTION, MODULES, configs_of, locate
+from attnscale.hf.install import Handle
+from attnscale.hf.policy_files import POLICY_CONFIG, POLICY_WEIGHTS, StoredFiles, is_of_policy, split_name
+from attnscale.hf.sites import NAME
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+# What PEFT puts in front of the names of a model: with a tuner, or without where the method only adds to the inputs.
+_IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
+
+# The class attribute with patterns of keys that transformers does not report as unexpected.
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
+_POLICY_KEYS = rf"(^|\.){NAME}\."
+_INHERITED = object()
 
 
 def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> Handle:
@@ -32,54 +44,81 @@ def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, 
         handle = attnscale.hf.load("run/checkpoint-1000")
         handle.model.generate(...)
     """
-    place = stored(path, arguments)
-    plain = place.json(CONFIG)
-    if plain is None:
+    files = StoredFiles.at(path, arguments)
+    config = files.json(CONFIG)
+    if config is None:
         reject("path", str(path), "a folder that save_pretrained wrote, or the id of such a repository on the Hub")
-    described = described_in_json(plain)
-    if described is None:
+    record = _record_in(config)
+    if record is None:
         raise ArgumentError(
             f"path={str(path)!r} is not accepted: its config.json has no 'attnscale'; use from_pretrained"
         )
-    kind = model_class or getattr(transformers, (plain.get("architectures") or ["AutoModel"])[0], None)
+    kind = model_class or getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
     if kind is None:
-        reject("model_class", None, f"the class of the model, {plain['architectures'][0]}: transformers has none")
+        reject("model_class", None, f"the class of the model, {config['architectures'][0]}: transformers has none")
     if arguments.get("attn_implementation") == NAME:
-        arguments = {key: value for key, value in arguments.items() if key != "attn_implementation"}
+        del arguments["attn_implementation"]
     # None: what transformers would choose. The policies come afterwards, with what they have learned.
-    with policies_expected(kind, plain):
+    with _policies_expected(kind, config):
         model: PreTrainedModel = kind.from_pretrained(path, **{"attn_implementation": None} | arguments)
-    for config in configs_of(model):
-        config.__dict__.pop(NAME, None)
-    handle = install_described(model, described_policies(model, described), described)
-    try:
-        load_learned(model, read_learned(place, model), str(path))
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
+    for loaded in configs_of(model):
+        loaded.__dict__.pop(NAME, None)
+    return install_recorded(model, record, lambda inner: _learned_in_checkpoint(files, inner), str(path))
 
 
-def described_in_json(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What 'attnscale' says in the plain data of a config, or else in that of a part of it."""
-    given = config.get(NAME)
-    if isinstance(given, Mapping):
-        return given
-    parts = (described_in_json(part) for part in config.values() if isinstance(part, Mapping))
+def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
+    """Give a model the policies that a folder or a repository on the HuggingFace Hub holds, and what they have learned.
+
+    The folder is one that `handle.save` wrote; or an adapter that PEFT saved while a policy that learns was applied; or
+    a whole model's checkpoint. `arguments` say where a repository is, as for `from_pretrained`: `revision`, `token`,
+    `cache_dir`, `subfolder`.
+
+        model = peft.PeftModel.from_pretrained(model, "run/adapter")
+        handle = attnscale.hf.load_policy(model, "run/adapter")
+    """
+    files = StoredFiles.at(path, arguments)
+    record: Mapping[str, Any] | None = files.json(POLICY_CONFIG)
+    learned = None if record is None else files.tensors(POLICY_WEIGHTS)
+    if record is None:
+        record, learned = _read_adapter(files)
+    if record is None:
+        record = _record_in(files.json(CONFIG) or {})
+    if record is None:
+        raise ArgumentError(
+            f"path={files.path!r} is not accepted: it has neither {POLICY_CONFIG}, nor an adapter with a policy that "
+            f"learns, nor a {CONFIG} with 'attnscale'"
+        )
+
+    def read(inner: PreTrainedModel) -> dict[str, Tensor]:
+        tensors = _learned_in_checkpoint(files, inner) if learned is None else learned
+        return _named_as_in(model, inner, tensors)
+
+    return install_recorded(model, record, read, str(path))
+
+
+def _record_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The entry 'attnscale' of the data of a config.json, or else of a part of it."""
+    record = config.get(NAME)
+    if isinstance(record, Mapping):
+        return record
+    parts = (_record_in(part) for part in config.values() if isinstance(part, Mapping))
     return next((part for part in parts if part is not None), None)
 
 
-def load_learned(model: PreTrainedModel, learned: Mapping[str, Tensor], path: str) -> None:
-    """Put what policies have learned into a model that has them; all of it must be there."""
-    wanted = [name for name in model.state_dict() if is_of_policy(name)]
-    missing = [name for name in wanted if name not in learned]
-    if missing:
-        raise ArgumentError(f"path={path!r} is not accepted: {missing[0]} is not in its safetensors")
-    model.load_state_dict({name: learned[name] for name in wanted}, strict=False)
+def _read_adapter(files: StoredFiles) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
+    """The record and the learned tensors in an adapter that PEFT saved; None where it holds no policy."""
+    found = files.tensors(_ADAPTER_WEIGHTS)
+    tensors = {name.removeprefix(_IN_TUNER).removeprefix(_IN_WRAPPER): value for name, value in found.items()}
+    parts = {name: split_name(name) for name in tensors}
+    modules = {
+        path: json.loads(bytes(tensors[name].tolist())) for name, (path, rest) in parts.items() if rest == DESCRIPTION
+    }
+    learned = {name: value for name, value in tensors.items() if parts[name][1] != DESCRIPTION}
+    return ({MODULES: modules}, learned) if modules else (None, None)
 
 
-def read_learned(place: Stored, model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model's safetensors hold of policies, in one file or several, under the names that the model has for it.
+def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of policies in a model's safetensors, under their names in the model.
 
     `save_pretrained` writes the names of the original checkpoint where a type has others, as `from_pretrained` reads
     them: nomic_bert.layers.0 is encoder.layers.0 in the file.
@@ -87,7 +126,48 @@ def read_learned(place: Stored, model: PreTrainedModel) -> dict[str, Tensor]:
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     state = model.state_dict()
     found: dict[str, Tensor] = {}
-    for name, value in place.tensors(WEIGHTS).items() if any(map(is_of_policy, state)) else ():
+    for name, value in files.tensors(WEIGHTS).items() if any(map(is_of_policy, state)) else ():
         renamed = rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
         found[name if name in state else renamed] = value
     return found
+
+
+def _named_as_in(model: nn.Module, inner: PreTrainedModel, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of policies under their names in the transformers model."""
+    parts = {name: split_name(name) for name in learned if is_of_policy(name)}
+    paths = locate((path for path, _ in parts.values()), routed_layers(model), inner.base_model_prefix)
+    return {f"{paths[path]}.{NAME}.{rest}": learned[name] for name, (path, rest) in parts.items() if path in paths}
+
+
+@contextlib.contextmanager
+def _policies_expected(kind: type, config: Mapping[str, Any]) -> Iterator[None]:
+    """Keep transformers from reporting the tensors of policies as unexpected; they are read afterwards.
+
+    For an auto class it is the class that it builds for a config, given as the data of config.json.
+    """
+    model_class = _built_class(kind, config)
+    if model_class is None:
+        yield
+        return
+    own = vars(model_class).get(_IGNORED, _INHERITED)
+    setattr(model_class, _IGNORED, {*(getattr(model_class, _IGNORED, None) or ()), _POLICY_KEYS})
+    try:
+        yield
+    finally:
+        if own is _INHERITED:
+            delattr(model_class, _IGNORED)
+        else:
+            setattr(model_class, _IGNORED, own)
+
+
+def _built_class(kind: type, config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """The class that `kind.from_pretrained` builds; None where transformers does not know it."""
+    if issubclass(kind, PreTrainedModel):
+        return kind
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return None
+    mapped = getattr(kind, "_model_mapping", {}).get(CONFIG_MAPPING[model_type], None)
+    known = {model.__name__: model for model in (mapped if isinstance(mapped, tuple) else (mapped,)) if model}
+    saved = [known[name] for name in config.get("architectures") or () if name in known]
+    return next(iter([*saved, *known.values()]), None)

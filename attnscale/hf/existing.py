@@ -1,44 +1,48 @@
-"""Scaling by length that a model brings along: YaRN, LongRoPE, Llama 4, Mistral, DeepSeek, Inkling, Beam."""
+"""Scaling by length or position that a model has of its own: found layer by layer, and switched off.
+
+YaRN, LongRoPE, Llama 4, Ministral 3, Mistral 4, Mistral Large 4, DeepSeek, Inkling and Beam are known.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import copy
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnscale.hf.rotary import find_rotary, switch_off_rotary
-from attnscale.hf.source import read_forward
-from attnscale.hf.survey import AttentionLayer
-from attnscale.hf.switching import Restore, change_argument, give_back_first, set_attribute, takes_argument
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers
+from attnscale.hf.forward_source import read_forward
+from attnscale.hf.sites import Undo
 
 _ROTARY = {"yarn": "YaRN", "longrope": "LongRoPE"}
+_ROTATION = "position_embeddings"
+_FACTOR = "attention_scaling"
+_BY_LENGTH = ("short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True, eq=False)
 class Existing:
-    """A factor on the logits that a model applies itself.
-
-    `switch_off()` takes it from the one layer that it was found in and returns what puts it back.
-    """
+    """A factor on the logits of one layer that the model applies itself; `switch_off()` returns what undoes it."""
 
     name: str
     description: str
-    switch_off: Callable[[], Restore]
+    switch_off: Callable[[], Undo]
 
 
 def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
-    """What the logits of one attention module are scaled by already, where that depends on length or position."""
+    """Every factor by length or position that the model applies to the logits of a layer."""
     found = (find(model, layer) for find in _FINDERS)
     return [existing for existing in found if existing is not None]
 
 
 def _rotary(model: nn.Module, layer: AttentionLayer) -> Existing | None:
-    """cos and sin carry a factor, so that q·k carries its square."""
-    rotary = find_rotary(model, layer)
+    """cos and sin are multiplied by a factor, so q·k by its square."""
+    rotary = _find_rotary(model, layer)
     if rotary is None or all(factor == 1.0 for factor in rotary.factors):
         return None
     name = _ROTARY.get(rotary.kind, rotary.kind)
@@ -49,12 +53,12 @@ def _rotary(model: nn.Module, layer: AttentionLayer) -> Existing | None:
         sizes = f"logits × {short**2:.4g} = attention_scaling² ({short:.4g}²)"
     if layer.head_dim and 0 < rotary.dims < layer.head_dim:
         sizes += f" in {rotary.dims} of {layer.head_dim} dimensions"
-    return Existing(name, f"{name}: {sizes}", functools.partial(switch_off_rotary, model, layer, rotary))
+    return Existing(name, f"{name}: {sizes}", partial(_switch_off_rotary, model, layer, rotary))
 
 
 def _mscale(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     """Multi-head latent attention puts YaRN's factor into the scale of the softmax."""
-    module, parameters = layer.module, _rope_parameters(layer)
+    module, parameters = layer.module, _rope_parameters(layer.module)
     scaling, dims = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
     if not parameters.get("mscale_all_dim") or not isinstance(scaling, float) or not isinstance(dims, int):
         return None
@@ -63,7 +67,7 @@ def _mscale(model: nn.Module, layer: AttentionLayer) -> Existing | None:
         return None
     factor = scaling / plain
     text = f"DeepSeek mscale: logits × {factor:.4g} = mscale² ({factor**0.5:.4g}²) in module.scaling"
-    return Existing("DeepSeek mscale", text, functools.partial(set_attribute, module, "scaling", plain))
+    return Existing("DeepSeek mscale", text, partial(_set_attribute, module, "scaling", plain))
 
 
 def _llama4(model: nn.Module, layer: AttentionLayer) -> Existing | None:
@@ -71,27 +75,30 @@ def _llama4(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     if not getattr(module, "attn_temperature_tuning", False) or layer.rope:
         return None
     text = f"Llama 4: logits × 1 + {module.attn_scale:g}·ln(1 + ⌊(position + 1)/{module.floor_scale:g}⌋)"
-    return Existing("Llama 4", text, functools.partial(set_attribute, module, "attn_temperature_tuning", False))
+    return Existing("Llama 4", text, partial(_set_attribute, module, "attn_temperature_tuning", False))
 
 
 def _ministral(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     """Ministral 3 and Mistral 4: Llama 4's rule, on every layer and without the + 1."""
-    parameters = _rope_parameters(layer)
+    parameters = _rope_parameters(layer.module)
     beta = parameters.get("llama_4_scaling_beta")
     if not beta or "llama_4_scaling_beta" not in read_forward(type(layer.module)).text:
         return None
     length = parameters.get("original_max_position_embeddings")
     text = f"Mistral: logits × 1 + {beta:g}·ln(1 + ⌊position/{length}⌋)"
-    # The rule is all that these modules need positions for, and it gives 1 at the first one.
-    return Existing("Mistral", text, functools.partial(change_argument, layer.module, "position_ids", torch.zeros_like))
+    # These modules use positions for nothing else, and the factor of position 0 is 1.
+    return Existing("Mistral", text, partial(_change_argument, layer.module, "position_ids", torch.zeros_like))
 
 
 def _mistral_large(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     learned: Any = getattr(layer.module, "softmax_scaling", None)
-    if learned is None or _is_one(learned.scale, learned.bias):
+    if learned is None:
         return None
+    scale, bias = learned.scale, learned.bias
+    if not scale.is_meta and not scale.any() and (bias == 1).all():
+        return None  # untrained: the factor is 1
     text = "Mistral Large 4: logits × s·ln(position + 1) + b, both learned per head"
-    return Existing("Mistral Large 4", text, functools.partial(give_back_first, learned))
+    return Existing("Mistral Large 4", text, partial(_return_first_argument, learned))
 
 
 def _inkling(model: nn.Module, layer: AttentionLayer) -> Existing | None:
@@ -100,38 +107,167 @@ def _inkling(model: nn.Module, layer: AttentionLayer) -> Existing | None:
     if floor is None or getattr(module, "is_sliding", True):
         return None
     text = f"Inkling: logits × 1 + {config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"  # type: ignore[union-attr]
-    # Sliding layers are not scaled, and that is all that the forward asks this attribute for.
-    return Existing("Inkling", text, functools.partial(set_attribute, module, "is_sliding", True))
+    # The forward uses this attribute only to leave sliding layers unscaled.
+    return Existing("Inkling", text, partial(_set_attribute, module, "is_sliding", True))
 
 
 def _beam(model: nn.Module, layer: AttentionLayer) -> Existing | None:
-    """The model computes the factor once and hands it to its layers without rotation."""
-    if layer.rope or not layer.routed or not takes_argument(layer.module, "attention_scaling"):
+    """The model computes the factor once and passes it to its layers without rotary embedding."""
+    if layer.rope or not layer.routed or not _takes_argument(layer.module, "attention_scaling"):
         return None
     text = "Beam: logits × (1 + (position + 1)/2048)^0.1"
-    return Existing("Beam", text, functools.partial(change_argument, layer.module, "attention_scaling", _nothing))
+    return Existing("Beam", text, partial(_change_argument, layer.module, "attention_scaling", _none))
 
 
-_FINDERS: tuple[Callable[[nn.Module, AttentionLayer], Existing | None], ...] = (
-    _rotary,
-    _mscale,
-    _llama4,
-    _ministral,
-    _mistral_large,
-    _inkling,
-    _beam,
-)
+_FINDERS = (_rotary, _mscale, _llama4, _ministral, _mistral_large, _inkling, _beam)
 
 
-def _rope_parameters(layer: AttentionLayer) -> dict[str, Any]:
-    given = getattr(getattr(layer.module, "config", None), "rope_parameters", None)
+def _none(value: object) -> None:
+    """None in place of any value; a function because a lambda cannot be pickled."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Rotary:
+    """The rotary embedding of a layer: `name` is the attribute that holds its factor, `dims` how many it rotates."""
+
+    owner: nn.Module
+    name: str
+    kind: str
+    dims: int
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """What cos and sin are multiplied by: one number, or one for short and one for long inputs."""
+        parameters = _rope_parameters(self.owner)
+        if self.kind != "default" and "long_mscale" in read_forward(type(self.owner)).text:
+            return tuple(float(parameters[name]) for name in _BY_LENGTH)
+        return (float(getattr(self.owner, self.name)),)
+
+
+def _rope_parameters(module: nn.Module) -> dict[str, Any]:
+    """`config.rope_parameters` of a module; empty where it has none."""
+    given = getattr(getattr(module, "config", None), "rope_parameters", None)
     return given if isinstance(given, dict) else {}
 
 
-def _is_one(scale: Tensor, bias: Tensor) -> bool:
-    """Whether s·ln(position + 1) + b is still what it was before training."""
-    return not scale.is_meta and not bool(scale.any()) and bool((bias == 1).all())
+def _find_rotary(model: nn.Module, layer: AttentionLayer) -> _Rotary | None:
+    """The rotary embedding of a layer: the nearest one in the modules around it."""
+    if layer.rope is False:
+        return None
+    kind = getattr(layer.module, "rope_layer_type", None) or layer.kind
+    path = layer.path
+    while True:
+        for owner in _candidates(model.get_submodule(path), layer):
+            for prefix in (f"{kind}_", ""):
+                if isinstance(getattr(owner, f"{prefix}{_FACTOR}", None), (int, float)):
+                    types = getattr(owner, "rope_type", "default")
+                    own = types.get(kind, "default") if isinstance(types, dict) else types
+                    frequencies = getattr(owner, f"{prefix}inv_freq", None)
+                    dims = 2 * frequencies.numel() if isinstance(frequencies, Tensor) else 0
+                    return _Rotary(owner, f"{prefix}{_FACTOR}", str(own), dims)
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
 
 
-def _nothing(value: object) -> None:
-    """In place of any value."""
+def _switch_off_rotary(model: nn.Module, layer: AttentionLayer, rotary: _Rotary) -> Undo:
+    """Let one layer rotate without the factor.
+
+    Layers share the output of the embedding, so the factor is divided out in front of this layer. Once all of its
+    layers do without, the factor of the embedding itself is set to 1, which costs nothing and rounds nothing.
+    """
+    if len(rotary.factors) > 1:
+        # PhiMoE reads its factors from the config at each forward: give the embedding a config without them.
+        config: Any = copy.copy(rotary.owner.config)
+        config.rope_parameters = {**config.rope_parameters, **dict.fromkeys(_BY_LENGTH, 1.0)}
+        return _set_attribute(rotary.owner, "config", config)
+    if not _takes_argument(layer.module, _ROTATION):
+        return _set_attribute(rotary.owner, rotary.name, 1.0)
+    factor = getattr(rotary.owner, rotary.name)
+    unhook = _change_argument(layer.module, _ROTATION, partial(_without_factor, rotary.owner, rotary.name))
+    if all(_does_without_factor(user) for user in _users(model, rotary)):
+        setattr(rotary.owner, rotary.name, 1.0)
+    return partial(_switch_on_rotary, rotary, factor, unhook)
+
+
+def _switch_on_rotary(rotary: _Rotary, factor: float, unhook: Undo) -> None:
+    unhook()
+    setattr(rotary.owner, rotary.name, factor)
+
+
+def _does_without_factor(module: nn.Module) -> bool:
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, partial)]
+    return any(hook.func is _changed and hook.args[0] == _ROTATION for hook in hooks)
+
+
+def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]:
+    """Rotary embeddings that a module may hold, those for the base frequency of the layer first."""
+    bases = getattr(getattr(layer.module, "config", None), "layer_rope_theta", None)
+    for child in parent.children():
+        if bases is not None and isinstance(child, nn.ModuleList):
+            for inner in child:
+                if hasattr(inner, _FACTOR) and _rope_parameters(inner).get("rope_theta") == bases[layer.layer]:
+                    yield inner
+    yield from parent.children()
+
+
+def _users(model: nn.Module, rotary: _Rotary) -> Iterator[nn.Module]:
+    """The attention modules that rotate by an embedding."""
+    for layer in find_attention_layers(model):
+        theirs = _find_rotary(model, layer)
+        if theirs is not None and theirs.owner is rotary.owner and theirs.name == rotary.name:
+            yield layer.module
+
+
+def _without_factor(owner: nn.Module, name: str, rotation: Any) -> Any:
+    """cos and sin, or one complex tensor of both, divided by the factor."""
+    factor = getattr(owner, name)
+    if factor == 1.0 or rotation is None:
+        return rotation
+    return rotation / factor if isinstance(rotation, Tensor) else tuple(part / factor for part in rotation)
+
+
+# Changes to a module, each of which returns what undoes it. A module then holds a `partial`, never a closure, so that
+# a deep copy of the model refers to the copy.
+
+
+def _set_attribute(owner: nn.Module, name: str, value: object) -> Undo:
+    """Give an attribute of a module another value."""
+    undo = partial(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+    return undo
+
+
+def _takes_argument(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward has an argument of that name."""
+    return name in inspect.signature(module.forward).parameters
+
+
+def _change_argument(module: nn.Module, name: str, change: Callable[[Any], Any]) -> Undo:
+    """Let a module's forward be given `change(value)` instead of the value of an argument."""
+    position = list(inspect.signature(module.forward).parameters).index(name)
+    return module.register_forward_pre_hook(partial(_changed, name, position, change), with_kwargs=True).remove
+
+
+def _return_first_argument(module: nn.Module) -> Undo:
+    """Let a module return its first argument unchanged."""
+    return module.register_forward_hook(_first_argument, with_kwargs=True).remove
+
+
+def _changed(
+    name: str,
+    position: int,
+    change: Callable[[Any], Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if name in kwargs:
+        return args, {**kwargs, name: change(kwargs[name])}
+    if position < len(args):
+        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
+    return args, kwargs
+
+
+def _first_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))

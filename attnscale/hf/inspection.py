@@ -1,28 +1,26 @@
-"""What a transformers model attends with, layer by layer, and what `apply` would do with each of them."""
+"""A table of the attention layers of a transformers model, and what `apply` would do with each of them."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
-from attnscale.hf.advice import check_order, instead, instead_of_sparse
-from attnscale.hf.attach import described_in, described_policies, is_pending
-from attnscale.hf.cautions import find_cautions
-from attnscale.hf.configs import NAME
+from attnscale.hf import selection
+from attnscale.hf.attach import described_policies
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
+from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
-from attnscale.hf.interface import is_asked
-from attnscale.hf.listening import is_listened_to
-from attnscale.hf.patch import Layers, OnExisting, build_policy_of, select
-from attnscale.hf.plan import Plan, read_plan
-from attnscale.hf.sites import has_site, site_at
-from attnscale.hf.survey import AttentionLayer, survey, transformers_model
+from attnscale.hf.plan import Plan, beta_at_end, build_policy_of_layer, read_plan
+from attnscale.hf.pretrained_cautions import find_cautions
+from attnscale.hf.selection import Layers, OnExisting, Towers
+from attnscale.hf.sites import NAME, has_site, is_called, is_monitored, site_at
 from attnscale.policies import Policy, PolicySpec
 
 LENGTHS = (1024, 8192, 65536)
@@ -35,10 +33,10 @@ _TITLES = ("layer", "path", "part", "routed", "heads", "rope", "window", "sinks"
 
 @dataclass(frozen=True, eq=False)
 class LayerInspection:
-    """One attention: the facts, how it is scaled already, and what becomes of it.
+    """One attention layer: facts, scaling of the model's own, and what `apply` would do.
 
-    `verdict` is "selected" (`detail` gives β), "left alone" (why) or "refused" (why, and what to do instead); "free"
-    where no policy was named.
+    `detail` gives β where the verdict is "selected", the reason where it is "left alone" or "refused". The verdict is
+    "free" where no policy was named.
     """
 
     facts: AttentionLayer
@@ -48,7 +46,7 @@ class LayerInspection:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What its line shows, behind layer and path."""
+        """Its line in the table, after layer and path."""
         facts = self.facts
         return (
             "cross" if facts.cross else "text" if facts.text else "other",
@@ -65,7 +63,7 @@ class LayerInspection:
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What `inspect` found; printing it gives a table with a line per run of equal layers."""
+    """What `inspect` found; as a string, a table with a line per run of equal layers."""
 
     model: str
     policy: str | None
@@ -100,53 +98,52 @@ def inspect(
     *,
     layers: Layers = "all",
     cross: bool = False,
-    towers: Literal["text", "all"] = "text",
+    towers: Towers = "text",
     on_existing: OnExisting = "raise",
     override: bool = False,
     probe: object = True,
     lengths: Sequence[int] = LENGTHS,
     **parameters: Any,
 ) -> Inspection:
-    """Look at every attention of a transformers model and say what `apply` would do with it, without doing it.
+    """Show every attention of a transformers model and what `apply` would do with it; nothing is changed or run.
 
         print(attnscale.hf.inspect(model, "log", reference_length=8192, floor=True))
 
-    The keywords are those of `apply`; nothing is run, so that `override` and `probe` make no difference. `lengths` are
-    the n at which β is shown; in a window, what a row can see of them. What `apply` would warn of stands at the end.
+    The keywords are those of `apply`; `override` and `probe` make no difference. β is shown for rows at the end of
+    texts of these `lengths`, of which a window hides a part. The warnings of `apply` stand at the end.
     """
-    if on_existing not in ("raise", "compose", "replace"):
-        reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
+    selection.check_on_existing(on_existing)
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         reject("lengths", lengths, "at least one int >= 1")
-    check_order(model, policy)
-    found = survey(model)
+    selection.refuse_model_as_policy(model, policy)
+    found = find_attention_layers(model)
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
         reject("policy", None, f"a policy, since it is given {sorted(parameters)}")
     chosen = _chosen(model, layers, cross, towers)
     if plan is not None and chosen:
         plan.check(max(chosen.values()) + 1)
-    pending = described_policies(model) if is_pending(model) and described_in(model) is not None else {}
+    pending = described_policies(model) if is_pending(model) and record_of(model) is not None else {}
     judged = []
     for layer in found:
         existing = tuple(one.description for one in find_existing(model, layer))
         if layer.path in chosen:
             verdict, detail = _judge(layer, found, existing, plan, on_existing, lengths, pending.get(layer.path))
-            judged.append(LayerInspection(layer, existing, verdict, detail))
         else:
-            why = _why_not(layer, layers, cross, towers)
-            judged.append(LayerInspection(layer, existing, "left alone", why))
+            verdict, detail = "left alone", _why_not(layer, layers, cross, towers)
+        judged.append(LayerInspection(layer, existing, verdict, detail))
     selected = [layer.facts for layer in judged if layer.verdict == "selected"]
-    policies = {} if plan is None else {layer.path: build_policy_of(plan, layer) for layer in selected}
+    policies = {} if plan is None else {layer.path: build_policy_of_layer(plan, layer) for layer in selected}
     cautions = tuple(find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
     return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
 
 
-def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Literal["text", "all"]) -> dict[str, int]:
+def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Towers) -> dict[str, int]:
     """Paths and numbers of the layers that `apply` would select."""
     try:
-        return {layer.path: layer.layer for layer in select(model, layers=layers, cross=cross, towers=towers)}
+        chosen = selection.select(model, layers=layers, cross=cross, towers=towers)
+        return {layer.path: layer.layer for layer in chosen}
     except ArgumentError:
         if layers != "all" or towers not in ("text", "all"):
             raise
@@ -177,36 +174,33 @@ def _judge(
     plan: Plan | None,
     on_existing: OnExisting,
     lengths: Sequence[int],
-    pending: Policy | None = None,
+    pending: Policy | None,
 ) -> tuple[Verdict, str]:
-    """The verdict on a layer that the keywords select; `pending` is what it will get at its first forward."""
-    if not layer.routed:
-        refused = [other for other in every if not other.routed]
-        return "refused", f"computes attention itself; {instead(refused, every)}"
-    if layer.sparse:
-        refused = [other for other in every if other.sparse]
-        return "refused", f"attends to keys that an indexer picks; {instead_of_sparse(refused, every)}"
-    if is_listened_to(layer.module):
-        told = "a Monitor listens to it"
-        return ("free", told) if plan is None else ("refused", f"{told}; close it, and attach a new one afterwards")
+    """The verdict on a layer that the keywords select; `pending` is the policy it will get at its first forward."""
+    unsupported = selection.why_unsupported(layer, every)
+    if unsupported is not None:
+        return "refused", unsupported
+    if is_monitored(layer.module):
+        monitored = "a Monitor listens to it"
+        if plan is None:
+            return "free", monitored
+        return "refused", f"{monitored}; close it, and attach a new one afterwards"
     if has_site(layer.module) or pending is not None:
         policy = site_at(layer.module).policy if pending is None else pending
-        has = _betas(policy, layer, lengths)
-        if pending is None and not is_asked(layer.module):
+        has = f"has {_betas(policy, layer, lengths)}"
+        if pending is None and not is_called(layer.module):
             name = layer.config._attn_implementation
             has += f", but is not asked for it: attn_implementation={name!r}, not {NAME!r}"
-        return ("free", f"has {has}") if plan is None else ("refused", f"has {has} already; handle.remove() first")
+        return ("free", has) if plan is None else ("refused", f"{has} already; handle.remove() first")
     if plan is None:
         return "free", "takes a policy"
     if any(has_site(other.module) for other in every):
-        return (
-            "refused",
-            "other layers have a policy from another apply; handle.remove() first, and use a plan for both",
-        )
+        reason = "other layers have a policy from another apply"
+        return "refused", f"{reason}; handle.remove() first, and use a plan for both"
     if existing and on_existing == "raise":
         return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
     try:
-        policy = build_policy_of(plan, layer)
+        policy = build_policy_of_layer(plan, layer)
     except ArgumentError as error:
         return "refused", str(error)
     then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""
@@ -214,17 +208,12 @@ def _judge(
 
 
 def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str:
-    """β at each length; its range, where heads differ."""
+    """β at each length; a range where heads differ."""
     if getattr(policy, "needs_scores", False):
         return "β from its scores"
     if policy.needs_query:
         return "β from its queries"
-    tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
-    device = tensors[0].device if tensors else torch.device("cpu")
-    position = torch.tensor(lengths, device=device).reshape(1, 1, -1) - 1  # [1, 1, L]
-    visible = (position + 1).clamp(max=layer.window or max(lengths))
-    with torch.no_grad():
-        beta = policy(visible, positions=position).broadcast_to(1, -1, len(lengths))[0]  # [H|1, L]
+    beta = beta_at_end(policy, layer, lengths)
     shown = []
     for low, high in zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True):
         shown.append(f"{low:.4g}" if low == high else f"{low:.4g}…{high:.4g}")
@@ -232,17 +221,11 @@ def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str
 
 
 def _lines(layers: Sequence[LayerInspection]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table: layers of a stack that follow each other and are alike share a line."""
+    """Lines of the table, as cells: neighbours in a stack that are alike share a line."""
     stacks: dict[str, list[LayerInspection]] = {}
     for layer in layers:
         stacks.setdefault(_FIRST_NUMBER.sub("*", f".{layer.facts.path}.", count=1)[1:-1], []).append(layer)
     for pattern, stack in stacks.items():
-        runs: list[list[LayerInspection]] = []
-        for layer in stack:
-            if runs and runs[-1][-1].cells == layer.cells:
-                runs[-1].append(layer)
-            else:
-                runs.append([layer])
-        for run in runs:
-            numbers = write_range([layer.facts.layer for layer in run])
-            yield numbers, pattern if len(run) > 1 else run[0].facts.path, *run[0].cells
+        for cells, neighbours in itertools.groupby(stack, key=lambda layer: layer.cells):
+            run = [layer.facts for layer in neighbours]
+            yield write_range([facts.layer for facts in run]), pattern if len(run) > 1 else run[0].path, *cells

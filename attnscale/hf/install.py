@@ -1,24 +1,73 @@
-"""Put policies into a transformers model and take them out: what `apply`, `attach` and `load` share."""
+"""Put policies into a transformers model, and take them out again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnscale.errors import ArgumentError, reject
-from attnscale.hf.configs import NAME, SDPA, as_it_is, ask_for_us_when_loaded, configs_of, switch
+from attnscale.errors import reject
+from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
+from attnscale.hf.config_record import configs_of, release, save_implementation, switch, write_record
+from attnscale.hf.distributed import refuse_wrapped
 from attnscale.hf.existing import find_existing
-from attnscale.hf.handle import Handle, take_out
-from attnscale.hf.parallel import refuse_wrapped
-from attnscale.hf.record import Record, write_record
-from attnscale.hf.sites import add_site, has_site, is_decided, leave_alone, site_at
-from attnscale.hf.survey import AttentionLayer, survey, transformers_model
+from attnscale.hf.policy_files import save_policies
+from attnscale.hf.selection import refuse_applied
+from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site
 from attnscale.policies import Policy
 
-Stock = Callable[[PreTrainedConfig], Record]
+
+class Handle:
+    """The policies of a model. `remove()` takes them out; as a context manager it does so at the end.
+
+    `policies` maps the path of each attention module that has a policy to it; `record` is what the config says of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policies: Mapping[str, Policy],
+        record: Mapping[str, Any],
+        modules: Sequence[nn.Module],
+        configs: Sequence[PreTrainedConfig],
+    ) -> None:
+        self.model = model
+        self.policies = dict(policies)
+        self.record = dict(record)
+        self._sites = [(module, module._modules.get(NAME)) for module in modules]
+        self._configs = list(configs)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the policies: give these to the optimizer to train them alone."""
+        found = [p for policy in self.policies.values() if isinstance(policy, nn.Module) for p in policy.parameters()]
+        return list(dict.fromkeys(found))
+
+    def save(self, folder: str | Path) -> None:
+        """Write the policies and what they have learned, without the model: a few kB for `attnscale.hf.load_policy`.
+
+            handle.save("run/policy")
+            handle = attnscale.hf.load_policy(model, "run/policy")
+
+        A file is written whole or not at all.
+        """
+        save_policies(folder, by_inner_path(self.policies, self.model), self.record)
+
+    def remove(self) -> None:
+        """Restore the model as it was, to the bit. Idempotent, also after another handle of the same policies."""
+        if any(site is not None and module._modules.get(NAME) is site for module, site in self._sites):
+            _take_out([module for module, _ in self._sites], self._configs)
+        self._sites, self._configs = [], []
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
 
 
 def install(
@@ -27,90 +76,88 @@ def install(
     *,
     on_existing: str = "raise",
     override: bool = False,
-    stock: Stock = as_it_is,
+    loaded: bool = False,
 ) -> Handle:
-    """Give the modules at these paths these policies, and every other attention a note that it has none.
+    """Give the modules at these paths these policies, and every other attention module the note that it has none.
 
-    `stock` says what a config goes back to when the handle is removed. Nothing is left behind where this raises.
+    `loaded`: removing the handle is to leave what transformers would have chosen, not our name with which the model was
+    loaded. If this raises, the model is unchanged.
     """
     if any(isinstance(policy, nn.Module) and any(True for _ in policy.parameters()) for policy in policies.values()):
         refuse_wrapped(model)
-    layers = [layer for layer in survey(model) if layer.routed]
-    applied = [layer.path for layer in layers if has_site(layer.module)]
-    if applied:
-        raise ArgumentError(
-            f"model={type(transformers_model(model)).__name__} is not accepted: {applied[0]} has a policy already; "
-            "handle.remove() first, and give all layers theirs in one call: policy={'layers': {'0-3': ..., '4-7': ...}}"
-        )
+    layers = list(routed_layers(model).values())
     chosen = [layer for layer in layers if layer.path in policies]
-    inner, prefix = transformers_model(model), path_of_transformers_model(model)
-    written = write_record({path.removeprefix(prefix): policy for path, policy in policies.items()}, on_existing)
+    refuse_applied(model, chosen)
+    modules, inner = [layer.module for layer in layers], transformers_model(model)
+    record = write_record(by_inner_path(policies, model), on_existing)
     switched: list[PreTrainedConfig] = []
-    # All are found before any is switched off: layers share what carries the factor.
-    found = {layer.path: find_existing(model, layer) if on_existing == "replace" else [] for layer in chosen}
+    # All are found before any is switched off: layers share the module that applies the factor.
+    existing = {layer.path: find_existing(model, layer) if on_existing == "replace" else [] for layer in chosen}
     try:
         for layer in chosen:
-            policy = policies[layer.path]
-            if isinstance(policy, nn.Module):
-                policy.to(_device(layer.module))
-            add_site(layer.module, policy, override=override)
-            for existing in found[layer.path]:
-                site_at(layer.module).undo.append(existing.switch_off())
-        for layer in layers:
-            if not is_decided(layer.module):
-                leave_alone(layer.module)
+            site = _make_site(policies[layer.path], layer.module, override)
+            layer.module.add_module(NAME, site)
+            for scaling in existing[layer.path]:
+                site.undo.append(scaling.switch_off())
+        for module in modules:
+            module._modules.setdefault(NAME, None)  # the note that it has no policy, which copies keep
         configs = _configs(inner, chosen, override)
         for config, implementation in configs:
-            switch(config, implementation, written, stock(config))
+            switch(config, implementation, record, inner if loaded else None)
             switched.append(config)
-        ask_for_us_when_loaded(inner.config, [config for config, asks in configs if asks is not None])
+        save_implementation(inner.config, [config for config, implementation in configs if implementation is not None])
     except BaseException:
-        take_out([layer.module for layer in layers], switched)
+        _take_out(modules, switched)
         raise
-    return Handle(model, policies, written, [layer.module for layer in layers], switched)
+    return Handle(model, policies, record, modules, switched)
 
 
-def path_of_transformers_model(model: nn.Module) -> str:
-    """What precedes the paths of a transformers model inside a wrapper, with its dot; nothing without a wrapper."""
-    inner = transformers_model(model)
-    path = next(path for path, module in model.named_modules() if module is inner)
-    return f"{path}." if path else ""
+def by_inner_path(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
+    """Policies by their paths in the transformers model itself, without those of a wrapper."""
+    return {path: policies[layer.path] for path, layer in routed_layers(model).items() if layer.path in policies}
 
 
-def check_shape(policy: Policy, layer: AttentionLayer) -> None:
-    """Refuse a policy that was built for another number of heads, or other heads, than a layer has."""
-    for name, own in (("num_heads", layer.num_heads), ("head_dim", layer.head_dim)):
-        built = getattr(policy, name, None)
-        if isinstance(built, int) and own is not None and built != own:
-            raise ArgumentError(
-                f"policy={policy!r} is not accepted: it was built for {name}={built}, and {layer.path} has {name}={own}"
-            )
+def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig]) -> None:
+    """Restore attention modules, the last first, and then their configs."""
+    for module in reversed(modules):
+        remove_site(module)
+    for config in configs:
+        release(config)
+
+
+def _make_site(policy: Policy, module: nn.Module, override: bool) -> Site:
+    """A site on the device of an attention module; with a learned policy, of the class that PEFT trains and saves."""
+    if isinstance(policy, nn.Module):
+        policy.to(_device(module))
+    if is_learned(policy) and find_spec("peft") is not None:
+        from attnscale.hf.peft_sites import TrainedSite  # imports peft, which is slow and optional
+
+        return TrainedSite(policy, override)
+    return Site(policy, override)
 
 
 def _configs(
     inner: PreTrainedModel, chosen: list[AttentionLayer], override: bool
 ) -> list[tuple[PreTrainedConfig, str | None]]:
     """Configs to switch, and to which implementation; None where only the record is kept there."""
-    asked = {id(layer.config): layer.config for layer in chosen}
+    used = {id(layer.config): layer.config for layer in chosen}
     top = inner.config
     if not getattr(top, "sub_configs", None):
-        asked[id(top)] = top  # the one that is saved: stacks may hold copies
-    if override:
-        for config in asked.values():
-            if config._attn_implementation != SDPA:
-                reject("attn_implementation", config._attn_implementation, f"{SDPA!r} with override=True")
-    configs: list[tuple[PreTrainedConfig, str | None]] = [
-        (config, SDPA if override else NAME) for config in asked.values()
-    ]
-    # A part that was loaded with our name, and has no policy, has to forget it too when the handle is removed.
+        used[id(top)] = top  # the one that is saved: stacks may hold copies
+    implementation = SDPA if override else NAME
+    for config in used.values():
+        if override and config._attn_implementation != SDPA:
+            reject("attn_implementation", config._attn_implementation, f"{SDPA!r} with override=True")
+    # A part that was loaded with our name, and has no policy, has to be set back too when the handle is removed.
     others = [config for config in configs_of(inner) if config is top or config._attn_implementation == NAME]
-    return configs + [(config, None) for config in others if id(config) not in asked]
+    return [(config, implementation) for config in used.values()] + [
+        (config, None) for config in others if id(config) not in used
+    ]
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where a module computes; one that is offloaded keeps its parameters elsewhere."""
-    hook = getattr(module, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
+    """Where a module computes; the parameters of an offloaded one are elsewhere."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is not None:
         return torch.device(device)
     return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))

@@ -1,37 +1,76 @@
-"""Our entries in the registries of transformers: under our own name, or in place of "sdpa"."""
+"""Our entries in the registries of transformers: the attention and the mask of the implementation "attnscale"."""
 
 from __future__ import annotations
 
-import weakref
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AttentionInterface, PreTrainedConfig
+from transformers import MODEL_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnscale.hf.attention import attention_forward
-from attnscale.hf.configs import NAME, SDPA
-from attnscale.hf.sites import has_site, site_at
+from attnscale._util import state
+from attnscale.errors import ArgumentError
+from attnscale.hf.attach import attach
+from attnscale.hf.attention import attend
+from attnscale.hf.config_record import is_switched
+from attnscale.hf.sites import NAME, is_decided
+from attnscale.module import ScaledDotProductAttention
 
-_stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
-# The sites that answer to "sdpa"; copies of a model bring their own.
-_holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_known: dict[type, bool] = {}
+_STOCK = ScaledDotProductAttention("constant")
 
 
 def register() -> None:
-    """Make `attn_implementation="attnscale"` known; the mask too, without which every mask would be None."""
+    """Make `attn_implementation="attnscale"` known; without an entry for the mask every mask would be None."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+
+
+def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention of a module with the policy of its site, or with β = 1; further arguments are those of `attend`.
+
+    A model that was loaded with our name is given its policies at its first forward.
+    """
+    site = module._modules.get(NAME)
+    if not is_decided(module) and not is_switched(module.config):
+        _give_policies(module)
+        site = module._modules.get(NAME)
+    return attend(_STOCK if site is None else site, module, *args, **kwargs)
+
+
+@torch.compiler.disable(reason="call attnscale.hf.attach(model) before torch.compile")  # type: ignore[untyped-decorator, no-untyped-call]
+def _give_policies(module: nn.Module) -> None:
+    """Give the model whose forward is running the policies that its config describes."""
+    model = _running_model(module)
+    if model is None:
+        raise ArgumentError(
+            f"{type(module).__name__} was called outside of its model, which was loaded by the name {NAME!r} and has "
+            "not been given its policies yet: call attnscale.hf.attach(model) first"
+        )
+    attach(model)
+    if not is_decided(module):
+        raise ArgumentError(f"{type(module).__name__} asks for attnscale in a way that attnscale.hf does not know")
+
+
+def _running_model(module: nn.Module) -> PreTrainedModel | None:
+    """The outermost transformers model on the call stack that holds a module: modules do not know what holds them."""
+    frame, found, seen = sys._getframe(1), None, set()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, PreTrainedModel) and id(owner) not in seen:
+            seen.add(id(owner))
+            if any(inner is module for inner in owner.modules()):
+                found = owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def make_mask(
     *, config: Any, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **arguments: Any
 ) -> Tensor | None:
-    """The mask as for "sdpa": bool, and None where a module's `is_causal` says it all, if it can be relied on."""
-    reliable = knows_causality(type(config))
+    """The mask of "sdpa": bool, or None where the module's `is_causal` suffices and can be relied on."""
+    reliable = _tells_causality(type(config))
     mask: Tensor | None = sdpa_mask(
         allow_is_causal_skip=allow_is_causal_skip and reliable,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and reliable,
@@ -41,43 +80,11 @@ def make_mask(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def knows_causality(kind: type[PreTrainedConfig]) -> bool:
-    """Whether the attention of models with this type of config says rightly if it is causal: sdpa needs it to."""
-    if kind not in _known:
+def _tells_causality(kind: type[PreTrainedConfig]) -> bool:
+    """Whether attention modules of models with this config have the right `is_causal`: "sdpa" relies on it too."""
+    known = state.HF_KNOWN_CAUSALITY
+    if kind not in known:
         models: Any = MODEL_MAPPING.get(kind, ())
         models = models if isinstance(models, (tuple, list)) else (models,)
-        _known[kind] = bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
-    return _known[kind]
-
-
-def hold_sdpa(site: nn.Module) -> None:
-    """Let "sdpa" ask us where a module has a site of ours; everything else goes to transformers' own."""
-    global _stock_sdpa
-    if ALL_ATTENTION_FUNCTIONS[SDPA] is not sdpa_or_ours:
-        _stock_sdpa = ALL_ATTENTION_FUNCTIONS[SDPA]
-        AttentionInterface.register(SDPA, sdpa_or_ours)
-    _holders.add(site)
-
-
-def release_sdpa(site: nn.Module) -> None:
-    """Undo one `hold_sdpa`; the last one gives the name back."""
-    _holders.discard(site)
-    if not _holders and ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_or_ours:
-        AttentionInterface.register(SDPA, _stock_sdpa)
-
-
-def is_asked(module: nn.Module) -> bool:
-    """Whether an attention that has a site asks it, which is for its config to say."""
-    implementation = getattr(module.config, "_attn_implementation", None)
-    if implementation == NAME:
-        return True
-    return implementation == SDPA and site_at(module).override and ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_or_ours
-
-
-def sdpa_or_ours(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
-) -> tuple[Tensor, Tensor | None]:
-    """What stands in for "sdpa" while a site that was applied with `override=True` lives."""
-    attend = attention_forward if has_site(module) and site_at(module).override else _stock_sdpa
-    answer: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, **arguments)
-    return answer
+        known[kind] = bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+    return known[kind]

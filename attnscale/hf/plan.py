@@ -1,26 +1,31 @@
-"""Which policy which layer and head gets: from a policy, a mapping or a YAML file."""
+"""Plans: which policy each layer and head gets, from a policy, a mapping or a YAML file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from attnscale._util.ranges import read_range, write_range
 from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject
-from attnscale.hf.record import describe
-from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+from attnscale.hf.attention_layers import AttentionLayer
+from attnscale.hf.config_record import build_described, describe
+from attnscale.hf.sites import is_learned
+from attnscale.policies import FormulaPolicy, Policy, PolicySpec, build_policy, build_policy_for
 
 _KEYS = ("default", "layers", "heads")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy for every layer: `default`, but for the `layers` and, in each of them, the `heads` that are named.
+    """A policy for every layer: `default`, except for the `layers` named and, in every layer, the `heads` named.
 
-    A layer's own entry may name heads too, which then come before those of the plan.
+    The entry of a layer may name heads too; these override the heads of the plan.
 
     >>> plan = read_plan({"default": "constant", "layers": {"4-11": {"name": "log", "reference_length": 2048}}})
     >>> plan.build(3, num_heads=8, head_dim=64), plan.build(4, num_heads=8, head_dim=64)
@@ -32,16 +37,16 @@ class Plan:
     heads: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, layer: int, *, num_heads: int, head_dim: int) -> Policy:
-        """The policy of one layer; where it was given as a finished one, a copy of that."""
-        spec, heads = self._of(layer)
+        """The policy of one layer; a copy, where the plan holds a built policy."""
+        spec, heads = self._specs_of(layer)
         shape = {"num_heads": num_heads, "head_dim": head_dim}
         if not heads:
             return build_policy_for(spec, **shape)
+        named = {given: read_range("heads", given) for given in heads}
         for given, policy in heads.items():
-            _check_heads(given, policy, len(read_range("heads", given)))
-        if not isinstance(spec, Mapping):  # a finished policy, which per_head takes for a range of heads
-            named = {head for given in heads for head in read_range("heads", given)}
-            rest = [head for head in range(num_heads) if head not in named]
+            _check_heads(given, policy, len(named[given]))
+        rest = sorted(set(range(num_heads)).difference(*named.values()))
+        if not isinstance(spec, Mapping):  # a built policy, which per_head takes for a range of heads
             if rest:
                 _check_heads("default", spec, len(rest))
                 heads = {**heads, write_range(rest): spec}
@@ -49,19 +54,18 @@ class Plan:
         return build_policy_for({"name": "per_head", "default": spec, "heads": heads}, **shape)
 
     def finished(self, layer: int) -> Policy | None:
-        """The finished policy that one layer gets a copy of, if it was given one for all its heads."""
-        spec, heads = self._of(layer)
+        """The built policy that the plan holds for all heads of a layer, if any."""
+        spec, heads = self._specs_of(layer)
         return None if heads or isinstance(spec, Mapping) else spec
 
     def check(self, layers: int) -> None:
-        """Refuse ranges that no layer of the model answers to."""
+        """Refuse ranges beyond the layers of a model."""
         for given in self.layers:
-            beyond = [index for index in read_range("layers", given) if index >= layers]
-            if beyond:
+            if max(read_range("layers", given)) >= layers:
                 reject("layers", given, f"layers 0-{layers - 1} of this model")
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data that `read_plan` takes back; what finished policies have learned is not part of it."""
+        """The plan as plain data for `read_plan`; learned values of built policies are not part of it."""
         if not self.layers and not self.heads:
             return dict(_described(self.default))
         parts = {"layers": self.layers, "heads": self.heads}
@@ -69,7 +73,7 @@ class Plan:
             key: {given: _described(spec) for given, spec in part.items()} for key, part in parts.items() if part
         }
 
-    def _of(self, layer: int) -> tuple[Any, Mapping[str, Any]]:
+    def _specs_of(self, layer: int) -> tuple[Any, Mapping[str, Any]]:
         for given, spec in self.layers.items():
             if layer in read_range("layers", given):
                 inner = spec if isinstance(spec, Plan) else read_plan(spec)
@@ -81,26 +85,71 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
     """A plan from whatever `build_policy` takes, or from a mapping (or YAML file) with `default`, `layers`, `heads`."""
     if isinstance(spec, Plan):
         return spec
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml"))):
-        spec = read_yaml(spec)
-    if isinstance(spec, Mapping) and "name" not in spec:
-        unknown = [key for key in spec if key not in _KEYS]
-        if unknown or not spec:
+    given = _loaded(spec)
+    if isinstance(given, Mapping) and "name" not in given:
+        unknown = [key for key in given if key not in _KEYS]
+        if unknown or not given:
             raise ArgumentError(
-                f"policy={dict(spec)!r} is not accepted: expected the key 'name' of a policy, or {', '.join(_KEYS)}"
+                f"policy={dict(given)!r} is not accepted: expected the key 'name' of a policy, or {', '.join(_KEYS)}"
             )
         if parameters:
             raise ArgumentError(f"parameters {sorted(parameters)} are not accepted beside a plan: put them inside")
-        layers = {_key(key): _layer_plan(value) for key, value in spec.get("layers", {}).items()}
-        heads = {_key(key): _plain(value) for key, value in spec.get("heads", {}).items()}
-        for name, ranges in (("layers", layers), ("heads", heads)):
-            _check_disjoint(name, ranges)
-        return Plan(_plain(spec.get("default", "constant")), layers, heads)
-    return Plan(_plain(spec, **parameters))
+        layers = {str(key): _layer_plan(value) for key, value in given.get("layers", {}).items()}  # YAML has int keys
+        heads = {str(key): _plain(value) for key, value in given.get("heads", {}).items()}
+        _check_disjoint("layers", layers)
+        _check_disjoint("heads", heads)
+        return Plan(_plain(given.get("default", "constant")), layers, heads)
+    return Plan(_plain(given, **parameters))
 
 
-def _key(key: object) -> str:
-    return str(key)  # YAML reads 3 as an int
+def build_policies(plan: Plan, layers: Iterable[AttentionLayer]) -> dict[str, Policy]:
+    """Path → policy, from a plan."""
+    return _share((layer, plan.finished(layer.layer), build_policy_of_layer(plan, layer)) for layer in layers)
+
+
+def build_policy_of_layer(plan: Plan, layer: AttentionLayer) -> Policy:
+    """The policy that a plan has for a layer."""
+    return _fitting(plan.build(layer.layer, **layer.shape), layer)
+
+
+def build_described_policies(layers: Iterable[tuple[AttentionLayer, Mapping[str, Any]]]) -> dict[str, Policy]:
+    """Path → policy, from layers and the descriptions of their policies."""
+    return _share((layer, None, _fitting(build_described(entry, **layer.shape), layer)) for layer, entry in layers)
+
+
+def beta_at_end(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> Tensor:
+    """β [H|1, L] that a policy of lengths has in a layer, in the last row of texts of these lengths."""
+    tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
+    device = tensors[0].device if tensors else torch.device("cpu")
+    position = torch.tensor(lengths, device=device).reshape(1, 1, -1) - 1  # [1, 1, L]
+    visible = (position + 1).clamp(max=layer.window or max(lengths))
+    with torch.no_grad():
+        return policy(visible, positions=position).broadcast_to(1, -1, len(lengths))[0]
+
+
+def _share(built: Iterable[tuple[AttentionLayer, Policy | None, Policy]]) -> dict[str, Policy]:
+    """Path → policy, of layers with the policy of the plan, if that was built, and their own copy of it.
+
+    Layers with equal policies that have no state share one object, and so its β of a length.
+    """
+    shared: dict[Hashable, Policy] = {}
+    found: dict[str, Policy] = {}
+    for layer, original, policy in built:
+        stateless = not is_learned(policy) and (original is None or isinstance(policy, FormulaPolicy))
+        key = repr(policy) if original is None else id(original)
+        found[layer.path] = shared.setdefault(key, policy) if stateless else policy
+    return found
+
+
+def _fitting(policy: Policy, layer: AttentionLayer) -> Policy:
+    """The policy, unless it was built for another number or size of heads than the layer has."""
+    for name, own in (("num_heads", layer.num_heads), ("head_dim", layer.head_dim)):
+        built = getattr(policy, name, None)
+        if isinstance(built, int) and own is not None and built != own:
+            raise ArgumentError(
+                f"policy={policy!r} is not accepted: it was built for {name}={built}, and {layer.path} has {name}={own}"
+            )
+    return policy
 
 
 def _layer_plan(spec: Any) -> Plan:
@@ -111,23 +160,25 @@ def _layer_plan(spec: Any) -> Plan:
 
 
 def _plain(spec: PolicySpec, **parameters: Any) -> Any:
-    """A policy as plain data, checked as far as that goes without the shape of a module; a finished one as it is."""
+    """A policy as plain data, checked as far as possible without the shape of a module; a built one as it is."""
+    spec = _loaded(spec)
     if isinstance(spec, Policy) and not isinstance(spec, type):
         return build_policy(spec, **parameters)
-    if isinstance(spec, Mapping):
-        plain = dict(spec) | parameters
-    elif isinstance(spec, str) and not spec.endswith((".yaml", ".yml")):
-        plain = {"name": spec} | parameters
-    elif isinstance(spec, (str, Path)):
-        plain = read_yaml(spec) | parameters
-    else:
+    if not isinstance(spec, (str, Mapping)):
         raise ArgumentError(f"policy={spec!r} is not accepted: expected a name, a mapping, a YAML file or a policy")
+    plain = ({"name": spec} if isinstance(spec, str) else dict(spec)) | parameters
     build_policy_for(plain, num_heads=1, head_dim=2)
     return plain
 
 
+def _loaded(spec: Any) -> Any:
+    """The content of a YAML file; anything else as it is."""
+    is_file = isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml")))
+    return read_yaml(spec) if is_file else spec
+
+
 def _described(spec: Any) -> Any:
-    """Plain data for a finished policy, or for the plan of one layer."""
+    """A built policy, or the plan of one layer, as plain data."""
     if isinstance(spec, Plan):
         return spec.to_dict()
     return spec if isinstance(spec, Mapping) else describe(spec)

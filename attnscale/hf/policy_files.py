@@ -1,41 +1,37 @@
-"""Policies in files of their own, without the model: written by a handle, or by PEFT among its adapters."""
+"""Files that hold policies: a folder or Hub repository to read from, and what `handle.save` writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale.errors import ArgumentError
-from attnscale.hf.attach import described_policies, install_described
-from attnscale.hf.checkpoint import CONFIG, described_in_json, load_learned, read_learned
-from attnscale.hf.configs import NAME
-from attnscale.hf.handle import Handle
-from attnscale.hf.install import path_of_transformers_model
-from attnscale.hf.record import DESCRIPTION, MODULES, locate
-from attnscale.hf.stored import Stored, is_of_policy, split, stored
-from attnscale.hf.survey import survey, transformers_model
+from attnscale.hf.sites import NAME
+from attnscale.policies import Policy
 
 POLICY_CONFIG = "attnscale_config.json"
 POLICY_WEIGHTS = "attnscale_policy.safetensors"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-# How PEFT holds a model: in a tuner, or by itself where the method only adds to the inputs.
-_IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
+# Arguments of `from_pretrained` that say where a repository and its files are.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+_MARK = f".{NAME}."
 
 
-def save_policy(handle: Handle, folder: str | Path) -> None:
-    """Write the policies of a handle: which modules have which, and a file with what they have learned, if anything."""
+def save_policies(folder: str | Path, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> None:
+    """Write policies, by their paths in the transformers model: a record, and a file with the learned values if any."""
     folder = Path(folder)
-    prefix = path_of_transformers_model(handle.model)
     learned = {
-        f"{path.removeprefix(prefix)}.{NAME}.policy.{name}": _whole(value)
-        for path, policy in handle.policies.items()
+        f"{path}{_MARK}policy.{name}": _on_cpu(value)
+        for path, policy in policies.items()
         if isinstance(policy, nn.Module)
         for name, value in policy.state_dict().items()
     }
@@ -43,76 +39,67 @@ def save_policy(handle: Handle, folder: str | Path) -> None:
     if learned:
         save = need("safetensors.torch", "handle.save", "hf").save
         write_whole(folder / POLICY_WEIGHTS, save(learned, metadata={"format": "pt"}))
-    write_whole(folder / POLICY_CONFIG, json.dumps(handle.record, indent=2, sort_keys=True) + "\n")
+    write_whole(folder / POLICY_CONFIG, json.dumps(record, indent=2, sort_keys=True) + "\n")
     if not learned:
         (folder / POLICY_WEIGHTS).unlink(missing_ok=True)  # of policies that were saved here before
 
 
-def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
-    """Give a model the policies that a folder or a repository on the HuggingFace Hub holds, and what they have learned.
+@dataclass(frozen=True)
+class StoredFiles:
+    """A folder, or a repository on the Hub by its id, whose files come from the cache or are downloaded."""
 
-    The folder is one that `handle.save` wrote; or an adapter that PEFT saved while a policy that learns was applied; or
-    a whole model's checkpoint. `arguments` say where a repository is, as for `from_pretrained`: `revision`, `token`,
-    `cache_dir`, `subfolder`.
+    path: str
+    where: Mapping[str, Any] = field(default_factory=dict)
 
-        model = peft.PeftModel.from_pretrained(model, "run/adapter")
-        handle = attnscale.hf.load_policy(model, "run/adapter")
+    @classmethod
+    def at(cls, path: str | Path, arguments: Mapping[str, Any]) -> StoredFiles:
+        """The files that `from_pretrained` would load from, given its arguments."""
+        return cls(str(path), {key: arguments[key] for key in _WHERE if key in arguments})
+
+    def file(self, name: str) -> Path | None:
+        """A file by its name; None where there is none."""
+        try:
+            found = cached_file(self.path, name, **self.where, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                f"path={self.path!r} is not accepted: expected a folder, or the id of a repository on the Hub "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        return None if found is None else Path(found)
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """The content of a JSON file; None where there is none."""
+        file = self.file(name)
+        return None if file is None else json.loads(file.read_text(encoding="utf-8"))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of policies in a safetensors file, or in all the parts that its index names."""
+        index = self.json(f"{name}.index.json")
+        parts = {name} if index is None else {part for key, part in index["weight_map"].items() if is_of_policy(key)}
+        safe_open = need("safetensors", "attnscale.hf.load", "hf").safe_open
+        found: dict[str, Tensor] = {}
+        for file in filter(None, map(self.file, sorted(parts))):
+            with safe_open(file, framework="pt") as tensors:
+                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if is_of_policy(key)}  # noqa: SIM118
+        return found
+
+
+def is_of_policy(name: str) -> bool:
+    """Whether a tensor of this name belongs to a site."""
+    return _MARK in f".{name}"
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The path of the attention module, and what follows the name of its site.
+
+    >>> split_name("model.layers.0.self_attn.attnscale.policy.s")
+    ('model.layers.0.self_attn', 'policy.s')
     """
-    place, inner = stored(path, arguments), transformers_model(model)
-    record, learned = _own(place) or _of_adapter(place) or _of_model(place)
-    handle = install_described(model, described_policies(model, record), record)
-    try:
-        if learned is None:
-            learned = read_learned(place, inner)
-        load_learned(inner, _named_as_in(model, learned), str(path))
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
+    path, _, rest = f".{name}".rpartition(_MARK)
+    return path[1:], rest
 
 
-_Found = tuple[Mapping[str, Any], dict[str, Tensor] | None]
-
-
-def _own(place: Stored) -> _Found | None:
-    """What `save_policy` wrote."""
-    record = place.json(POLICY_CONFIG)
-    return None if record is None else (record, place.tensors(POLICY_WEIGHTS))
-
-
-def _of_adapter(place: Stored) -> _Found | None:
-    """What PEFT wrote of sites that learn: parameters, and beside them which policy they belong to."""
-    found = place.tensors(_ADAPTER_WEIGHTS)
-    tensors = {name.removeprefix(_IN_TUNER).removeprefix(_IN_WRAPPER): value for name, value in found.items()}
-    parts = {name: split(name) for name in tensors}
-    modules = {
-        path: json.loads(bytes(tensors[name].tolist())) for name, (path, rest) in parts.items() if rest == DESCRIPTION
-    }
-    learned = {name: value for name, value in tensors.items() if parts[name][1] != DESCRIPTION}
-    return ({MODULES: modules}, learned) if modules else None
-
-
-def _of_model(place: Stored) -> _Found:
-    """What `save_pretrained` wrote of a model with policies."""
-    record = described_in_json(place.json(CONFIG) or {})
-    if record is None:
-        raise ArgumentError(
-            f"path={place.path!r} is not accepted: it has neither {POLICY_CONFIG}, nor an adapter with a policy that "
-            f"learns, nor a {CONFIG} with 'attnscale'"
-        )
-    return record, None
-
-
-def _named_as_in(model: nn.Module, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of policies under the names that they have in the transformers model itself."""
-    inner, prefix = transformers_model(model), path_of_transformers_model(model)
-    present = [layer.path.removeprefix(prefix) for layer in survey(model) if layer.routed]
-    parts = {name: split(name) for name in learned if is_of_policy(name)}
-    there = locate((path for path, _ in parts.values()), present, inner.base_model_prefix)
-    return {f"{there[path]}.{NAME}.{rest}": learned[name] for name, (path, rest) in parts.items() if path in there}
-
-
-def _whole(value: Tensor) -> Tensor:
-    """A tensor on the CPU; of one that is sharded, all of it."""
+def _on_cpu(value: Tensor) -> Tensor:
+    """A tensor on the CPU; of a sharded one, all of it."""
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.detach().cpu().contiguous()

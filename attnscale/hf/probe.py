@@ -1,4 +1,4 @@
-"""A forward of a few tokens that proves which modules really ask for our attention."""
+"""A forward of a few tokens that proves which attention modules really call their site."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.sites import CHILD
-from attnscale.hf.survey import AttentionLayer, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, transformers_model
+from attnscale.hf.sites import site_at
 
 Inputs = Mapping[str, Any]
 
@@ -21,27 +21,23 @@ Inputs = Mapping[str, Any]
 def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
     """Run a model once and return those of the layers whose site was not called.
 
-    Layers that its own inputs do not reach, in a model of several towers, are proven by a forward of the part they are
-    in. Nothing of the model is changed by it: evaluation mode, no gradients, no cache, random numbers as before.
+    In a model of several towers, layers that its main input does not reach are proven by a forward of their tower. The
+    model and the random number generators stay as they are.
     """
-    called: set[int] = set()
-    hooks = [
-        layer.module._modules[CHILD].register_forward_hook(  # type: ignore[union-attr]
-            lambda *_, number=number: called.add(number)
-        )
-        for number, layer in enumerate(layers)
-    ]
-    given = dict(probe_inputs(model)) if inputs is None else dict(inputs)
+    called: set[nn.Module] = set()
+    sites = [site_at(layer.module) for layer in layers]
+    hooks = [site.register_forward_hook(lambda site, *_: called.add(site)) for site in sites]
+    given = _inputs(model) if inputs is None else dict(inputs)
     try:
         failure = _run(model, given)
-        for part in _parts(model) if inputs is None else ():
-            within = {id(module) for module in part.modules()}
-            if any(number not in called and id(layer.module) in within for number, layer in enumerate(layers)):
-                _run(part, probe_inputs(part))  # one that cannot be run alone proves nothing, and is no failure
+        parts = list(transformers_model(model).modules())[1:] if inputs is None else []
+        for part in (module for module in parts if isinstance(module, PreTrainedModel)):
+            if not called.issuperset(module for module in part.modules() if module in sites):
+                _run(part, _inputs(part))  # a part that cannot run alone proves nothing, and is no failure
     finally:
         for hook in hooks:
             hook.remove()
-    silent = [layer for number, layer in enumerate(layers) if number not in called]
+    silent = [layer for layer, site in zip(layers, sites, strict=True) if site not in called]
     if failure is not None and (silent or inputs is not None):
         raise ArgumentError(
             f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {failure!r}. Pass inputs that "
@@ -51,7 +47,7 @@ def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None 
 
 
 def _run(model: nn.Module, inputs: Inputs) -> Exception | None:
-    """What a forward raised, but for what attnscale itself refuses."""
+    """The exception of a forward, if any; a refusal of attnscale itself is raised."""
     try:
         with _undisturbed(model):
             model(**inputs)
@@ -62,14 +58,8 @@ def _run(model: nn.Module, inputs: Inputs) -> Exception | None:
     return None
 
 
-def _parts(model: nn.Module) -> list[PreTrainedModel]:
-    """The models that a transformers model is put together from, the larger ones first."""
-    whole = transformers_model(model)
-    return [module for module in whole.modules() if isinstance(module, PreTrainedModel) and module is not whole]
-
-
-def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Four tokens, or an image, waveform or spectrogram of zeros, or what the model offers as dummy inputs."""
+def _inputs(model: nn.Module) -> dict[str, Any]:
+    """Four tokens; or an image, waveform or spectrogram of zeros; or the model's own dummy inputs."""
     inner = transformers_model(model)
     device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
     name, tokens = inner.main_input_name, torch.ones(1, 4, dtype=torch.int64)
@@ -87,7 +77,7 @@ def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
-    """The shape of one input that is not tokens, where the configuration says it."""
+    """The shape of an input that is not tokens, where the config says it."""
     size, stride, bins = (getattr(config, key, None) for key in ("image_size", "conv_stride", "num_mel_bins"))
     if name == "pixel_values" and size is not None:
         return 1, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size)
@@ -100,6 +90,7 @@ def _shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modes and random number generators are restored."""
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     model.eval()

@@ -1,91 +1,128 @@
-"""The policies of a transformers model: a child module of each attention that has one."""
+"""Sites: the child module that holds the policy of an attention module, and computes its attention."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnscale.hf.switching import Restore
+from attnscale._util import state
+from attnscale.hf.attention import attend
 from attnscale.module import ScaledDotProductAttention
-from attnscale.policies import Policy
+from attnscale.policies import Policy, build_policy
 
-# The name of the child: `model.layers.0.self_attn.attnscale`, whose parameters the checkpoint then holds.
-CHILD = "attnscale"
+# Our name as attention implementation, as entry of a config, and as child of an attention module: the parameters of
+# `model.layers.0.self_attn.attnscale` are part of the checkpoint.
+NAME = "attnscale"
+SDPA = "sdpa"
+
+Undo = Callable[[], None]
 
 
 class Site(ScaledDotProductAttention):
-    """The attention that computes for a module of a transformers model; a child of that module.
+    """The child of an attention module of transformers that computes for it, with a policy.
 
-    It carries what has to be undone when it goes, so that a copy of the model can be restored as well as the model
-    itself. `override` says that it answers to "sdpa" too.
+    `undo` is what to undo when the site is removed, kept here so that a copy of the model can be restored too. With
+    `override` the site is also called by modules whose implementation is "sdpa".
     """
 
     def __init__(self, policy: Policy, override: bool = False) -> None:
         super().__init__(policy)
-        self.undo: list[Restore] = []
+        self.undo: list[Undo] = []
         self.override = override
-        self._hold()
+        self._override_sdpa()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or what was unpickled, answers to the same names as the original."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._hold()
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """Copies and unpickled sites override "sdpa" as the original does."""
+        super().__setstate__(values)  # type: ignore[no-untyped-call]
+        self._override_sdpa()
 
-    def _hold(self) -> None:
-        if self.override:
-            from attnscale.hf.interface import hold_sdpa  # which knows this file
+    def _override_sdpa(self) -> None:
+        if not self.override:
+            return
+        entry = ALL_ATTENTION_FUNCTIONS[SDPA]
+        if not isinstance(entry, SdpaOrSite):
+            AttentionInterface.register(SDPA, SdpaOrSite(entry))
+        state.HF_HOLDERS.add(self)
 
-            hold_sdpa(self)
+    def release_sdpa(self) -> None:
+        """Undo the override; the last site restores transformers' own "sdpa"."""
+        state.HF_HOLDERS.discard(self)
+        entry = ALL_ATTENTION_FUNCTIONS[SDPA]
+        if not state.HF_HOLDERS and isinstance(entry, SdpaOrSite):
+            AttentionInterface.register(SDPA, entry.stock)
+
+
+class MonitoredSite(Site):
+    """A site without a policy of its own, added to a stock model while a monitor listens: plain attention.
+
+    A copy of the model is not listened to, and gets None in its place.
+    """
+
+    def __init__(self, cross: bool) -> None:
+        super().__init__(build_policy("constant"), override=True)
+        self.cross = cross
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # used by deepcopy too
+
+
+@dataclass(frozen=True)
+class SdpaOrSite:
+    """The implementation "sdpa" while a site overrides it: `stock` for modules without such a site."""
+
+    stock: Callable[..., tuple[Tensor, Tensor | None]]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Attention of a module; further arguments are those of `attend`."""
+        site = module._modules.get(NAME)
+        if isinstance(site, Site) and site.override:
+            return attend(site, module, *args, **kwargs)
+        return self.stock(module, *args, **kwargs)
 
 
 def has_site(module: nn.Module) -> bool:
-    """Whether an attention has a policy of its own."""
-    return module._modules.get(CHILD) is not None
-
-
-def is_decided(module: nn.Module) -> bool:
-    """Whether an attention has a policy or was left without one on purpose."""
-    return CHILD in module._modules
+    """Whether an attention module has a site."""
+    return module._modules.get(NAME) is not None
 
 
 def site_at(module: nn.Module) -> Site:
-    """The site of an attention that has one."""
-    site = module._modules[CHILD]
-    if not isinstance(site, Site):
-        raise KeyError(CHILD)
-    return site
+    """The site of an attention module that has one."""
+    return cast(Site, module._modules[NAME])
 
 
-def is_learned(policy: Policy) -> bool:
-    """Whether a policy has parameters or buffers of its own, which a checkpoint has to hold."""
-    return isinstance(policy, nn.Module) and bool(policy.state_dict())
+def is_monitored(module: nn.Module) -> bool:
+    """Whether a monitor listens to an attention module that has no policy."""
+    return isinstance(module._modules.get(NAME), MonitoredSite)
 
 
-def add_site(module: nn.Module, policy: Policy, override: bool = False) -> None:
-    """Give an attention a policy; one that learns is known to PEFT as something that is trained and saved."""
-    kind = Site
-    if is_learned(policy) and find_spec("peft") is not None:
-        from attnscale.hf.adapters import TrainedSite
-
-        kind = TrainedSite
-    module.add_module(CHILD, kind(policy, override))
+def is_called(module: nn.Module) -> bool:
+    """Whether the site of an attention module is called, which the implementation in its config decides."""
+    implementation = getattr(module.config, "_attn_implementation", None)
+    overridden = site_at(module).override and isinstance(ALL_ATTENTION_FUNCTIONS[SDPA], SdpaOrSite)
+    return implementation == NAME or (implementation == SDPA and overridden)
 
 
-def leave_alone(module: nn.Module) -> None:
-    """Note in an attention that it has no policy; the note goes with copies of it."""
-    module.register_module(CHILD, None)
+def is_decided(module: nn.Module) -> bool:
+    """Whether an attention module has a site, or the note that it has none: None in the place of a site."""
+    return NAME in module._modules
 
 
 def remove_site(module: nn.Module) -> None:
-    """Take site or note away again, and undo what came with it."""
-    site = module._modules.pop(CHILD, None)
+    """Remove the site or note of an attention module, and undo what came with the site."""
+    site = module._modules.pop(NAME, None)
     if not isinstance(site, Site):
         return
-    for restore in reversed(site.undo):
-        restore()
+    for undo in reversed(site.undo):
+        undo()
     if site.override:
-        from attnscale.hf.interface import release_sdpa
+        site.release_sdpa()
 
-        release_sdpa(site)
+
+def is_learned(policy: Policy) -> bool:
+    """Whether a policy has parameters or buffers, which a checkpoint has to hold."""
+    return isinstance(policy, nn.Module) and bool(policy.state_dict())

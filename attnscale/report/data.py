@@ -1,4 +1,4 @@
-"""Records of a run as planes of numbers: for each quantity one number per step and head."""
+"""Reads the records of a run into planes: for each quantity one number per step and head."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records.record import Alert, Record
-from attnscale.diagnostics.sinks.jsonl import read_jsonl
+from attnscale.diagnostics.records.jsonl import read_jsonl
+from attnscale.diagnostics.records.record import STATISTICS, Alert, Record
 from attnscale.errors import ArgumentError, reject
-
-STATISTICS = ("mean", "p10", "p50", "p90", "min", "max")
 
 
 class Key(NamedTuple):
-    """Which number of a head: phase is forward, backward or scalar, whose only statistic is its value."""
+    """Which number of a head: the phase is forward, backward or scalar, whose only statistic is "value"."""
 
     phase: str
     name: str
@@ -36,10 +34,10 @@ class AlertGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a file of records says. A column is a head of a layer; columns are in the order of the model.
+    """The content of a file of records. A column is a head of a layer; columns are in the order of the model.
 
-    `planes` are [steps, columns] in fp32, NaN where nothing was recorded. `alerting` [steps, columns] has the bit of
-    each kind of alert, numbered as in `kinds`; a kind beyond the seventh shares the last bit.
+    `planes` are [steps, columns] in fp32, NaN where nothing was recorded. `alerting` [steps, columns] has a bit for
+    each kind of alert, numbered as in `kinds`; kinds beyond the seventh share the last bit.
     """
 
     path: str
@@ -56,7 +54,7 @@ class Run:
         return list(dict.fromkeys(layer for layer, _ in self.columns))
 
     def thinned(self, number: int) -> Run:
-        """So many steps, evenly, with the first and the last; an alert between two is shown at the earlier."""
+        """So many steps, evenly spaced, with the first and the last; alerts between two move to the earlier."""
         index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
         between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
         alerting = torch.stack([_any_bit(self.alerting[part]) for part in between])
@@ -65,7 +63,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read what a `JsonlSink` has written; where a run was resumed, what it did again counts."""
+    """Read what a `JsonlSink` has written; of steps that a resumed run repeated, the last records count."""
     path = Path(path)
     if path.is_dir():
         reject("path", str(path), "a JSONL file of records, not a directory")
@@ -88,7 +86,7 @@ def read_run(path: str | Path) -> Run:
 
 
 class _Cells:
-    """Numbers in the order they come: an array per plane, and for each cell its place in them."""
+    """Numbers in the order of the file: an array per plane, and for each cell its index there."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, str, int], int] = {}
@@ -98,25 +96,21 @@ class _Cells:
     def add(self, record: Record) -> None:
         self.places[record.step, record.layer, record.head] = self.length
         self.length += 1
-        for phase, summaries in (("forward", record.forward), ("backward", record.backward)):
-            for name, summary in summaries.items():
-                for statistic, value in zip(STATISTICS, summary, strict=False):
-                    self._put(Key(phase, name, statistic), value)
+        for phase, name, summary in record.summaries():
+            for statistic, value in zip(STATISTICS, summary, strict=False):
+                self._put(Key(phase, name, statistic), value)
         for name, value in record.scalars.items():
             self._put(Key("scalar", name, "value"), value)
 
     def _put(self, key: Key, value: float) -> None:
-        plane = self.planes.get(key)
-        if plane is None:
-            plane = self.planes[key] = array("f")
-        missing = self.length - 1 - len(plane)
-        if missing:
+        plane = self.planes.setdefault(key, array("f"))
+        if missing := self.length - 1 - len(plane):
             plane.extend([float("nan")] * missing)
         plane.append(value)
 
 
 class _Alerts:
-    """Alerts, kept as groups and as the places where they happened."""
+    """Alerts as groups, and as bits of the cells where they were raised."""
 
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str, int], AlertGroup] = {}
@@ -125,10 +119,8 @@ class _Alerts:
 
     def add(self, alert: Alert) -> None:
         key = (alert.kind, alert.layer, alert.head)
-        before = self.groups.get(key)
-        self.groups[key] = (
-            AlertGroup(1, alert, alert) if before is None else AlertGroup(before.times + 1, before.first, alert)
-        )
+        before = self.groups.get(key, AlertGroup(0, alert, alert))
+        self.groups[key] = AlertGroup(before.times + 1, before.first, alert)
         if alert.kind not in self.kinds:
             self.kinds.append(alert.kind)
         place = (alert.step, alert.layer, alert.head)
@@ -157,7 +149,7 @@ def _assemble(path: str, cells: _Cells, alerts: _Alerts) -> Run:
 
 
 def _scatter(plane: array[float], where: Tensor, source: Tensor, steps: int, columns: int) -> Tensor:
-    """Numbers in the order they came to [steps, columns]."""
+    """Numbers in the order of the file as [steps, columns]."""
     values = torch.frombuffer(plane, dtype=torch.float32)
     found = torch.full((steps * columns,), torch.nan)
     there = source < len(values)

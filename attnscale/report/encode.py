@@ -1,4 +1,4 @@
-"""Planes as text: exact where there is room, else as levels between the least and the largest, and compressed."""
+"""Planes as compressed text: exact if that fits the page, else rounded to levels between least and largest."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.report.data import STATISTICS, Key, Run
+from attnscale.diagnostics.records.record import STATISTICS
+from attnscale.report.data import Key, Run
 
-# Bytes of a page for its numbers, as base64; with the rest it stays below 20 MB.
-BUDGET = 17_500_000
-# Numbers of a plane from which its size is judged.
-SAMPLE = 20_000
-# Levels 0, 1 and 2 say NaN, −∞ and +∞.
-SPECIAL = 3
+BUDGET = 17_500_000  # bytes of base64 in a page, which so stays below 20 MB
+SAMPLE = 20_000  # numbers of a plane from which its compressed size is estimated
+SPECIAL = 3  # levels 0, 1 and 2 stand for NaN, −∞ and +∞
 
 
 class Detail(NamedTuple):
-    """What of each quantity is kept, and in how many bytes: 4 exact, 2 and 1 as levels."""
+    """Which statistics are kept, and in how many bytes: 4 exact, 2 and 1 as levels."""
 
     statistics: tuple[str, ...]
-    centre: int
+    centre: int  # bytes of the mean, and of single numbers
     others: int
 
 
-# From the best to the smallest; where none fits, steps are left out. Bands in one byte are as exact as a drawing.
+# From the best to the smallest; if none fits, steps are left out. One byte is as exact as a band can be drawn.
 DETAILS = (
     Detail(STATISTICS, 4, 4),
     Detail(STATISTICS, 2, 2),
@@ -39,10 +37,10 @@ DETAILS = (
 
 
 class Encoded(NamedTuple):
-    """A plane: base64 of deflated bytes, and what it takes to read them.
+    """A plane as base64 of deflated bytes, and what is needed to decode them.
 
-    The bytes are those of the first byte of every number, then of the second, and so on. Levels are differences from
-    the step before. `base` is a plane that this one was compared with, bit by bit, before anything else.
+    First come the lowest bytes of all numbers, then the next, and so on. Levels are differences from the step before.
+    `base` is the plane that this one was XORed with before anything else.
     """
 
     key: Key
@@ -55,7 +53,7 @@ class Encoded(NamedTuple):
 
 
 def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
-    """The run in the best detail that fits the budget; where none does, in the least, with as many steps as fit."""
+    """The run in the best detail that fits the budget; if none does, in the least, with as many steps as fit."""
     detail, expected = DETAILS[-1], 0
     for detail in DETAILS:
         expected = _expected_size(run, detail)
@@ -71,7 +69,7 @@ def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
 
 
 def _expected_size(run: Run, detail: Detail) -> int:
-    """What the run will take, from some of its columns: to compress all of them takes seconds."""
+    """Estimated from some columns, since compressing all of them takes seconds."""
     every = max(1, len(run.steps) * len(run.columns) // SAMPLE)
     some = replace(run, planes={key: plane[:, ::every] for key, plane in run.planes.items()})
     return _size(_encode(some, detail)) * every
@@ -96,7 +94,7 @@ def _encode(run: Run, detail: Detail) -> list[Encoded]:
     for key, plane in run.planes.items():
         if not _kept(key, detail):
             continue
-        # What backward sees again is mostly what forward saw: compared with it, only zeros remain.
+        # Backward mostly repeats forward: XORed with it, mostly zeros remain.
         twin = key._replace(phase="forward")
         base = places.get(twin) if key.phase == "backward" else None
         other = run.planes.get(key._replace(phase="backward")) if key.phase == "forward" else None
@@ -110,7 +108,7 @@ def _encode(run: Run, detail: Detail) -> list[Encoded]:
 
 
 def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
-    """Least and largest finite value of both, and whether levels are better spaced by ratio than by difference."""
+    """Least and largest finite value of both planes, and whether levels are logarithmic."""
     both = plane if other is None else torch.cat([plane, other])
     finite = both[torch.isfinite(both)]
     if finite.numel() == 0:
@@ -120,7 +118,7 @@ def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
 
 
 def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> Tensor:
-    """A plane as integers of so many bytes: its own bits, or its level."""
+    """A plane as integers of so many bytes: the bits of its numbers, or their levels."""
     if width == 4:
         return plane.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     top = 256**width - 1 - SPECIAL
@@ -133,10 +131,10 @@ def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> T
 
 
 def pack(bits: Tensor, width: int) -> str:
-    """Integers [steps, columns] of so many bytes as text."""
+    """Integers [steps, columns] of so many bytes, as text."""
     if width < 4:
         bits = torch.cat([bits[:1], bits.diff(dim=0)]) & (256**width - 1)
     parts = [((bits >> (8 * byte)) & 0xFF).to(torch.uint8).flatten() for byte in range(width)]
     raw = bytearray(width * bits.numel())
-    torch.frombuffer(raw, dtype=torch.uint8).copy_(torch.cat(parts))  # not through numpy, which may not be there
+    torch.frombuffer(raw, dtype=torch.uint8).copy_(torch.cat(parts))  # numpy may not be installed
     return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")

@@ -1,4 +1,4 @@
-"""The page: template, style, programs and numbers in one file that needs nothing else."""
+"""The page: template, style, programs and numbers in one self-contained file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
-from attnscale.diagnostics.records.names import short_names
+from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.errors import ArgumentError, reject
 from attnscale.report.data import AlertGroup, Run, read_run
 from attnscale.report.encode import BUDGET, Encoded, encode, pack
-from attnscale.report.quantities import label, order
 
-PROGRAMS = ("planes.js", "scales.js", "heatmap.js", "chart.js", "app.js")
+PROGRAMS = ("planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
 
 
 def write_report(path: str | Path, output: str | Path = "report.html") -> Path:
-    """Read a run and write its page, whole or not at all; mistakes are found before anything is written."""
+    """Read a run and write its page; on an error no file is written or changed."""
     path, output = Path(path), Path(output)
     if output.is_dir():
         reject("output", str(output), "an HTML file, not a directory")
@@ -50,7 +49,9 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "statistics": detail.statistics,
         "planes": [_describe(plane) for plane in planes],
         "quantities": _quantities(shown),
+        "colours": COLOURS,
         "kinds": shown.kinds,
+        "meanings": {kind: _meaning(kind) for kind in shown.kinds},
         "alerts": [_alert(group) for group in shown.groups[:MOST_GROUPS]],
         "alertCount": sum(group.times for group in shown.groups),
         "groupCount": len(shown.groups),
@@ -82,11 +83,21 @@ def _layers(run: Run) -> list[dict[str, Any]]:
     return [{"name": name, "short": short, "heads": heads[name]} for name, short in zip(heads, names, strict=True)]
 
 
-def _quantities(run: Run) -> list[dict[str, str]]:
-    found = dict.fromkeys((key.phase, key.name) for key in run.planes)
-    phases = ("forward", "backward", "scalar")
-    ranked = sorted(found, key=lambda one: (phases.index(one[0]), order(one[1])))
-    return [{"phase": phase, "name": name, "label": label(name)} for phase, name in ranked]
+def _quantities(run: Run) -> list[dict[str, Any]]:
+    """Phases in order, and in each the quantities in the order of the table."""
+    phases, names = ("forward", "backward", "scalar"), [*QUANTITIES]
+    found = dict.fromkeys((phases.index(key.phase), key.name) for key in run.planes)
+    ranked = sorted(found, key=lambda one: (one[0], names.index(one[1]) if one[1] in names else len(names)))
+    shown = [(phases[phase], quantity_of(name)) for phase, name in ranked]
+    return [{**quantity._asdict(), "phase": phase, "share": quantity.is_share} for phase, quantity in shown]
+
+
+def _meaning(kind: str) -> dict[str, str]:
+    """What an alert says, and the quantity that shows it."""
+    if kind not in ALERTS:
+        return {"explanation": "", "quantity": ""}
+    quantity = QUANTITIES[ALERTS[kind].quantities[0]]
+    return {"explanation": ALERTS[kind].explanation, "quantity": f"{quantity.phase or 'scalar'}.{quantity.name}"}
 
 
 def _describe(plane: Encoded) -> dict[str, Any]:

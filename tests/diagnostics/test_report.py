@@ -18,8 +18,9 @@ import torch
 
 from attnscale.cli import main
 from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
+from attnscale.diagnostics.records.record import STATISTICS
 from attnscale.report import build_page, read_run, write_report
-from attnscale.report.data import STATISTICS, Key
+from attnscale.report.data import Key
 from attnscale.report.encode import DETAILS, encode
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

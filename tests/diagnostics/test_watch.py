@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from rich.console import Console
 
 from attnscale.cli import main
 from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
+from attnscale.diagnostics.records.jsonl import Tail
 from attnscale.diagnostics.views.history import History
-from attnscale.diagnostics.views.tail import Tail
 from attnscale.diagnostics.views.watch import Watch, show, sparkline
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -182,12 +183,12 @@ def test_a_line_that_is_no_record_is_counted_and_left_out(line: bytes, path: Pat
 
 
 def test_a_line_without_end_is_not_kept_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscale.diagnostics.views.tail.LONGEST", 1000)
-    monkeypatch.setattr("attnscale.diagnostics.views.tail.BLOCK", 512)
-    path.write_bytes(b"x" * 5000)
+    monkeypatch.setattr("attnscale.diagnostics.records.jsonl.LONGEST", 1000)
+    path.write_bytes(b"x" * 5500)
     tail = Tail(path)
     assert list(tail.new()) == []
-    assert len(tail._rest) <= 1000 + 512
+    assert sum(map(sys.getsizeof, vars(tail).values())) <= 1000
+    assert tail.offset == 5000  # nor read again
     with path.open("ab") as file:
         file.write(b"x" * 10 + b"\n" + json.dumps({"kind": "record", **record(4).as_dict()}).encode() + b"\n")
     assert list(tail.new()) == [record(4)]

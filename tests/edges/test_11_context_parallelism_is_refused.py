@@ -83,15 +83,15 @@ def test_a_sequence_that_is_a_sharded_tensor_is_refused(tmp_path):
     """The other way in which torch splits a sequence: queries are DTensors."""
     from torch.distributed.tensor import DTensor, Shard
 
-    from attnscale.hf.parallel import refuse_split
+    from attnscale.hf.distributed import refuse_split_sequence
 
     join(tmp_path)
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         query = torch.zeros(1, 2, 4, 8)
         with pytest.raises(BackendError, match="context parallelism"):
-            refuse_split(DTensor.from_local(query, mesh, [Shard(2)]))
-        refuse_split(DTensor.from_local(query, mesh, [Shard(1)]))  # heads: tensor parallelism
+            refuse_split_sequence(DTensor.from_local(query, mesh, [Shard(2)]))
+        refuse_split_sequence(DTensor.from_local(query, mesh, [Shard(1)]))  # heads: tensor parallelism
     finally:
         torch.distributed.destroy_process_group()
 

@@ -16,8 +16,8 @@ from tiny_models import llama, logits, ministral, mistral
 import attnscale
 from attnscale import AttnScaleWarning
 from attnscale.hf import apply, inspect
-from attnscale.hf.cautions import find_cautions
-from attnscale.hf.survey import survey
+from attnscale.hf.attention_layers import find_attention_layers
+from attnscale.hf.pretrained_cautions import find_cautions
 
 WINDOW = 5  # of `mistral` and of half the layers of `ministral`
 LENGTH = 64  # that the tiny models say they were trained for
@@ -110,7 +110,7 @@ def test_a_window_that_reaches_the_anchor(pretrained):
 
 def test_a_law_that_learns_is_not_soft_for_good(pretrained):
     model = pretrained(mistral)
-    layers = survey(model)
+    layers = find_attention_layers(model)
     policy = attnscale.build_policy("log", reference_length=LENGTH)
     assert len(find_cautions(model, layers, {layer.path: policy for layer in layers})) == 1
     policy.register_parameter("learned", torch.nn.Parameter(torch.ones(())))

@@ -16,11 +16,11 @@ import torch
 from tiny_models import TOKENS, build, llama
 
 import attnscale
+from attnscale.hf.attention_layers import find_attention_layers
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import read_plan
-from attnscale.hf.survey import survey
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).resolve().parents[2] / "attnscale" / "hf" / "README.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "attnscale.hf." in block]
 
 
@@ -75,7 +75,7 @@ def test_the_yarn_block_stretches_full_layers_and_keeps_theta(tmp_path, kind, st
     setting, _, applying = block_with("yarn").partition("attnscale.hf.apply")
     exec(setting, names)
     model = names["model"].eval()
-    found = [[one.name for one in find_existing(model, layer)] for layer in survey(model)]
+    found = [[one.name for one in find_existing(model, layer)] for layer in find_attention_layers(model)]
     assert found == [["YaRN"] if stretch else [] for stretch in stretched]
     after = model.config.rope_parameters
     for old, new in [(before, after)] if "rope_theta" in before else [(before[key], after[key]) for key in before]:
@@ -83,7 +83,7 @@ def test_the_yarn_block_stretches_full_layers_and_keeps_theta(tmp_path, kind, st
     exec(f"handle = attnscale.hf.apply{applying}", names)
     with torch.no_grad():
         assert model(TOKENS).logits.isfinite().all()
-    assert not [one for layer in survey(model) for one in find_existing(model, layer)]
+    assert not [one for layer in find_attention_layers(model) for one in find_existing(model, layer)]
     names["handle"].remove()
 
 

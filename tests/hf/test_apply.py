@@ -11,8 +11,7 @@ from tiny_models import TOKENS, bloom, deepseek_sparse, llama, logits, ministral
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError
-from attnscale.hf import counting
-from attnscale.hf.sites import CHILD
+from attnscale.hf.sites import NAME
 
 
 def state_of(model):
@@ -131,7 +130,7 @@ def test_a_module_that_is_not_reached_rolls_everything_back(monkeypatch):
         attnscale.hf.apply(model, "log")
     monkeypatch.undo()
     assert torch.equal(logits(model), before)
-    assert not any(name.endswith(CHILD) for name, _ in model.named_modules())
+    assert not any(name.endswith(NAME) for name, _ in model.named_modules())
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -139,7 +138,7 @@ def test_a_probe_that_fails_says_what_to_pass():
     model = llama()
     with pytest.raises(ArgumentError, match=r"probe=\{\.\.\.\}"):
         attnscale.hf.apply(model, "log", probe={"no_such_input": 1})
-    assert not any(name.endswith(CHILD) for name, _ in model.named_modules())
+    assert not any(name.endswith(NAME) for name, _ in model.named_modules())
 
 
 def test_the_probe_leaves_modes_and_random_numbers_alone():
@@ -206,19 +205,20 @@ def test_a_model_of_another_kind_is_refused():
 
 
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
-def test_n_is_counted_once_a_forward(monkeypatch, inference):
-    counted = []
-    count = counting.count
-    monkeypatch.setattr(counting, "count", lambda mask: counted.append(mask) or count(mask))
+def test_n_is_counted_once_a_forward(inference):
+    counts = []  # n as each layer gets it; kept alive, so that equal ids are the same tensor
     model = llama(num_hidden_layers=4)
     mask = torch.ones_like(TOKENS)
     mask[0, :3] = 0
-    with attnscale.hf.apply(model, "log", reference_length=4):
-        counted.clear()
+    with attnscale.hf.apply(model, "log", reference_length=4) as handle:
+        for path in handle.policies:
+            site = model.get_submodule(f"{path}.{NAME}")
+            site.register_forward_pre_hook(lambda _, args, kwargs: counts.append(kwargs["visible"]), with_kwargs=True)
         with inference():
             for forwards in (1, 2):
                 model(TOKENS, attention_mask=mask)
-                assert len(counted) == forwards
+                assert len(counts) == 4 * forwards
+                assert len(set(map(id, counts))) == forwards
 
 
 def test_a_mask_changed_in_place_is_counted_again():

@@ -14,8 +14,8 @@ from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLa
 
 import attnscale
 import attnscale.hf
+from attnscale.hf.attention_layers import find_attention_layers
 from attnscale.hf.existing import find_existing
-from attnscale.hf.survey import survey
 
 SMALL = {
     "vocab_size": 64,
@@ -210,7 +210,7 @@ def decoded(model):
 
 
 def found_in(model):
-    return {layer.layer: found for layer in survey(model) if (found := find_existing(model, layer))}
+    return {layer.layer: found for layer in find_attention_layers(model) if (found := find_existing(model, layer))}
 
 
 def switch_off(found):
@@ -234,7 +234,10 @@ def test_switched_off_is_the_model_without_it(case):
     assert (before - expected).abs().max() > 1e-2
     restore = switch_off(found_in(model))
     assert torch.equal(answer(model), expected)
-    assert not any(layer.window != other.window for layer, other in zip(survey(model), survey(plain()), strict=True))
+    assert not any(
+        layer.window != other.window
+        for layer, other in zip(find_attention_layers(model), find_attention_layers(plain()), strict=True)
+    )
     restore()
     assert torch.equal(answer(model), before)
 

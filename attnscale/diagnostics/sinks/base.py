@@ -1,4 +1,4 @@
-"""What a sink is."""
+"""The protocol of sinks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from attnscale.diagnostics.records.record import Alert, Record
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records go. Only the first process of a run calls it; an exception ends the sink, never the run."""
+    """Takes records. Only the first process of a run uses it; an exception drops the sink and never stops the run."""
 
     def log(self, records: Sequence[Record], step: int) -> None:
         """Take the records of a step, one per layer and head."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End of the run."""
         ...
 
 

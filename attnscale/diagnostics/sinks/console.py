@@ -10,27 +10,19 @@ from typing import IO, Any
 
 from attnscale._util.optional import need
 from attnscale.diagnostics.records.record import Alert, Record, layers_of
-from attnscale.diagnostics.views.display import MAIN, Quantity
+from attnscale.diagnostics.views.display import ALERTS, MAIN, Quantity
 from attnscale.errors import reject_type
 
-# The column that shows why an alert was raised.
-COLUMN_OF = {
-    "diffuse": "relative_entropy",
-    "collapsed": "w_max",
-    "noise": "w_max",
-    "exploding": "max_logit",
-    "vanishing": "gain",
-}
-WIDTH = 120  # of what is written to a file, where rich would assume 80
-WIDE = 110  # from here on there is room for the range of heads
-SHOWN = 8  # lines of alerts below the table
+FILE_WIDTH = 120  # where rich would assume 80
+RANGE_WIDTH = 110  # from here on there is room for the range of heads
+SHOWN_ALERTS = 8
 
 
 class ConsoleSink:
-    """A row per layer: means over heads, and for shares the range of heads behind them; what raised an alert is red.
+    """A row per layer: means over heads, and for shares the range of the heads; what raised an alert is red.
 
-    In a terminal one table stays in place and changes with each report. Elsewhere (a file, a pipe, a notebook) each
-    report adds a small table, without colours or movement.
+    In a terminal one table is updated in place. Elsewhere (a file, a pipe, a notebook) each report prints a small table
+    without colours.
     """
 
     def __init__(self, file: IO[str] | None = None) -> None:
@@ -46,10 +38,10 @@ class ConsoleSink:
         self._console = console(file=file)
         self._live: Any = None
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._console.is_jupyter:
-            # Refreshed by us alone: no thread of its own in somebody's training.
+            # Without auto_refresh rich starts no thread.
             self._live = live(console=self._console, auto_refresh=False)
         else:
-            self._console = console(file=file, width=max(WIDTH, self._console.width), color_system=None)
+            self._console = console(file=file, width=max(FILE_WIDTH, self._console.width), color_system=None)
         self._stop: Any = None
         self._records: Sequence[Record] = ()
         self._closed = False
@@ -63,7 +55,7 @@ class ConsoleSink:
             return
         if self._stop is None:
             self._live.start()
-            # Gives the cursor back, also at the end of a run that never closes the sink.
+            # Restores the cursor even if the sink is never closed.
             self._stop = weakref.finalize(self, self._live.stop)
         self._live.update(self._report(records, (), step), refresh=True)
 
@@ -81,20 +73,19 @@ class ConsoleSink:
 
     def _report(self, records: Sequence[Record], alerts: Sequence[Alert], step: int) -> Any:
         quantities = [q for q in MAIN if any(q.of(record) is not None for record in records)]
-        alarmed: dict[str, set[str]] = defaultdict(set)
+        kinds: dict[str, set[str]] = defaultdict(set)
         for alert in alerts:
-            alarmed[alert.layer].add(alert.kind)
+            kinds[alert.layer].add(alert.kind)
         box = self._box.SIMPLE_HEAD if self._live is None else self._box.ROUNDED
         table = self._table.Table(title=f"attention, step {step}", title_justify="left", box=box, pad_edge=False)
         table.add_column("layer", overflow="fold")
         for quantity in quantities:
             table.add_column(quantity.title, justify="right", no_wrap=True)
         for layer in layers_of(records):
-            here = [record for record in records if record.layer == layer]
-            kinds = alarmed[layer]
-            red = {COLUMN_OF.get(kind, "") for kind in kinds}
-            cells = [self._cell(here, quantity, quantity.name in red) for quantity in quantities]
-            table.add_row(self._text.Text(layer, style="bold red" if kinds else "bold"), *cells)
+            heads = [record for record in records if record.layer == layer]
+            red = {name for kind in kinds[layer] if kind in ALERTS for name in ALERTS[kind].quantities}
+            cells = [self._cell(heads, quantity, quantity.name in red) for quantity in quantities]
+            table.add_row(self._text.Text(layer, style="bold red" if kinds[layer] else "bold"), *cells)
         return table
 
     def _cell(self, records: Sequence[Record], quantity: Quantity, red: bool) -> Any:
@@ -104,21 +95,21 @@ class ConsoleSink:
         mean = sum(values) / len(values)
         broken = not math.isfinite(mean)
         cell = self._text.Text(_short(mean), style="bold red" if red or broken else _style(quantity, mean))
-        if _is_share(quantity) and len(values) > 1 and not broken and self._console.width >= WIDE:
+        if quantity.is_share and len(values) > 1 and not broken and self._console.width >= RANGE_WIDTH:
             cell.append(f"  {min(values):.2f}–{max(values):.2f}", style="not bold red" if red else "dim white")
         return cell
 
     def _lines(self, alerts: Sequence[Alert]) -> Any:
         """A line per layer and kind."""
-        together: dict[tuple[str, str], list[Alert]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[Alert]] = defaultdict(list)
         for alert in alerts:
-            together[alert.layer, alert.kind].append(alert)
+            groups[alert.layer, alert.kind].append(alert)
         lines = []
-        for (layer, kind), these in together.items():
-            more = f" (and {len(these) - 1} more heads)" if len(these) > 1 else ""
-            lines.append(f"! step {these[0].step}: {kind}: {layer}, head {these[0].head}{more}: {these[0].message}")
-        rest = [f"! and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        return self._text.Text("\n".join(lines[:SHOWN] + rest), style="red")
+        for (layer, kind), group in groups.items():
+            more = f" (and {len(group) - 1} more heads)" if len(group) > 1 else ""
+            lines.append(f"! step {group[0].step}: {kind}: {layer}, head {group[0].head}{more}: {group[0].message}")
+        rest = [f"! and {len(lines) - SHOWN_ALERTS} more"] if len(lines) > SHOWN_ALERTS else []
+        return self._text.Text("\n".join(lines[:SHOWN_ALERTS] + rest), style="red")
 
 
 def _short(x: float) -> str:
@@ -133,12 +124,8 @@ def _short(x: float) -> str:
     return f"{x:.3g}" if 1e-3 <= size < 1000 else f"{x:.1e}"
 
 
-def _is_share(quantity: Quantity) -> bool:
-    return quantity.low is not None and quantity.high is not None
-
-
 def _style(quantity: Quantity, mean: float) -> str:
-    """Yellow where a share is near one of its ends, which is where trouble begins."""
-    if _is_share(quantity):
+    """Yellow where a share is near one of its ends."""
+    if quantity.is_share:
         return "yellow" if mean > 0.9 or mean < 0.05 else "green"
     return "cyan"

@@ -1,10 +1,11 @@
-"""Records as lines of JSON, in a file that a killed run leaves readable."""
+"""Records as lines of JSON, in a file that stays readable if the run is killed."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from attnscale.errors import reject, reject_type
 
 
 class JsonlSink:
-    """One line per layer and head, and one per alert; a run that is resumed goes on where the file ends.
+    """One line per layer and head, and one per alert; a resumed run appends to the file.
 
-    Each report is one write to a file opened for appending: a process that is killed leaves at most the last line
-    incomplete, which is cut off when the file is next opened for writing and skipped by `read_jsonl`.
+    Each report is one unbuffered write to a file opened for appending: a process that is killed leaves at most the last
+    line incomplete, which is cut off when the file is next opened for writing and skipped by `read_jsonl`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -26,7 +27,8 @@ class JsonlSink:
             reject("path", str(path), "a file, not a folder")
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_incomplete(self.path)
+        if self.path.exists():
+            _cut_incomplete_line(self.path)
         self._file = self.path.open("ab", buffering=0)
 
     def log(self, records: Sequence[Record], step: int) -> None:
@@ -45,35 +47,10 @@ class JsonlSink:
             view = view[self._file.write(view) :]
 
 
-def read_jsonl(path: str | Path) -> Iterator[Record | Alert]:
-    """What a `JsonlSink` has written, in order; a line that is not complete yet is left out."""
-    with Path(path).open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield parse_line(line)
-
-
-def parse_line(line: bytes) -> Record | Alert:
-    """What one line says; a ValueError, KeyError or TypeError where it says nothing of the kind."""
-    content = json.loads(line)
-    return Alert.from_dict(content["alert"]) if content["kind"] == "alert" else Record.from_dict(content)
-
-
-def _cut_incomplete(path: Path) -> None:
-    """Drop what follows the last line break."""
-    if not path.exists():
-        return
+def _cut_incomplete_line(path: Path) -> None:
     with path.open("rb+") as file:
-        size = file.seek(0, 2)
-        position = size
-        while position > 0:
-            block = min(4096, position)
-            file.seek(position - block)
-            found = file.read(block).rfind(b"\n")
-            if found >= 0:
-                position = position - block + found + 1
-                break
-            position -= block
-        if position < size:
-            file.truncate(position)
+        if size := file.seek(0, 2):  # an empty file cannot be mapped
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            if end < size:
+                file.truncate(end)

@@ -20,7 +20,7 @@ class MemorySink:
 
     @property
     def records(self) -> list[Record]:
-        """All of them, oldest first."""
+        """The records of the kept reports, oldest first."""
         return [record for _, records in self._reports for record in records]
 
     def log(self, records: Sequence[Record], step: int) -> None:

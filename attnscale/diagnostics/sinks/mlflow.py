@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from itertools import islice
 
 from attnscale._util.optional import need
-from attnscale.diagnostics.records.flatten import compact, flatten
-from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.records.record import Alert, Record, by_kind
+from attnscale.diagnostics.views.flatten import compact, flatten
 from attnscale.errors import reject_type
 
-BATCH = 1000  # metrics that an MLflow server takes in one request
+BATCH = 1000  # metrics per request, the limit of MLflow servers
 
 
 class MlflowSink:
-    """Logs metrics to an MLflow run: the one named, else the one that is active at the first report, else a new one.
+    """Logs metrics to an MLflow run: the given one, else the one active at the first report, else a new one.
 
-    A run that was started here ends with the sink. `heads` adds the mean of each head, `full` every number there is.
-    Alerts become tags, `attn.alert.<kind>`: the latest of each kind.
+    A new run ends with the sink. `heads` adds the mean of each head, `full` every number there is. Alerts become tags
+    `attn.alert.<kind>`, which hold the latest of each kind.
     """
 
     def __init__(self, run_id: str | None = None, *, heads: bool = True, full: bool = False) -> None:
@@ -39,9 +39,9 @@ class MlflowSink:
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
         client = self._mlflow.MlflowClient()
         run_id = self._started()
-        for alert in {alert.kind: alert for alert in alerts}.values():
-            text = f"step {step}, {alert.layer}, head {alert.head}: {alert.message}"
-            client.set_tag(run_id, f"attn.alert.{alert.kind}", text)
+        for kind, (*_, latest) in by_kind(alerts).items():
+            text = f"step {step}, {latest.layer}, head {latest.head}: {latest.message}"
+            client.set_tag(run_id, f"attn.alert.{kind}", text)
 
     def close(self) -> None:
         """End the run if it was started here."""

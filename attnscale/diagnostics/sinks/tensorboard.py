@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import socket
@@ -12,16 +11,16 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from attnscale._util import state
 from attnscale._util.optional import need
-from attnscale.diagnostics.records.flatten import SPREAD
-from attnscale.diagnostics.records.record import Alert, Record, layers_of
-from attnscale.diagnostics.views.display import MAIN, Grid, Quantity, grid_of
-from attnscale.diagnostics.views.heatmap import draw
+from attnscale.diagnostics.records.record import Alert, Record, by_kind, layers_of
+from attnscale.diagnostics.views.display import Quantity
+from attnscale.diagnostics.views.flatten import SPREAD
+from attnscale.diagnostics.views.heatmap import Grid, draw, main_grids
 from attnscale.errors import reject, reject_type
 
 BINS = 20
-SHOWN = 50  # alerts written out in one text
-_NUMBERS = itertools.count()  # tells files apart that one process opens within a second
+SHOWN_ALERTS = 50  # in one text
 
 
 class TensorBoardSink:
@@ -31,8 +30,8 @@ class TensorBoardSink:
     `heads` is False), `attn.<quantity>/heads` a histogram over all heads, `attn.<quantity>/map` the heat map of layer ×
     head at every `images`-th report (None: never), and `attn.alerts/<kind>` the alerts as text.
 
-    The file is made at the first report, and each report is on disk when `log` returns: unlike with tensorboard's own
-    writer, which keeps two minutes in a queue, a killed run loses nothing that was logged.
+    The file is made at the first report. Each report is on disk when `log` returns (tensorboard's own writer queues two
+    minutes of them), so a killed run loses nothing that was logged.
     """
 
     def __init__(self, folder: str | Path, *, heads: bool = True, images: int | None = 10) -> None:
@@ -59,21 +58,18 @@ class TensorBoardSink:
         with_images = self.images is not None and self._reports % self.images == 0
         self._reports += 1
         values: list[Any] = []
-        for quantity in MAIN:
-            grid = grid_of(records, quantity)
-            if grid is not None:
-                values += self._scalars(records, quantity)
-                values += self._histogram(grid)
-                values += self._image(grid) if with_images else []
+        for grid in main_grids(records):
+            values += self._scalars(records, grid.quantity)
+            values += self._histogram(grid)
+            values += self._image(grid) if with_images else []
         self._write(values, step)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
         values: list[Any] = []
-        for kind in dict.fromkeys(alert.kind for alert in alerts):
-            these = [alert for alert in alerts if alert.kind == kind]
-            lines = [f"- **{alert.layer}**, head {alert.head}: {alert.message}" for alert in these[:SHOWN]]
-            if len(these) > SHOWN:
-                lines.append(f"- and {len(these) - SHOWN} more")
+        for kind, group in by_kind(alerts).items():
+            lines = [f"- **{alert.layer}**, head {alert.head}: {alert.message}" for alert in group[:SHOWN_ALERTS]]
+            if len(group) > SHOWN_ALERTS:
+                lines.append(f"- and {len(group) - SHOWN_ALERTS} more")
             values += self._summary.text(f"attn.alerts/{kind}", "\n".join(lines)).value
         self._write(values, step)
 
@@ -85,12 +81,12 @@ class TensorBoardSink:
     def _scalars(self, records: Sequence[Record], quantity: Quantity) -> Iterator[Any]:
         tag = f"attn.{quantity.name}"
         for layer in layers_of(records):
-            here = [record for record in records if record.layer == layer]
+            heads = [record for record in records if record.layer == layer]
             for mark in SPREAD if quantity.phase else ("mean",):
-                found = [x for record in here if (x := quantity.of(record, mark)) is not None]
+                found = [x for record in heads if (x := quantity.of(record, mark)) is not None]
                 if found:
                     yield from self._summary.scalar(f"{tag}/{layer}/{mark}", sum(found) / len(found)).value
-            for record in here if self.heads else ():
+            for record in heads if self.heads else ():
                 if (x := quantity.of(record)) is not None:
                     yield from self._summary.scalar(f"{tag}.heads/{layer}/h{record.head}", x).value
 
@@ -99,19 +95,17 @@ class TensorBoardSink:
         if not finite:
             return ()
         low, high = min(finite), max(finite)
-        # Bins must have a width, also where all heads are alike but for a rounding.
+        # Bins need a width, even if all heads are equal up to rounding.
         pad = max(abs(low), abs(high), 1e-30) * 1e-6 if high - low <= 1e-6 * max(abs(low), abs(high)) else 0.0
         edges = self._numpy.linspace(low - pad, high + pad, BINS + 1)
-        found: Sequence[Any] = self._summary.histogram(
-            f"attn.{grid.quantity.name}/heads", self._numpy.asarray(finite), bins=edges
-        ).value
-        return found
+        tag = f"attn.{grid.quantity.name}/heads"
+        values: Sequence[Any] = self._summary.histogram(tag, self._numpy.asarray(finite), bins=edges).value
+        return values
 
     def _image(self, grid: Grid) -> Sequence[Any]:
-        found: Sequence[Any] = self._summary.image(
-            f"attn.{grid.quantity.name}/map", draw(grid, "TensorBoardSink"), dataformats="HWC"
-        ).value
-        return found
+        picture = draw(grid, "TensorBoardSink")
+        values: Sequence[Any] = self._summary.image(f"attn.{grid.quantity.name}/map", picture, dataformats="HWC").value
+        return values
 
     def _write(self, values: list[Any], step: int) -> None:
         if self._closed:
@@ -128,13 +122,13 @@ class TensorBoardSink:
 
 
 def _file_name() -> str:
-    """As tensorboard wants it: when, where and by whom."""
-    parts = (f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(_NUMBERS), "attnscale")
+    """As tensorboard expects it, with a number that tells files of the same second apart."""
+    parts = (f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(state.FILE_NUMBERS), "attnscale")
     return ".".join(map(str, ("events.out.tfevents", *parts)))
 
 
 class _WholeWrites(FileIO):
-    """A file without a buffer, so that nothing is left to write when a write has failed."""
+    """An unbuffered file: after a failed write nothing is left to be written."""
 
     def write(self, content: Any) -> int:
         view = memoryview(content)

@@ -1,4 +1,4 @@
-"""Records for experiment trackers of the W&B kind: Weights & Biases itself, and Trackio."""
+"""Records for Weights & Biases and Trackio."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnscale._util.optional import need
-from attnscale.diagnostics.records.flatten import PREFIX, compact, flatten
-from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.records.record import Alert, Record, by_kind
+from attnscale.diagnostics.views.flatten import PREFIX, compact, flatten
 from attnscale.errors import ArgumentError, reject, reject_type
 
 MODULES = ("wandb", "trackio")
 STEP = f"{PREFIX}/step"
-SHOWN = 20  # heads named in one alert
+SHOWN_HEADS = 20  # in one alert
 
 
 class TrackerSink:
-    """Logs to a run of W&B or Trackio: one that is given, or that of the module named.
+    """Logs to a run of W&B or Trackio: a given one, or that of the named module.
 
     `TrackerSink("wandb", project="p")` starts a run with these arguments at the first report and ends it with the sink;
-    `TrackerSink("wandb")` uses the run that is active then. W&B gets `attn/step` as the axis of all `attn/…`, and our
-    numbers join the row that is open: the count of steps that belongs to your own logging is left alone.
+    `TrackerSink("wandb")` uses the run that is active then. In W&B, `attn/step` is the axis of all `attn/…`, and the
+    numbers are added to the open row, so that W&B's own step count is unaffected.
 
-    `heads` adds the mean of each head, `full` every number there is: many for a tracker.
+    `heads` adds the mean of each head, `full` every number there is, which is a lot for a tracker.
     """
 
     def __init__(self, run: Any, *, heads: bool = True, full: bool = False, **start: Any) -> None:
@@ -42,7 +42,7 @@ class TrackerSink:
         self.full = full
         self._start = start
         self._defined = False
-        self._open_row: int | None = None  # the row of W&B that holds our last report
+        self._open_row: int | None = None  # the W&B row with the last report
 
     def log(self, records: Sequence[Record], step: int) -> None:
         values = flatten(records) if self.full else compact(records, heads=self.heads)
@@ -59,7 +59,7 @@ class TrackerSink:
             run.log({STEP: step, **values})
             return
         if row == self._open_row:
-            run.log({}, commit=True)  # nobody has closed the row with our last report: this one would replace it
+            run.log({}, commit=True)  # or this report would replace the last one in the same row
         run.log({STEP: step, **values}, commit=False)
         self._open_row = _row_of(run)
 
@@ -68,11 +68,10 @@ class TrackerSink:
         if not callable(getattr(run, "alert", None)):
             return
         level = {"level": "WARN"} if callable(getattr(run, "define_metric", None)) else {}
-        for kind in dict.fromkeys(alert.kind for alert in alerts):
-            these = [alert for alert in alerts if alert.kind == kind]
-            lines = [f"step {step}, {alert.layer}, head {alert.head}: {alert.message}" for alert in these[:SHOWN]]
-            if len(these) > SHOWN:
-                lines.append(f"and {len(these) - SHOWN} more")
+        for kind, group in by_kind(alerts).items():
+            lines = [f"step {step}, {alert.layer}, head {alert.head}: {alert.message}" for alert in group[:SHOWN_HEADS]]
+            if len(group) > SHOWN_HEADS:
+                lines.append(f"and {len(group) - SHOWN_HEADS} more")
             run.alert(title=f"attention: {kind}", text="\n".join(lines), **level)
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class TrackerSink:
         self._run = None
 
     def _started(self) -> Any:
-        """The run; found or started late, because only one process of several ever logs."""
+        """The run. Looked up or started at the first report, since only one of several processes logs."""
         if self._run is None:
             if self._module is None:
                 raise ValueError("the sink is closed")
@@ -95,7 +94,7 @@ class TrackerSink:
 
 
 def _row_of(run: Any) -> int | None:
-    """The row that is open; None where there is no such thing, as in a run that several processes share."""
+    """The open row; None where there is none, as in a run shared by several processes."""
     try:
         return int(run.step)
     except Exception:

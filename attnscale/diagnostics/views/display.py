@@ -1,81 +1,128 @@
-"""The quantities to look at first, and how a person reads them."""
+"""How quantities, alerts and layers are shown: names, units, scales, colours and explanations.
+
+The page, the terminal, plots, TensorBoard and the README take them from here.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from attnscale.diagnostics.records.record import Record, Summary, layers_of
+from attnscale.diagnostics.records.record import Record
 
-# What a summary holds of a quantity, without the number of rows.
-MARKS = Summary._fields[:-1]
+# Viridis at nine places, dark for low values; still readable in grey print.
+COLOURS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
 
 
 class Quantity(NamedTuple):
-    """Something records hold: per row in `forward` or `backward`, or one number per head where there is no phase."""
+    """A number in records: per row in `forward` or `backward`, or one per head (`scalars`) where there is no phase.
 
-    phase: str
+    Statistics that backward computes again have the phase "forward" here.
+    """
+
     name: str
-    title: str
-    low: float | None = None  # ends of the scale, where they are known beforehand
+    phase: str
+    title: str  # for a column or a small plot
+    label: str  # for a list or an axis, with the unit
+    explanation: str
+    low: float | None = None  # ends of the scale, where they are fixed
     high: float | None = None
-    log: bool = False  # differences are in the powers of ten
+    log: bool = False
 
-    def of(self, record: Record, mark: str = "mean") -> float | None:
+    @property
+    def is_share(self) -> bool:
+        """Whether both ends of the scale are fixed."""
+        return self.low is not None and self.high is not None
+
+    def of(self, record: Record, statistic: str = "mean") -> float | None:
         """Its value in a record, None if it is not there."""
         if not self.phase:
             return record.scalars.get(self.name)
         summary = (record.forward if self.phase == "forward" else record.backward).get(self.name)
-        return None if summary is None else float(getattr(summary, mark))
+        return None if summary is None else float(getattr(summary, statistic))
 
 
-MAIN = (
-    Quantity("forward", "w_max", "w_max", 0.0, 1.0),
-    Quantity("forward", "relative_entropy", "H / ln n", 0.0, 1.0),
-    Quantity("forward", "max_logit", "max logit"),
-    Quantity("forward", "criticality", "criticality r", log=True),
-    Quantity("", "angle_ratio", "angle ratio", 0.0),
-    Quantity("backward", "score_gradient", "|dS|", log=True),
-    Quantity("", "gain", "gain", log=True),
+GAP_COUNT = "gap_count_"  # followed by the gap t
+
+# In the order of lists; N(t) comes last.
+_ROWS = (
+    Quantity("w_max", "forward", "w_max", "largest weight w_max", "1 if one key has all the weight", 0.0, 1.0),
+    Quantity("relative_entropy", "forward", "H / ln n", "entropy / ln n", "1 if all keys weigh the same", 0.0, 1.0),
+    Quantity("entropy", "forward", "entropy, nats", "entropy H, nats", "of the weights, after temperature"),
+    Quantity("max_logit", "forward", "max logit", "largest logit", "in nats, after temperature"),
+    Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1, w_max ≥ 1/ζ(r)", log=True),
+    Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: how closely keys follow the best"),
+    Quantity("prominence", "forward", "prominence", "prominence of the best score", "about 1 if the scores are noise"),
+    Quantity("beta", "forward", "β", "temperature β", "the factor of the logits that the policy gave"),
+    Quantity("visible", "forward", "n", "visible keys n", "keys that the row may see"),
+    Quantity("score_gradient", "backward", "|dS|", "row norm of dS", "gradient of a row's raw scores", log=True),
+    Quantity("beta_gradient", "backward", "dβ", "gradient of β", "of a row"),
+    Quantity("gain", "", "gain", "gain ‖(dQ, dK, dV)‖ / ‖dO‖", "how much gradient reaches the inputs", log=True),
+    Quantity("angle_ratio", "", "angle ratio", "angle ratio, out / in", "0 if all rows become one direction", 0.0),
+    Quantity("mismatch", "", "mismatch", "forward/backward mismatch", "largest difference of a row's statistics"),
+    Quantity("query_gradient", "", "‖dQ‖", "‖dQ‖", "gradient of the queries"),
+    Quantity("key_gradient", "", "‖dK‖", "‖dK‖", "gradient of the keys; grouped heads have equal shares"),
+    Quantity("value_gradient", "", "‖dV‖", "‖dV‖", "gradient of the values; grouped heads have equal shares"),
+    Quantity("output_gradient", "", "‖dO‖", "‖dO‖", "gradient of the output"),
+    Quantity("broken_row", "", "broken row", "first broken row", "the first with NaN or infinity, if there is one"),
+    Quantity("skipped_calls", "", "skipped", "skipped calls", "calls that could not be measured, if there are any"),
+)
+QUANTITIES = {row.name: row for row in _ROWS}
+
+# What compact reports and tables show, in this order.
+MAIN = tuple(
+    QUANTITIES[name]
+    for name in ("w_max", "relative_entropy", "max_logit", "criticality", "angle_ratio", "score_gradient", "gain")
 )
 
 
-class Grid(NamedTuple):
-    """One quantity over layers × heads; NaN where there is none."""
+def quantity_of(name: str, phase: str = "forward") -> Quantity:
+    """The row of a name; one that is not known is shown as it is.
 
-    quantity: Quantity
-    layers: list[str]
-    values: list[list[float]]
-
-    def scale(self) -> tuple[float, float]:
-        """What the ends of the colours stand for: given beforehand, or the least and largest that can be shown."""
-        shown = [x for row in self.values for x in row if math.isfinite(x) and (x > 0 or not self.quantity.log)]
-        low = self.quantity.low if self.quantity.low is not None else min(shown, default=0.0)
-        high = self.quantity.high if self.quantity.high is not None else max(shown, default=low)
-        return low, max(high, low)
-
-    def shares(self) -> list[list[float]]:
-        """The values as places on the scale, 0 to 1; NaN stays NaN."""
-        low, high = self.scale()
-        return [[self._share(x, low, high) for x in row] for row in self.values]
-
-    def _share(self, x: float, low: float, high: float) -> float:
-        if math.isnan(x):
-            return math.nan
-        if x <= low or x >= high:  # infinities, and what has no logarithm, lie at the ends
-            return 0.5 if x == low == high else float(x > low)
-        if self.quantity.log:
-            return math.log(x / low) / math.log(high / low)
-        return (x - low) / (high - low)
+    >>> [quantity_of(name).label for name in ("w_max", "gap_count_0.5", "mine")]
+    ['largest weight w_max', 'N(0.5), keys within 0.5 of the best', 'mine']
+    """
+    if name.startswith(GAP_COUNT):
+        gap = name.removeprefix(GAP_COUNT)
+        label = f"N({gap}), keys within {gap} of the best"
+        return Quantity(name, phase, f"N({gap}), keys near the best", label, "counted on raw scores")
+    return QUANTITIES.get(name) or Quantity(name, phase, name, name, "")
 
 
-def grid_of(records: Sequence[Record], quantity: Quantity) -> Grid | None:
-    """A quantity over layers × heads, rows filled up to the layer with most heads; None if no record has it."""
-    layers = layers_of(records)
-    found = {(r.layer, r.head): x for r in records if (x := quantity.of(r)) is not None}
-    if not found:
-        return None
-    heads = 1 + max(record.head for record in records)
-    values = [[found.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
-    return Grid(quantity, layers, values)
+class AlertKind(NamedTuple):
+    """What an alert means, and the quantities that show it, the first of which has the limit."""
+
+    explanation: str
+    quantities: tuple[str, ...]
+
+
+ALERTS = {
+    "diffuse": AlertKind("attention is spread over all keys", ("relative_entropy",)),
+    "collapsed": AlertKind("one key has all the weight", ("w_max",)),
+    "noise": AlertKind("most of the weight is on a score no higher than noise", ("prominence", "w_max")),
+    "exploding": AlertKind("a logit has become too large", ("max_logit",)),
+    "vanishing": AlertKind("hardly any gradient passes the attention", ("gain",)),
+    "mismatch": AlertKind("backward saw other statistics than forward", ("mismatch",)),
+    "broken": AlertKind("NaN or infinity in the output", ("broken_row",)),
+}
+
+
+def short_names(layers: Sequence[str]) -> list[str]:
+    """Paths without what all of them begin and end with; a number keeps the word before it.
+
+    >>> short_names(["model.layers.0.attn", "model.layers.1.attn"])
+    ['layers.0', 'layers.1']
+    >>> short_names(["encoder.0.attn", "decoder.0.attn"]), short_names(["attn"])
+    (['encoder', 'decoder'], ['attn'])
+    """
+    if len(set(layers)) < 2:
+        return list(layers)
+    parts = [layer.split(".") for layer in layers]
+    start = 0
+    while all(len(part) > start + 1 and part[start] == parts[0][start] for part in parts):
+        start += 1
+    while all(len(part) > start + 1 and part[-1] == parts[0][-1] for part in parts):
+        parts = [part[:-1] for part in parts]
+    if start and any(part[start].isdecimal() for part in parts):
+        start -= 1
+    return [".".join(part[start:]) for part in parts]

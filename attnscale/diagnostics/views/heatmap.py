@@ -1,32 +1,71 @@
-"""A picture of one quantity over layers × heads, with numpy and pillow only, which tensorboard brings."""
+"""One quantity over layers × heads: as places on a colour scale, and as a picture.
+
+The picture needs numpy and pillow only, which tensorboard brings.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from attnscale._util.optional import need
-from attnscale.diagnostics.views.display import Grid
+from attnscale.diagnostics.records.record import Record, layers_of
+from attnscale.diagnostics.views.display import COLOURS, MAIN, Quantity
 
-# Viridis at nine places: dark is little, light is much, and it survives printing in grey.
-COLOURS = (
-    (68, 1, 84),
-    (71, 44, 122),
-    (59, 81, 139),
-    (44, 113, 142),
-    (33, 144, 141),
-    (39, 173, 129),
-    (92, 200, 99),
-    (170, 220, 50),
-    (253, 231, 37),
-)
+RGB = tuple(tuple(bytes.fromhex(colour[1:])) for colour in COLOURS)
 BACKGROUND = (255, 255, 255)
 INK = (40, 40, 40)
-NOTHING = (225, 225, 225)  # a head the layer does not have, or NaN
+MISSING = (225, 225, 225)  # a head the layer does not have, or NaN
 
 MARGIN = 8
 LINE = 16  # height of a line of text
 LARGEST = 1024  # cells of a large model shrink to fit
+
+
+class Grid(NamedTuple):
+    """One quantity over layers × heads; NaN where there is none."""
+
+    quantity: Quantity
+    layers: list[str]
+    values: list[list[float]]
+
+    def scale(self) -> tuple[float, float]:
+        """The ends of the colour scale: fixed ones, or the least and largest value that can be shown."""
+        shown = [x for row in self.values for x in row if math.isfinite(x) and (x > 0 or not self.quantity.log)]
+        low = self.quantity.low if self.quantity.low is not None else min(shown, default=0.0)
+        high = self.quantity.high if self.quantity.high is not None else max(shown, default=low)
+        return low, max(high, low)
+
+    def shares(self) -> list[list[float]]:
+        """The values as places on the scale, 0 to 1; NaN stays NaN."""
+        low, high = self.scale()
+        return [[self._share(x, low, high) for x in row] for row in self.values]
+
+    def _share(self, x: float, low: float, high: float) -> float:
+        if math.isnan(x):
+            return math.nan
+        if x <= low or x >= high:  # infinities, and what has no logarithm, lie at the ends
+            return 0.5 if x == low == high else float(x > low)
+        if self.quantity.log:
+            return math.log(x / low) / math.log(high / low)
+        return (x - low) / (high - low)
+
+
+def grid_of(records: Sequence[Record], quantity: Quantity) -> Grid | None:
+    """A quantity over layers × heads, rows filled up to the layer with most heads; None if no record has it."""
+    layers = layers_of(records)
+    known = {(r.layer, r.head): x for r in records if (x := quantity.of(r)) is not None}
+    if not known:
+        return None
+    heads = 1 + max(record.head for record in records)
+    values = [[known.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
+    return Grid(quantity, layers, values)
+
+
+def main_grids(records: Sequence[Record]) -> list[Grid]:
+    """The grids of the main quantities that are there."""
+    return [grid for quantity in MAIN if (grid := grid_of(records, quantity)) is not None]
 
 
 def colour(share: float) -> tuple[int, int, int]:
@@ -36,16 +75,16 @@ def colour(share: float) -> tuple[int, int, int]:
     ((68, 1, 84), (253, 231, 37), (225, 225, 225))
     """
     if math.isnan(share):
-        return NOTHING
-    place = min(max(share, 0.0), 1.0) * (len(COLOURS) - 1)
-    index = min(int(place), len(COLOURS) - 2)
+        return MISSING
+    place = min(max(share, 0.0), 1.0) * (len(RGB) - 1)
+    index = min(int(place), len(RGB) - 2)
     part = place - index
-    red, green, blue = (round(a + (b - a) * part) for a, b in zip(COLOURS[index], COLOURS[index + 1], strict=True))
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(RGB[index], RGB[index + 1], strict=True))
     return red, green, blue
 
 
 def cell_size(layers: int, heads: int) -> int:
-    """Pixels of a cell, its gap of one included where there is room for one."""
+    """Pixels of a cell, with its gap of one pixel where there is room for one."""
     return max(2, min(24, LARGEST // max(layers, heads, 1)))
 
 

@@ -1,4 +1,4 @@
-"""One look at a model, in a notebook: what its attention did inside a `with` block."""
+"""`observe`: the statistics of a model's attention inside a `with` block, for notebooks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from attnscale.diagnostics.records.record import Record
 from attnscale.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from attnscale.diagnostics.views.display import Grid
+    from attnscale.diagnostics.views.heatmap import Grid
 
-# What only shows results is imported where it does: `import attnscale` brings this file along for `observe`.
+# `import attnscale` imports this file, so what only shows results is imported where it is used.
 
 
 class Inspection:
-    """What was seen: `records`, one per layer and head, empty until the block ends. Prints as a table."""
+    """`records`, one per layer and head, empty until the block ends. Prints as a table."""
 
     def __init__(self) -> None:
         self.records: Sequence[Record] = ()
@@ -31,7 +31,7 @@ class Inspection:
 
         `frame["forward/w_max/mean"].unstack()` is layer × head.
         """
-        from attnscale.diagnostics.records.flatten import PREFIX, flatten
+        from attnscale.diagnostics.views.flatten import PREFIX, flatten
 
         pandas = need("pandas", "to_pandas", "report")
         rows = []
@@ -45,7 +45,8 @@ class Inspection:
 
     def plot(self) -> Any:
         """A matplotlib figure with a heat map of layer × head for each main quantity."""
-        from attnscale.diagnostics.views.heatmap import COLOURS, NOTHING
+        from attnscale.diagnostics.views.display import COLOURS
+        from attnscale.diagnostics.views.heatmap import MISSING
 
         # Unused here, but a notebook only shows figures once pyplot has been imported.
         need("matplotlib.pyplot", "plot", "report")
@@ -53,8 +54,8 @@ class Inspection:
         grids = self._grids()
         if not grids:
             raise ArgumentError("records=() is not accepted: expected a model that was called inside the block")
-        palette = colours.LinearSegmentedColormap.from_list("attn", [[x / 255 for x in c] for c in COLOURS])
-        palette = palette.with_extremes(bad=[x / 255 for x in NOTHING])
+        palette = colours.LinearSegmentedColormap.from_list("attn", COLOURS)
+        palette = palette.with_extremes(bad=[x / 255 for x in MISSING])
         columns = min(len(grids), 4)
         lines = -(-len(grids) // columns)
         layers, heads = len(grids[0].layers), len(grids[0].values[0])
@@ -108,12 +109,12 @@ class Inspection:
         return f"<table>{''.join(lines)}</table>"
 
     def _grids(self) -> list[Grid]:
-        from attnscale.diagnostics.views.display import MAIN, grid_of
+        from attnscale.diagnostics.views.heatmap import main_grids
 
-        return [grid for quantity in MAIN if (grid := grid_of(self.records, quantity)) is not None]
+        return main_grids(self.records)
 
     def _lines(self) -> Iterator[tuple[str, int, list[float], list[float]]]:
-        """Layer, head, and of each main quantity its value and its place on the scale."""
+        """Layer, head, and for each main quantity its value and its place on the colour scale."""
         grids = [(grid, grid.shares()) for grid in self._grids()]
         for record in self.records:
             row = grids[0][0].layers.index(record.layer)
@@ -123,9 +124,9 @@ class Inspection:
 
 @contextmanager
 def observe(model: nn.Module, rows: int | None = None) -> Iterator[Inspection]:
-    """Look at every attention of a model while a block runs; a backward inside is seen too.
+    """Measure every attention of a model while a block runs, including a backward inside it.
 
-    `rows` looks at so many sampled rows of each call instead of all. The model is left as it was.
+    `rows` samples so many rows of each call instead of all. The model is left as it was.
 
     >>> import torch, attnscale
     >>> model = attnscale.MultiheadAttention(16, 2, batch_first=True)

@@ -6,35 +6,29 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from attnscale.diagnostics.records.names import short_names
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from attnscale.diagnostics.records.jsonl import Tail
 from attnscale.diagnostics.records.record import Alert
-from attnscale.diagnostics.views.history import History
-from attnscale.diagnostics.views.tail import Tail
+from attnscale.diagnostics.views.display import QUANTITIES, short_names
+from attnscale.diagnostics.views.history import COLUMNS, History
 from attnscale.errors import reject
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
 BARS = "▁▂▃▄▅▆▇█"
-PLAIN = ".:-=+*#@"  # for a terminal that cannot show the bars
+PLAIN = ".:-=+*#@"  # for a terminal without Unicode
 BROKEN = "×"
-COLUMNS = {
-    "w_max": "w_max (mean)",
-    "relative_entropy": "H/ln n (mean)",
-    "gain": "gain (least)",
-    "max_logit": "max logit",
-}
-NUMBER = 8  # characters of a number, its gap included
-NARROW = 6  # the shortest sparkline that says something
+NUMBER = 8  # characters of a number and the gap before it
+NARROW = 6  # the shortest useful sparkline
 SHOWN_ALERTS = 8
 
 
 class Watch:
-    """A run as it stands: `update` reads what is new, `view` shows it."""
+    """The present state of a run: `update` reads what is new, `view` shows it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -44,20 +38,17 @@ class Watch:
         self.history = History()
 
     def update(self) -> None:
-        """Read what has been added to the file; a file that was begun anew replaces what was known."""
+        """Read what has been added to the file; a new file replaces the history."""
         restarts = self.tail.restarts
-        for one in self.tail.new():
+        for item in self.tail.new():
             if self.tail.restarts != restarts:
                 restarts, self.history = self.tail.restarts, History()
-            self.history.add((one,))
-        if self.tail.restarts != restarts:
+            self.history.add((item,))
+        if self.tail.restarts != restarts:  # by a file that has no records yet
             self.history = History()
 
     def view(self, width: int, height: int | None = None, *, bars: str = BARS) -> RenderableType:
-        """What is known, in so many columns; all layers, or as many as fit into a height."""
-        from rich.console import Group
-        from rich.text import Text
-
+        """A table of this width, of all layers or as many as fit into the height."""
         if not self.history.layers:
             waiting = "no records yet" if self.path.exists() else "the file does not exist yet"
             return Text(f"{self.path}: {waiting}", style="dim")
@@ -74,17 +65,15 @@ class Watch:
         return Group(*parts)
 
     def _title(self) -> Text:
-        from rich.text import Text
-
         history = self.history
         heads = sorted(set(history.heads.values()))
         each = f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}–{heads[-1]}"
-        found = Text(f"step {history.steps[-1]}", style="bold", no_wrap=True, overflow="ellipsis")
-        found.append(f" · {history.reports} reports · {len(history.layers)} layers × {each} heads", style="not bold")
+        title = Text(f"step {history.steps[-1]}", style="bold", no_wrap=True, overflow="ellipsis")
+        title.append(f" · {history.reports} reports · {len(history.layers)} layers × {each} heads", style="not bold")
         if self.tail.skipped:
-            found.append(f" · {self.tail.skipped} unreadable lines", style="not bold yellow")
-        found.append(f" · {self.path}", style="not bold dim")  # last: where room is short it may go
-        return found
+            title.append(f" · {self.tail.skipped} unreadable lines", style="not bold yellow")
+        title.append(f" · {self.path}", style="not bold dim")  # last, since the end is cut off first
+        return title
 
     def _choose(self, room: int | None) -> list[str]:
         """The layers to show: those with an alert now first, then evenly spaced ones; in the order of the model."""
@@ -98,17 +87,13 @@ class Watch:
         return [layer for layer in layers if layer in set(wanted)]
 
     def _table(self, layers: list[str], width: int, bars: str) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
         plan = _plan(layers, width, any(self.history.by_layer.values()))
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, width=min(width, plan.width))
         table.add_column("layer", width=plan.name, no_wrap=True, overflow="ellipsis")
         if plan.alerts:
             table.add_column("alerts", justify="right", width=6)
         for quantity in plan.quantities:
-            heading = COLUMNS[quantity] if plan.cell >= len(COLUMNS[quantity]) else quantity.replace("relative_", "")
-            table.add_column(heading, width=plan.cell, no_wrap=True, overflow="crop")
+            table.add_column(_heading(quantity, plan.cell), width=plan.cell, no_wrap=True, overflow="crop")
         ranges = {quantity: self._range(quantity) for quantity in plan.quantities}
         for layer, name in zip(layers, short_names(layers), strict=True):
             count = self.history.by_layer[layer]
@@ -124,32 +109,27 @@ class Watch:
         return table
 
     def _range(self, quantity: str) -> tuple[float, float, bool]:
-        """Least and largest value that a sparkline shows, the same for all layers, and whether in powers."""
-        if quantity in ("w_max", "relative_entropy"):
-            return 0.0, 1.0, False
+        """The scale of a sparkline, the same for all layers: its ends, and whether it is logarithmic."""
+        shown = QUANTITIES[quantity]
+        if shown.low is not None and shown.high is not None:
+            return shown.low, shown.high, False
         values = [x for layer in self.history.layers for x in self.history.series(layer, quantity) if math.isfinite(x)]
         low, high = min(values, default=0.0), max(values, default=0.0)
-        return low, high, quantity == "gain" and low > 0
+        return low, high, shown.log and low > 0
 
     def _kinds(self) -> Text:
-        from rich.text import Text
-
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
-        return Text(
-            f"\n{self.history.alert_count} alerts: {kinds}; the latest:",
-            style="bold red",
-            overflow="ellipsis",
-            no_wrap=True,
-        )
+        text = f"\n{self.history.alert_count} alerts: {kinds}; the latest:"
+        return Text(text, style="bold red", overflow="ellipsis", no_wrap=True)
 
 
 class _Plan(NamedTuple):
-    """How a width is divided."""
+    """The widths of the columns, and which there are."""
 
     name: int
     alerts: bool
     quantities: tuple[str, ...]
-    spark: int
+    spark: int  # characters of a sparkline
 
     @property
     def cell(self) -> int:
@@ -161,7 +141,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(layers: list[str], width: int, alerts: bool) -> _Plan:
-    """As many quantities as fit with a sparkline each; where not even one does, its number alone."""
+    """As many quantities as fit with a sparkline each; where none does, the number of one."""
     name = max(5, min(max(map(len, short_names(layers))), 28, width // 4))
     quantities = tuple(COLUMNS)
     while quantities:
@@ -172,10 +152,16 @@ def _plan(layers: list[str], width: int, alerts: bool) -> _Plan:
     return _Plan(name, False, tuple(COLUMNS)[:1], 0)
 
 
+def _heading(quantity: str, width: int) -> str:
+    title, over_heads = QUANTITIES[quantity].title, COLUMNS[quantity].over_heads
+    long = title if over_heads == "largest" else f"{title} ({over_heads})"
+    return long if len(long) <= width else title
+
+
 def sparkline(
-    steps: Sequence[int], values: Sequence[float], width: int, low: float, high: float, powers: bool, bars: str = BARS
+    steps: Sequence[int], values: Sequence[float], width: int, low: float, high: float, log: bool, bars: str = BARS
 ) -> str:
-    """A character per stretch of steps, for the mean of the values in it; a blank where there is none.
+    """A character per range of steps, for the mean of the values in it; a blank where there is none.
 
     >>> sparkline([0, 1, 2, 3], [0.0, 0.3, 0.6, 1.0], 4, 0.0, 1.0, False)
     '▁▃▅█'
@@ -188,27 +174,27 @@ def sparkline(
     used = cells if last > first else cells[:1]
     line, previous = "", " "
     for cell in used:
-        # Fewer reports than characters: a value stands until the next.
-        previous = _bar(cell, low, high, powers, bars) if cell else previous
+        # With fewer reports than characters, a value is repeated until the next.
+        previous = _bar(cell, low, high, log, bars) if cell else previous
         line += previous
     return line.ljust(width)
 
 
-def _bar(cell: list[float], low: float, high: float, powers: bool, bars: str) -> str:
+def _bar(cell: list[float], low: float, high: float, log: bool, bars: str) -> str:
     if any(math.isinf(x) for x in cell):
         return BROKEN
     known = [x for x in cell if not math.isnan(x)]
     if not known:
         return " "
     value = sum(known) / len(known)
-    if powers:
+    if log:
         value, low, high = (math.log(max(x, 1e-300)) for x in (value, low, high))
     share = (value - low) / (high - low) if high > low else 0.5
     return bars[min(len(bars) - 1, max(0, int(share * len(bars))))]
 
 
 def _number(value: float) -> str:
-    """Three digits that matter, in at most seven characters; a dash for what is not there."""
+    """Three significant digits in at most seven characters; a dash for NaN."""
     if math.isnan(value):
         return "–"
     return f"{value:.3f}" if 1e-2 <= abs(value) < 10 or value == 0 else f"{value:.3g}"
@@ -225,8 +211,6 @@ def _grouped(alerts: Iterable[Alert]) -> list[list[Alert]]:
 
 
 def _alert_line(group: list[Alert]) -> Text:
-    from rich.text import Text
-
     alert = group[0]
     heads = ", ".join(str(alert.head) for alert in group[:8]) + (", …" if len(group) > 8 else "")
     where = f"step {alert.step}  {alert.layer}  head{'s' if len(group) > 1 else ''} {heads}  "
@@ -235,7 +219,7 @@ def _alert_line(group: list[Alert]) -> Text:
 
 
 def show(path: str | Path, console: Console, *, once: bool = False, interval: float = 1.0) -> None:
-    """Show a run until Ctrl-C; its present state only where asked for, or where nobody looks."""
+    """Show a run until Ctrl-C; only its present state with `once`, or if the console is no terminal."""
     once = once or not console.is_terminal
     watch = Watch(path)
     if once and not watch.path.exists():
@@ -245,8 +229,6 @@ def show(path: str | Path, console: Console, *, once: bool = False, interval: fl
     if once:
         console.print(watch.view(console.width, bars=bars))
         return
-    from rich.live import Live
-
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:

@@ -32,7 +32,7 @@ const both = ["w_max", "entropy", "gap", "mismatch"].map((name) => titled(by("bo
 const gainDots = titled(by("gain"), "gain-layers", (host) => new Chart(host, "gain by layer", 240));
 const gainMap = titled(by("gain"), "gain-steps", (host) => new HeatMap(host, "gain, layer by step"));
 
-// A plot with a heading of its own.
+// A plot with a heading.
 function titled(host, id, make) {
   const box = document.createElement("div"), heading = document.createElement("h3"), inner = document.createElement("div");
   box.id = `plot-${id}`;
@@ -58,7 +58,7 @@ function readAddress() {
     range: ["run", "step"], lines: ["head", "heads", "layers"], gap: gaps.map(({ name }) => name), theme: THEMES,
     kind: ["", ...run.kinds], table: ["", "open"],
   })) if (values.includes(given.get(name))) state[name] = given.get(name);
-  settle();
+  correctSelection();
 }
 
 function writeAddress() {
@@ -68,7 +68,7 @@ function writeAddress() {
   try {
     history.replaceState(null, "", `#${parts}`);
   } catch {
-    // A page inside another may have no address of its own; it works without.
+    // In an embedded page the address may be read-only.
   }
 }
 
@@ -80,8 +80,8 @@ function nearestStep(wanted) {
   return best;
 }
 
-// A statistic and a head that exist.
-function settle() {
+// Replace a statistic or head that does not exist.
+function correctSelection() {
   const has = statisticsOf(state.quantity);
   if (!has.includes(state.statistic)) state.statistic = has[0];
   state.head = Math.min(state.head, run.layers[state.layer].heads.length - 1);
@@ -93,12 +93,12 @@ function statisticsOf({ phase, name }) {
 
 function choose(changes) {
   Object.assign(state, changes);
-  settle();
+  correctSelection();
   writeAddress();
   render();
 }
 
-// --- what is in a plane
+// --- numbers of a plane
 
 const at = (values, step, column) => values[step * columns.length + column];
 const columnOf = (layer, head) => firstColumn[layer] + head;
@@ -108,7 +108,7 @@ const kindsOf = (bits) => run.kinds.filter((_, index) => bits >> Math.min(index,
 const nameOf = (quantity) => quantity.label + (quantity.phase === "backward" ? " (backward)" : "");
 const sentence = (text) => text[0].toUpperCase() + text.slice(1);
 
-// A number per layer and step from those of its heads; kept, since moving through steps does not change it.
+// A number per layer and step from those of its heads; cached, since it does not depend on the selection.
 const joined = new WeakMap();
 function perLayer(values, join) {
   if (!joined.has(values)) joined.set(values, new Map());
@@ -130,7 +130,7 @@ async function render() {
   ]);
   const pairs = await Promise.all(["w_max", "entropy", state.gap].map((each) => Promise.all(
     ["forward", "backward"].map((side) => plane(side, each, "mean")))));
-  if (turn !== drawing) return; // a later choice has overtaken this one
+  if (turn !== drawing) return; // the selection has changed meanwhile
   applyTheme();
   fillControls();
   const data = { values, low, high, bits };
@@ -231,7 +231,7 @@ function drawCurve({ values, low, high }) {
     })).filter((_, other) => other !== head);
     series.push({ label: title, legend: `${title}; grey: the others of ${own.name}`, values: mine, colour: accent });
   } else {
-    // Colours that stand out from the paper, whichever it is.
+    // Colours that contrast with the background of either theme.
     const many = run.layers.length - 1 || 1, darkest = document.documentElement.dataset.theme === "dark" ? 0.35 : 0.05;
     series = run.layers.map(({ name, short }, other) => ({
       label: short, legend: run.layers.length <= 8 || other === 0 || other === many || other === layer ? name : "",
@@ -251,24 +251,23 @@ function drawOverSteps(chart, name, series) {
   });
 }
 
-// Some air above and below lines, but none beyond what a quantity can be.
+// A margin above and below lines, but not beyond the possible values.
 function padded(name, { low, high, log }) {
-  if (UNIT.has(name)) return { low, high, log };
+  if (SHARES.has(name)) return { low, high, log };
   if (log) return { low: low / 1.2, high: high * 1.2, log };
-  const air = (high - low) * 0.05;
-  return { low: low >= 0 ? Math.max(0, low - air) : low - air, high: high + air, log };
+  const margin = (high - low) * 0.05;
+  return { low: low >= 0 ? Math.max(0, low - margin) : low - margin, high: high + margin, log };
 }
 
 function drawBoth(pairs, mismatch) {
   const column = columnOf(state.layer, state.head), { name, heads } = run.layers[state.layer];
-  const titles = [["w_max", "w_max"], ["entropy", "entropy, nats"], [state.gap, `N(${state.gap.replace("gap_count_", "")}), keys near the best`]];
-  titles.forEach(([quantity, text], index) => {
+  ["w_max", "entropy", state.gap].forEach((quantity, index) => {
     const [forward, backward] = pairs[index], series = [];
     if (forward) series.push({ label: "forward", legend: "forward", values: overSteps(forward, column), colour: variable("--accent") });
     if (backward) {
       series.push({ label: "backward", legend: "backward", values: overSteps(backward, column), colour: variable("--second"), dash: "5 4" });
     }
-    both[index].heading.textContent = text;
+    both[index].heading.textContent = (run.quantities.find(({ name }) => name === quantity) || { title: quantity }).title;
     drawOverSteps(both[index].plot, quantity, series);
   });
   both[3].heading.textContent = "largest difference of a row";
@@ -340,7 +339,7 @@ function drawTable(values) {
 
 function drawAlerts() {
   const wanted = `${state.kind} ${alertsShown}`;
-  if (wanted === alertsDrawn) return; // moving through steps does not change them
+  if (wanted === alertsDrawn) return; // nothing has changed
   alertsDrawn = wanted;
   const chosen = run.alerts.filter(({ kind }) => !state.kind || kind === state.kind), body = by("alerts").tBodies[0];
   const left = run.groupCount - run.alerts.length;
@@ -356,6 +355,7 @@ function drawAlerts() {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = alert.kind;
+    button.title = run.meanings[alert.kind].explanation;
     line.cells[0].append(button);
     line.addEventListener("click", () => goTo(alert));
     return line;
@@ -364,16 +364,10 @@ function drawAlerts() {
   by("more").textContent = `show more (${Math.max(0, chosen.length - alertsShown)} left)`;
 }
 
-// What an alert was about, in the head where it was raised.
-const ABOUT = {
-  collapsed: "forward.w_max", diffuse: "forward.relative_entropy", noise: "forward.prominence", exploding: "forward.max_logit",
-  vanishing: "scalar.gain", mismatch: "scalar.mismatch", broken: "scalar.broken_row",
-};
-
 function goTo({ kind, layer, head, first }) {
   const place = run.layers.findIndex(({ name }) => name === layer), changes = { step: nearestStep(first) };
   if (place >= 0) Object.assign(changes, { layer: place, head: Math.max(0, run.layers[place].heads.indexOf(head)) });
-  const quantity = run.quantities.find((one) => quantityKey(one) === ABOUT[kind]);
+  const quantity = run.quantities.find((one) => quantityKey(one) === run.meanings[kind].quantity);
   if (quantity) changes.quantity = quantity;
   choose(changes);
   by("controls").scrollIntoView({ block: "start" });
@@ -381,10 +375,9 @@ function goTo({ kind, layer, head, first }) {
 
 // --- controls
 
-function option(value, text) {
+function option(value, text, title = "") {
   const made = document.createElement("option");
-  made.value = value;
-  made.textContent = text;
+  Object.assign(made, { value, title, textContent: text });
   return made;
 }
 
@@ -414,7 +407,7 @@ function setUp() {
   for (const [phase, text] of Object.entries(PHASES)) {
     const group = document.createElement("optgroup");
     group.label = text;
-    group.append(...run.quantities.filter((one) => one.phase === phase).map((one) => option(quantityKey(one), nameOf(one))));
+    group.append(...run.quantities.filter((one) => one.phase === phase).map((one) => option(quantityKey(one), nameOf(one), one.explanation)));
     if (group.children.length) by("quantity").append(group);
   }
   by("step").max = run.steps.length - 1;

@@ -1,4 +1,4 @@
-// Lines with bands, or dots, over steps or layers, as SVG. Arrow keys move the place that is looked at.
+// Lines with bands, or dots, over steps or layers, as SVG. Arrow keys move the selected step or layer.
 
 const SPACE = document.getElementById("seed").namespaceURI;
 
@@ -9,20 +9,12 @@ function shape(name, attributes, text) {
   return node;
 }
 
-class Chart {
+class Chart extends Plot {
   constructor(host, label, height) {
-    this.host = host;
+    const svg = shape("svg", { class: "chart" });
+    super(host, svg, "chart", label, "left and right arrow keys move");
+    this.svg = svg;
     this.height = height;
-    this.svg = shape("svg", { class: "chart", tabindex: 0, role: "application", "aria-roledescription": "chart" });
-    this.svg.setAttribute("aria-describedby", "readout");
-    this.svg.setAttribute("aria-label", `${label}: left and right arrow keys move`);
-    this.legend = document.createElement("div");
-    this.legend.className = "legend";
-    host.replaceChildren(this.svg, this.legend);
-    this.svg.addEventListener("pointermove", (event) => this.hover(event));
-    this.svg.addEventListener("pointerleave", () => { tip.hide(); this.line("hover", null); });
-    this.svg.addEventListener("click", (event) => this.options.pick(this.nearest(event)));
-    this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
   // options: x (numbers, rising), now (index in x), pick(index), domain, across, tick(x), head(index), series:
@@ -70,7 +62,7 @@ class Chart {
     const wanted = Math.max(2, Math.floor(width / 90));
     const places = high > low ? ticksOf({ low, high, log: false }, wanted).filter(Number.isInteger) : [low];
     for (const place of places) {
-      // A label at the edge leans inwards, so that it is not cut.
+      // A label at the edge is aligned inwards, so that it is not cut off.
       const text = tick(place), half = 3.2 * text.length, at = this.x(place);
       const anchor = at + half > width ? "end" : at - half < 0 ? "start" : "middle";
       const edge = { end: width - 1, start: 1, middle: at }[anchor];
@@ -78,7 +70,7 @@ class Chart {
     }
   }
 
-  // Points that are numbers, cut where one is not.
+  // Runs of points, interrupted where a value is NaN.
   pieces(values) {
     const found = [[]];
     this.options.x.forEach((place, index) => {
@@ -144,6 +136,13 @@ class Chart {
       if (Math.abs(this.x(value) - place) < Math.abs(this.x(x[best]) - place)) best = index;
     });
     return best;
+  }
+
+  click(event) { this.options.pick(this.nearest(event)); }
+
+  leave() {
+    super.leave();
+    this.line("hover", null);
   }
 
   // All lines if they are few, else those nearest to the pointer.

@@ -1,24 +1,10 @@
 // A heat map on a canvas: rows are layers; one cell is selected, and arrow keys move it.
 
-class HeatMap {
+class HeatMap extends Plot {
   constructor(host, label) {
-    this.host = host;
-    this.canvas = document.createElement("canvas");
-    this.canvas.tabIndex = 0;
-    this.canvas.setAttribute("role", "application");
-    this.canvas.setAttribute("aria-roledescription", "heat map");
-    this.canvas.setAttribute("aria-describedby", "readout");
-    this.canvas.setAttribute("aria-label", `${label}: arrow keys move the selection`);
-    this.legend = document.createElement("div");
-    this.legend.className = "legend";
-    host.replaceChildren(this.canvas, this.legend);
-    this.canvas.addEventListener("pointermove", (event) => this.hover(event));
-    this.canvas.addEventListener("pointerleave", () => tip.hide());
-    this.canvas.addEventListener("click", (event) => {
-      const cell = this.cellAt(event);
-      if (cell) this.options.pick(...cell);
-    });
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    const canvas = document.createElement("canvas");
+    super(host, canvas, "heat map", label, "arrow keys move the selection");
+    this.canvas = canvas;
   }
 
   // options: rows and columns (labels), value(row, column), domain, selected [row, column], marked(row, column),
@@ -145,6 +131,11 @@ class HeatMap {
     const c = Math.floor((event.clientX - box.left - this.left) / this.cellWidth);
     const { rows, columns, value } = this.options;
     return r >= 0 && r < rows.length && c >= 0 && c < columns.length && value(r, c) !== undefined ? [r, c] : null;
+  }
+
+  click(event) {
+    const cell = this.cellAt(event);
+    if (cell) this.options.pick(...cell);
   }
 
   hover(event) {

@@ -1,7 +1,7 @@
 "use strict";
-// The run, and its planes of numbers: [steps, columns], a column being a head. A plane is unpacked when first asked for.
+// The run, and its planes of numbers [steps, columns], where a column is a head. A plane is decoded when first needed.
 
-// What goes wrong is said in the page, and can be read from outside.
+// Errors are shown in the page, and kept in its `data-errors`.
 function fail(reason) {
   const root = document.documentElement, box = document.getElementById("failure");
   root.dataset.errors = `${root.dataset.errors ? root.dataset.errors + "\n" : ""}${reason}`;
@@ -44,7 +44,7 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Bytes come apart (all first ones, all second ones, …); numbers of less than four bytes as differences between steps.
+// Inverse of `pack` in encode.py: lowest bytes of all numbers first; numbers of less than four bytes are differences between steps.
 async function toIntegers(index, width) {
   const bytes = await inflate(texts[index].textContent);
   const wide = columns.length, count = run.steps.length * wide, found = new Uint32Array(count);

@@ -1,8 +1,6 @@
-// From numbers to places, colours and words.
+// Numbers as positions, colours and text.
 
-// Dark to light in even steps for every eye (the map known as viridis), at nine points.
-const COLOURS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"]
-  .map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const COLOURS = run.colours.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const GRADIENT = `linear-gradient(to right, ${COLOURS.map((rgb) => `rgb(${rgb})`).join(", ")})`;
 
 function colour(share) {
@@ -10,12 +8,12 @@ function colour(share) {
   return `rgb(${COLOURS[left].map((x, i) => Math.round(x + (place - left) * (COLOURS[left + 1][i] - x)))})`;
 }
 
-// Quantities that lie between 0 and 1 are always shown on all of it, so that pictures can be compared.
-const UNIT = new Set(["w_max", "relative_entropy"]);
+// Quantities between 0 and 1 are always shown on the whole range, so that pictures can be compared.
+const SHARES = new Set(run.quantities.filter(({ share }) => share).map(({ name }) => name));
 
-// What an axis or a colour bar spans: {low, high, log}. By powers of ten where values differ more than a hundredfold.
+// The range of an axis or a colour bar: {low, high, log}; logarithmic where values differ more than a hundredfold.
 function domainOf(name, arrays) {
-  if (UNIT.has(name)) return { low: 0, high: 1, log: false };
+  if (SHARES.has(name)) return { low: 0, high: 1, log: false };
   let low = Infinity, high = -Infinity, positive = Infinity;
   for (const values of arrays) {
     for (const x of values) {
@@ -32,7 +30,7 @@ function domainOf(name, arrays) {
   return { low, high, log: false };
 }
 
-// Where in its domain a value lies, 0 to 1; NaN for what is no number.
+// The position of a value in its domain, 0 to 1; NaN stays NaN.
 function shareOf(x, { low, high, log }) {
   if (Number.isNaN(x)) return NaN;
   if (log) return Math.min(1, Math.max(0, Math.log(Math.max(x, low) / low) / Math.log(high / low)));
@@ -70,19 +68,3 @@ function mean(values) {
   const known = values.filter((x) => !Number.isNaN(x));
   return known.length ? known.reduce((sum, x) => sum + x, 0) / known.length : NaN;
 }
-
-// The tooltip, one for the whole page.
-const tip = {
-  box: document.getElementById("tip"),
-  show(text, event) {
-    this.box.textContent = text;
-    this.box.hidden = false;
-    const { width, height } = this.box.getBoundingClientRect();
-    this.box.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
-    const below = event.clientY + 16;
-    this.box.style.top = `${below + height > innerHeight ? Math.max(4, event.clientY - height - 10) : below}px`;
-  },
-  hide() { this.box.hidden = true; },
-};
-
-function variable(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }

@@ -1,0 +1,67 @@
+"""Records as one dictionary of names and numbers, for trackers, Trainer logs and data frames."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from attnscale.diagnostics.records.record import STATISTICS, Record
+from attnscale.diagnostics.views.display import MAIN
+from attnscale.errors import reject
+
+PREFIX = "attn"
+MAIN_NAMES = tuple(f"{q.phase}/{q.name}" if q.phase else q.name for q in MAIN)
+SPREAD = ("mean", "p10", "p50", "p90")
+
+
+def flatten(
+    records: Sequence[Record],
+    *,
+    names: Collection[str] | None = None,
+    marks: Collection[str] = STATISTICS,
+    heads: bool = True,
+) -> dict[str, float]:
+    """`attn/<layer>/h<head>/<phase>/<quantity>/<mark>`; no phase and mark for a number per head.
+
+    `names` chooses quantities, as `w_max` for both phases or as `forward/w_max` (None: all). Without `heads` a layer
+    has one number each: the extreme for min and max, otherwise the mean over its heads.
+
+    >>> from attnscale.diagnostics import Summary
+    >>> w_max = Summary(mean=0.5, p10=0.1, p50=0.4, p90=0.9, min=0.0, max=1.0, rows=64)
+    >>> record = Record(0, "layers.0", 3, forward={"w_max": w_max}, scalars={"angle_ratio": 0.8})
+    >>> flatten([record], marks=("mean",))
+    {'attn/layers.0/h3/forward/w_max/mean': 0.5, 'attn/layers.0/h3/angle_ratio': 0.8}
+    """
+    for mark in marks:
+        if mark not in STATISTICS:
+            reject("marks", mark, ", ".join(STATISTICS))
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        place = f"{PREFIX}/{record.layer}/h{record.head}" if heads else f"{PREFIX}/{record.layer}"
+        for name, value in _numbers(record, names, marks):
+            values[f"{place}/{name}"].append(value)
+    return {name: _join(name.rpartition("/")[2], of_heads) for name, of_heads in values.items()}
+
+
+def compact(records: Sequence[Record], *, heads: bool = True) -> dict[str, float]:
+    """The main quantities: their spread per layer and, with `heads`, their mean per head."""
+    layers = flatten(records, names=MAIN_NAMES, marks=SPREAD, heads=False)
+    return layers | flatten(records, names=MAIN_NAMES, marks=("mean",)) if heads else layers
+
+
+def _numbers(record: Record, names: Collection[str] | None, marks: Collection[str]) -> Iterator[tuple[str, float]]:
+    for phase, name, summary in record.summaries():
+        if names is None or name in names or f"{phase}/{name}" in names:
+            yield from ((f"{phase}/{name}/{mark}", float(getattr(summary, mark))) for mark in marks)
+    yield from ((name, float(value)) for name, value in record.scalars.items() if names is None or name in names)
+
+
+def _join(mark: str, values: list[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    if any(math.isnan(x) for x in values):
+        return math.nan
+    if mark in ("min", "max"):
+        return min(values) if mark == "min" else max(values)
+    return sum(values) / len(values)

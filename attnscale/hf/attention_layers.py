@@ -1,0 +1,267 @@
+"""The attention layers of a transformers model, read from its modules without running it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnscale.errors import ArgumentError, ArgumentTypeError, reject_type
+from attnscale.hf.forward_source import UNKNOWN, passed_keyword, read_forward, rotates_queries
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_CROSS = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_decoder", re.IGNORECASE)
+_NOT_TEXT = re.compile(r"vision|visual|image|video|audio|speech", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+# Keywords by which a module says which keys its indexer chose. Attention without them would silently be dense.
+CHOSEN_KEYS = ("indices", "block_indices", "topk_indices")
+
+# Classes named attention that have no softmax over keys, or are only a part of one that has.
+_OTHER = re.compile(r"linear|lightning|delta|deformable|rwkv|pooling|mlp|output|layer$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One attention module. `layer` is its number in its stack.
+
+    `routed`: it calls transformers' attention interface. `sparse`: an indexer or compressor decides which keys it sees.
+    """
+
+    path: str
+    module: nn.Module
+    layer: int
+    routed: bool
+    cross: bool
+    text: bool
+    sparse: bool
+    num_heads: int | None
+    head_dim: int | None
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    rope: bool | None
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The config whose attention implementation this module uses."""
+        return cast(PreTrainedConfig, self.module.config)
+
+    @property
+    def kind(self) -> str | None:
+        """Its name in the config's `layer_types`, such as "sliding_attention"; None where it has no name."""
+        return _layer_kind(self.module, self.layer)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """`num_heads` and `head_dim` for building a policy; 1 where they are not known."""
+        return {"num_heads": self.num_heads or 1, "head_dim": self.head_dim or 1}
+
+
+def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """Every attention of a model, in the order of its modules: those with `routed` can be given a policy.
+
+    A module counts as attention if its forward calls the interface, or if it is named so and holds a projection.
+    """
+    is_text = _text_test(transformers_model(model))
+    found: dict[str, nn.Module] = {}
+    configs: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        configs[path] = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
+        if _is_routed(module) or (_looks_like_attention(module) and not any(_within(path, other) for other in found)):
+            found[path] = module
+    routed = [path for path, module in found.items() if _is_routed(module)]
+    found = {
+        path: module
+        for path, module in found.items()
+        if path in routed or not any(_within(inner, path) for inner in routed)
+    }
+    numbers = _numbers(list(found))
+    return [
+        _read_layer(path, module, numbers[path], configs[path], is_text(path, configs[path]))
+        for path, module in found.items()
+    ]
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, also from within a wrapper such as PEFT's or DDP's."""
+    accepted = "a transformers model, or a wrapper of one"
+    if not isinstance(model, nn.Module):
+        reject_type("model", model, accepted)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    # Only its name: the repr of a module is as long as the module is large.
+    raise ArgumentTypeError(
+        f"model={type(model).__name__} is not accepted: expected {accepted}; attnscale.convert is for torch's own"
+    )
+
+
+def holds_transformers_model(model: nn.Module) -> bool:
+    """Whether a module is a transformers model, or a wrapper of one."""
+    return any(isinstance(module, PreTrainedModel) for module in model.modules())
+
+
+def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
+    """The layers that can have a policy, by their paths in the transformers model itself, not in a wrapper of it."""
+    inner = transformers_model(model)
+    outer = next(path for path, module in model.named_modules() if module is inner)
+    prefix = f"{outer}." if outer else ""
+    return {layer.path.removeprefix(prefix): layer for layer in find_attention_layers(model) if layer.routed}
+
+
+def name_layers(layers: Sequence[AttentionLayer]) -> str:
+    """The path of the first layer, and how many more there are, for messages."""
+    return layers[0].path if len(layers) == 1 else f"{layers[0].path} and {len(layers) - 1} more"
+
+
+def reject_model(model: nn.Module, reason: str, layers: Sequence[AttentionLayer] = ()) -> NoReturn:
+    """Raise the standard sentence for a model that cannot be used: its class, the layers concerned, and the reason."""
+    subject = f"{name_layers(layers)} " if layers else ""
+    raise ArgumentError(f"model={type(transformers_model(model)).__name__} is not accepted: {subject}{reason}")
+
+
+def _is_routed(module: nn.Module) -> bool:
+    return read_forward(type(module)).routed and hasattr(module, "config")
+
+
+def _layer_kind(module: nn.Module, layer: int) -> str | None:
+    own = getattr(module, "layer_type", None)
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if own is None and isinstance(kinds, (list, tuple)) and layer < len(kinds):
+        own = kinds[layer]
+    return own if isinstance(own, str) else None
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    name = type(module).__name__
+    if "attention" not in name.lower() or _OTHER.search(name) or isinstance(module, nn.MultiheadAttention):
+        return False  # torch's own is for attnscale.convert
+    held = [getattr(child, "weight", None) for child in module.children() if not isinstance(child, nn.Embedding)]
+    held += module.parameters(recurse=False)
+    return any(isinstance(weight, Tensor) and weight.dim() > 1 for weight in held)
+
+
+def _within(path: str, outer: str) -> bool:
+    return path.startswith(f"{outer}.")
+
+
+def _numbers(paths: list[str]) -> dict[str, int]:
+    """The number of each path in its stack: the first number in the path, or its rank where those are not distinct.
+
+    In "encoder.block.3.layer.0.SelfAttention" that is 3; the blocks of a hierarchical model are numbered through.
+    """
+    stacks: dict[str, list[str]] = {}
+    for path in paths:
+        stacks.setdefault(_NUMBER.sub("*", f".{path}."), []).append(path)
+    numbers: dict[str, int] = {}
+    for stack in stacks.values():
+        first = [match and int(match[0]) for match in (_NUMBER.search(f".{path}.") for path in stack)]
+        distinct = None not in first and max(Counter(first).values()) == 1
+        numbers |= dict(zip(stack, cast("list[int]", first) if distinct else range(len(stack)), strict=True))
+    return numbers
+
+
+def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
+    """Whether a module, given its path and config, is in a part that reads or writes text, or in the only part."""
+    config, reads_text = model.config, model.main_input_name == "input_ids"
+    parts = getattr(config, "sub_configs", None) or {}
+    text = config.get_text_config() if parts else config
+    if text is not config:
+        encoder = getattr(config, "encoder", None)
+        both = [text, encoder.get_text_config()] if reads_text and isinstance(encoder, PreTrainedConfig) else [text]
+        return lambda path, own: type(own) in {type(part) for part in both}
+    if reads_text:
+        others = {type(getattr(config, name, None)) for name in parts if _NOT_TEXT.search(name)}
+        return lambda path, own: type(own) not in others
+    return lambda path, own: not (config.is_encoder_decoder and ".encoder." in f".{path}.")
+
+
+def _read_layer(path: str, module: nn.Module, number: int, config: object, text: bool) -> AttentionLayer:
+    index = getattr(module, "layer_idx", None)
+    layer = index if isinstance(index, int) and index >= 0 else number
+    heads, head_dim = _shape(module, config)
+    cross = bool(getattr(module, "is_cross_attention", False)) or bool(_CROSS.search(f"{path} {type(module).__name__}"))
+    softcap = passed_keyword(module, "softcap")
+    return AttentionLayer(
+        path=path,
+        module=module,
+        layer=layer,
+        routed=_is_routed(module),
+        cross=cross,
+        text=text,
+        sparse=_is_sparse(module),
+        num_heads=heads,
+        head_dim=head_dim,
+        window=_window(module, layer),
+        softcap=softcap if isinstance(softcap, (int, float)) else None,
+        sinks=passed_keyword(module, "s_aux") is not None,
+        rope=_has_rope(module, layer, cross),
+    )
+
+
+def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
+    """Heads and dimensions of each, from the module, its query projection, or its config."""
+    heads, head_dim = _first(module, _HEADS) or _first(config, _HEADS), _first(module, _DIMS)
+    width = _first(getattr(module, "q_proj", None), ("out_features",))
+    if heads is None and head_dim and width:
+        heads = width // head_dim
+    if head_dim is None and heads:
+        width = width or (_first(config, ("head_dim",)) or 0) * heads or _first(config, ("hidden_size",))
+        head_dim = width // heads if width else None
+    return heads, head_dim
+
+
+def _first(owner: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these attributes that is a positive int."""
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
+    if getattr(module, "compressor", None) is not None:
+        return True
+    if all(passed_keyword(module, name) is None for name in CHOSEN_KEYS):
+        return False
+    shared = "prev_topk_indices" in read_forward(type(module)).text  # chosen by the indexer of an earlier layer
+    return shared or getattr(module, "indexer", UNKNOWN) is not None
+
+
+def _window(module: nn.Module, layer: int) -> int | None:
+    """The sliding window or chunk of a layer, if it has one."""
+    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
+    if kind == "chunked_attention":
+        return _first(config, ("attention_chunk_size",))
+    if "sliding_window" in read_forward(type(module)).keywords:
+        window = passed_keyword(module, "sliding_window")
+        return window if isinstance(window, int) else None
+    if kind is None or "sliding" not in kind:
+        return None
+    return _first(module, ("sliding_window",)) or _first(config, ("sliding_window",))
+
+
+def _has_rope(module: nn.Module, layer: int, cross: bool) -> bool:
+    """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
+    rotated = rotates_queries(module)
+    if rotated is not None or cross:
+        return bool(rotated)
+    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
+    bases = getattr(config, "layer_rope_theta", None)
+    if bases is not None:
+        return bool(bases[layer])
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None or getattr(config, "position_embedding_type", "rope") != "rope":
+        return False
+    if kind in parameters:
+        return parameters[kind] is not None
+    return parameters.get("rope_theta", UNKNOWN) is not None

@@ -1,0 +1,86 @@
+"""How a monitor finds the attention of transformers models, also of stock ones: these stay at β = 1."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import NoReturn
+
+from torch import nn
+
+from attnscale.hf.attach import attach
+from attnscale.hf.attention_layers import (
+    AttentionLayer,
+    find_attention_layers,
+    holds_transformers_model,
+    name_layers,
+    reject_model,
+)
+from attnscale.hf.config_record import is_pending
+from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
+from attnscale.hf.sites import NAME, SDPA, MonitoredSite, Site, has_site, remove_site, site_at
+
+log = logging.getLogger(__name__)
+
+
+def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Finder: the sites of a model that was loaded with our name, which gets its policies now.
+
+    Also tells all sites of the model which of them are cross attention.
+    """
+    if not holds_transformers_model(model):
+        return
+    if is_pending(model):
+        for path in attach(model).policies:
+            yield path, site_at(model.get_submodule(path))
+    for layer in find_attention_layers(model):
+        site = layer.module._modules.get(NAME)
+        if isinstance(site, Site):
+            site.cross = layer.cross
+
+
+def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
+    """Opener: give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
+
+    The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
+    model without such attention is refused, with what to do instead.
+    """
+    if not holds_transformers_model(model):
+        return {}
+    layers = find_attention_layers(model)
+    usable = [layer for layer in layers if _goes_through_sdpa(layer)]
+    if not usable:
+        _refuse(model, layers)
+    others = [layer for layer in layers if layer not in usable]
+    if others:
+        log.warning("attnscale: %s cannot be listened to, of %d attention modules", name_layers(others), len(layers))
+    found: dict[str, nn.Module] = {}
+    for layer in usable:
+        found[layer.path] = site = MonitoredSite(layer.cross)
+        layer.module.add_module(NAME, site)
+        undo.callback(remove_site, layer.module)
+    return found
+
+
+def _goes_through_sdpa(layer: AttentionLayer) -> bool:
+    if not layer.routed or layer.sparse or has_site(layer.module):
+        return False
+    return bool(layer.config._attn_implementation == SDPA)
+
+
+def _refuse(model: nn.Module, layers: Sequence[AttentionLayer]) -> NoReturn:
+    """Refuse a model without a policy that a monitor cannot listen to."""
+    if not layers:
+        reject_model_without_attention(model)
+    routed = [layer for layer in layers if layer.routed and not layer.sparse]
+    if not routed:
+        reason = INDEXED_KEYS if layers[0].routed else f"{OWN_ATTENTION} instead of asking transformers' interface"
+        advice = "such as an attnscale.ScaledDotProductAttention called in its forward"
+        reject_model(model, f"{reason}; a monitor hears attention of attnscale's, {advice}", layers)
+    names = " and ".join(sorted({repr(layer.config._attn_implementation) for layer in routed}))
+    reject_model(
+        model,
+        f"a monitor cannot listen to attn_implementation={names}; call attnscale.hf.apply(model, 'constant') first, "
+        "which is attention with β = 1, or load the model with attn_implementation='sdpa'",
+    )

@@ -1,0 +1,78 @@
+"""Sites whose learned policies PEFT trains, saves and loads together with its adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from attnscale.hf.config_record import DESCRIPTION, describe
+from attnscale.hf.sites import Site
+from attnscale.policies import Policy
+
+
+class TrainedSite(AuxiliaryTrainingWrapper, Site):
+    """A site with a learned policy, of a class that PEFT recognises as trained and saved in full beside its adapters.
+
+    There is one policy for all adapters; it acts with each of them, and also while adapters are disabled.
+    """
+
+    def __init__(self, policy: Policy, override: bool = False) -> None:
+        # PEFT's own __init__ would wrap a module and copy it for each adapter.
+        Site.__init__(self, policy, override)
+        self._adapters: set[str] = set()
+        self._active_adapter: list[str] = []
+        self._disable_adapters = False
+
+    __getattr__ = nn.Module.__getattr__
+
+    def forward(self, *args: Any, adapter_names: object = None, **kwargs: Any) -> Tensor:
+        """Attention; all adapters of a mixed batch share the policy."""
+        return Site.forward(self, *args, **kwargs)
+
+    def check_set_adapter(self, adapter_name: str | list[str]) -> str | None:
+        """Belong to whichever adapters are made active."""
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        self._adapters.update(names)
+        self._active_adapter = names
+        return names[0] if names else None
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Train or freeze the policy as the active adapters."""
+        self.set_requires_grad(adapter_names, not inference_mode)
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """Train or freeze the policy."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad)
+
+    def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
+        """Forget an adapter; the policy stays."""
+        self._adapters.discard(adapter_name)
+        self._active_adapter = list(new_active_adapters or [])
+
+    def adapter_state_dict(  # type: ignore[override]
+        self, adapter_name: str, state_dict: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The tensors for the adapter's file: the parameters, and the description of their policy as bytes."""
+        text = json.dumps(describe(self.policy)).encode()
+        description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return {name: value for name, value in state_dict.items() if name.startswith("policy.")} | {
+            DESCRIPTION: description
+        }
+
+    def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
+        """No names to translate; so an adapter file without a policy loads too."""
+        return {}
+
+    def _get_available_adapters(self) -> set[str]:
+        return self._adapters
+
+    @property
+    def unload_and_optionally_merge_module(self) -> Any:
+        """Hidden from PEFT, so that unloading the adapters keeps the policy."""
+        raise AttributeError("unload_and_optionally_merge_module")

@@ -1,0 +1,133 @@
+"""Which attention layers of a model get a policy, and which models or layers are refused with what advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NoReturn
+
+from torch import nn
+
+from attnscale._util.ranges import read_range, write_range
+from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, reject_model, transformers_model
+from attnscale.hf.existing import find_existing
+from attnscale.hf.sites import has_site, is_monitored
+from attnscale.policies import Policy
+
+Layers = Literal["all", "full", "nope"] | str | int | Sequence[int]
+Towers = Literal["text", "all"]
+OnExisting = Literal["raise", "compose", "replace"]
+
+OWN_ATTENTION = "computes attention itself"
+INDEXED_KEYS = "attends to keys that an indexer picks"
+CALL_OURS = "call attnscale.scaled_dot_product_attention in its forward"
+
+
+def select(
+    model: nn.Module, *, layers: Layers = "all", cross: bool = False, towers: Towers = "text"
+) -> list[AttentionLayer]:
+    """The attention layers that the keywords of `apply` select."""
+    if towers not in ("text", "all"):
+        reject("towers", towers, "'text' or 'all'")
+    found = find_attention_layers(model)
+    if not found:
+        reject_model_without_attention(model)
+    every = [layer for layer in found if (cross or not layer.cross) and (towers == "all" or layer.text)]
+    if layers == "all":
+        chosen = every
+    elif layers == "full":
+        chosen = [layer for layer in every if layer.window is None]
+    elif layers == "nope":
+        chosen = [layer for layer in every if layer.rope is False]
+    else:
+        numbers = _numbers(layers)
+        present = {layer.layer for layer in every}
+        if present and any(number not in present for number in numbers):
+            reject("layers", layers, f"'all', 'full', 'nope' or layers of this model, {write_range(sorted(present))}")
+        chosen = [layer for layer in every if layer.layer in numbers]
+    if not chosen:
+        raise ArgumentError(
+            f"layers={layers!r}, cross={cross}, towers={towers!r} are not accepted: together they select no attention "
+            f"of {type(transformers_model(model)).__name__}; attnscale.hf.inspect(model) shows what it has"
+        )
+    return chosen
+
+
+def _numbers(layers: str | int | Sequence[int]) -> list[int]:
+    """The layers that a number, several, or a range such as "4-11" names."""
+    if isinstance(layers, str):
+        return read_range("layers", layers)
+    given = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not given or any(isinstance(number, bool) or not isinstance(number, int) for number in given):
+        reject_type("layers", layers, "'all', 'full', 'nope', a number, several, or a range such as '4-11'")
+    return given
+
+
+def refuse_model_as_policy(model: object, policy: object) -> None:
+    """Refuse a model in the place of the policy, naming only its class."""
+    if isinstance(policy, nn.Module) and not isinstance(policy, Policy):
+        hint = "" if isinstance(model, nn.Module) else "; the model comes first, then the policy"
+        raise ArgumentTypeError(
+            f"policy={type(policy).__name__} is not accepted: expected a name, a mapping, a YAML file or a policy{hint}"
+        )
+
+
+def check_on_existing(on_existing: str) -> None:
+    """Refuse what is no value of `on_existing`."""
+    if on_existing not in ("raise", "compose", "replace"):
+        reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
+
+
+def why_unsupported(layer: AttentionLayer, every: Sequence[AttentionLayer]) -> str | None:
+    """Why a layer cannot have a policy, and what to do; leaving it out helps only if others of the model remain."""
+    if not layer.routed and any(other.routed for other in every):
+        return f"{OWN_ATTENTION}; leave it out with layers=..., or {CALL_OURS}"
+    if not layer.routed:
+        interface = "no layer of this model asks transformers' interface, so there is nothing for layers=... to select"
+        return f"{OWN_ATTENTION}; {interface}: {CALL_OURS}"
+    if layer.sparse and not all(other.sparse for other in every):
+        return f"{INDEXED_KEYS}, and would silently attend to all of them; leave these layers out with layers=..."
+    if layer.sparse:
+        return f"{INDEXED_KEYS}; every layer of this model does, so a policy cannot be given to it"
+    return None
+
+
+def refuse_unsupported(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
+    """Refuse layers that do not call the interface, or whose keys an indexer picks."""
+    every = find_attention_layers(model)
+    reasons = {layer: why_unsupported(layer, every) for layer in sorted(chosen, key=lambda layer: layer.routed)}
+    for reason in filter(None, reasons.values()):
+        reject_model(model, reason, [layer for layer in chosen if reasons[layer] == reason])
+
+
+def refuse_applied(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
+    """Refuse a model that has policies already, or that a monitor has changed in order to listen."""
+    applied = [layer for layer in find_attention_layers(model) if has_site(layer.module)]
+    if any(is_monitored(layer.module) for layer in applied):
+        reject_model(model, "a Monitor listens to it; close it, apply the policy, and attach a new one")
+    again = [layer for layer in chosen if has_site(layer.module)]
+    if again:
+        reject_model(model, "has a policy already; handle.remove() first", again)
+    if applied:
+        first, second = (write_range(sorted({layer.layer for layer in group})) for group in (applied, chosen))
+        plan = f"apply(model, {{'layers': {{{first!r}: ..., {second!r}: ...}}}})"
+        advice = f"handle.remove() first, and give both in one plan: {plan}"
+        reject_model(model, f"has a policy from another apply; {advice}", applied)
+
+
+def refuse_existing(model: nn.Module, chosen: Sequence[AttentionLayer], on_existing: str) -> None:
+    """Refuse layers that the model scales by length already, unless `on_existing` says what to do about it."""
+    check_on_existing(on_existing)
+    scaled = [layer for layer in chosen if find_existing(model, layer)] if on_existing == "raise" else []
+    if scaled:
+        description = find_existing(model, scaled[0])[0].description
+        advice = "pass on_existing='compose' to scale on top of it, or 'replace' to switch it off"
+        reject_model(model, f"already scales its logits ({description}); {advice}", scaled)
+
+
+def reject_model_without_attention(model: nn.Module) -> NoReturn:
+    """Refuse a model in which no attention was found."""
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        reject_model(model, "its attention is torch.nn.MultiheadAttention, for attnscale.convert")
+    others = "(state-space, recurrent and convolutional models have none)"
+    reject_model(model, f"it has no softmax attention, and so no logits to scale {others}")
