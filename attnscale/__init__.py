@@ -26,7 +26,7 @@ from attnscale.policies import LengthPolicy, Policy, build_policy, register_poli
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 from attnscale.statistics.gaps import accumulation_scale
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArgumentError",

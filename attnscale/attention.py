@@ -97,51 +97,27 @@ def scaled_dot_product_attention(
     torch.Size([1, 2, 16, 8])
     """
     chosen = resolve(policy)
-    rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
     dispatch.check_backend(backend)
+    rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
     only_torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules)  # arguments of torch's function
     if getattr(query, "is_nested", False):
         if only_torchs and visible is None and chosen.uniform == 1.0:
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        dense_only = {
-            "attn_mask": attn_mask,
-            "positions": positions,
-            "key_padding": key_padding,
-            "document_ids": document_ids,
-            "cu_seqlens": cu_seqlens,
-            "cache_offset": cache_offset,
-            "visible": visible,
-        }
-        same = functools.partial(
-            scaled_dot_product_attention,
-            dropout_p=dropout_p,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            policy=chosen,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            backend=backend,
-        )
-        return attend_nested(same, query, key, value, is_causal, dense_only)
-    layout = read_layout(query, key, value, enable_gqa)
-    scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
+        dense_only: dict[str, Any] = {"attn_mask": attn_mask, "positions": positions, "key_padding": key_padding}
+        dense_only |= {"document_ids": document_ids, "cu_seqlens": cu_seqlens, "cache_offset": cache_offset}
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa, "policy": chosen}
+        options |= {"window": window, "softcap": softcap, "sinks": sinks, "backend": backend}
+        attend_dense = functools.partial(scaled_dot_product_attention, **options)
+        return attend_nested(attend_dense, query, key, value, is_causal, dense_only | {"visible": visible})
     if only_torchs:
-        out = attend_in_one_call(
-            layout, chosen, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, visible
-        )
+        out = attend_in_one_call(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, visible)
         if out is not None:
             return out
-    call = _call_of(
-        layout,
-        chosen,
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
+    torchs = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    layout, call, _, _ = _bind(
+        *torchs,
+        policy=chosen,
+        backend=backend,
         softcap=softcap,
         sinks=sinks,
         window=window,
@@ -322,7 +298,7 @@ def _bind(
     sinks: Tensor | None = None,
     **rules: Unpack[KeyRules],
 ) -> _Bound:
-    """The call that `scaled_dot_product_attention` would make of its arguments, always in canonical form."""
+    """The arguments of `scaled_dot_product_attention` as a call: lengths first, then β."""
     unknown = rules.keys() - KeyRules.__optional_keys__
     if unknown:
         name, known = min(unknown), AttentionRules.__optional_keys__ | {"policy"}
@@ -335,46 +311,26 @@ def _bind(
     chosen = resolve(policy)
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
-    tensors = query, key, value, attn_mask
-    call = _call_of(layout, chosen, *tensors, dropout_p, is_causal, scale, softcap=softcap, sinks=sinks, **rules)
-    return _Bound(layout, call, backend, chosen)
-
-
-def _call_of(
-    layout: Layout,
-    policy: Policy,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    *,
-    softcap: float | None,
-    sinks: Tensor | None,
-    **rules: Unpack[KeyRules],
-) -> AttentionCall:
-    """Lengths, then β: the call of arguments whose layout and numbers have been read."""
-    known = rules.get("visible") is not None or rules.get("positions") is not None
-    refuse_unknown_length(policy, query, known=known)
+    given = rules.get("visible") is not None or rules.get("positions") is not None
+    refuse_unknown_length(chosen, query, known=given)
     check_sinks(layout, sinks, query.device)
-    context = describe(
-        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
-    )
     call = UnscaledCall(
         query=layout.flatten_query(query),
         key=layout.flatten_key(key),
         value=layout.flatten_key(value),
-        context=context,
+        context=describe(
+            layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
+        ),
         scale=default_scale(query) if scale is None else scale,
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
     )
-    if isinstance(policy, ScorePolicy) and policy.needs_scores:
-        return call.at(check_beta(score_beta(policy, call), call.query))
-    return call.at(temperature(policy, call))
+    if isinstance(chosen, ScorePolicy) and chosen.needs_scores:
+        beta: float | Tensor = check_beta(score_beta(chosen, call), call.query)
+    else:
+        beta = temperature(chosen, call)
+    return _Bound(layout, call.at(beta), backend, chosen)
 
 
 def _restore_stats(layout: Layout, stats: RowStats) -> RowStats:

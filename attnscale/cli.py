@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 2 for a mistake of the user's, 1 for a kernel that computes something wrong."""
+    """Run a command. Exit codes: 0, 2 for a mistake of the user's, 1 for a kernel that gives a wrong result."""
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     without = bench.add_mutually_exclusive_group()
     without.add_argument("--dry-run", action="store_true", help="gpu: without one, tiny sizes in triton's interpreter")
     without.add_argument("--static", action="store_true", help="gpu: without one, what compilation tells")
-    watch = commands.add_parser("watch", help="a run of the monitor in the terminal, while it goes on")
+    watch = commands.add_parser("watch", help="a run of the monitor in the terminal, live")
     watch.add_argument("path", type=Path, help="JSONL file that a JsonlSink writes")
     watch.add_argument("--once", action="store_true", help="print the present state and end")
     report = commands.add_parser("report", help="a run of the monitor as one HTML page")

@@ -1,4 +1,4 @@
-"""Swap every `nn.MultiheadAttention` of a torch model for ours, and back."""
+"""Convert every `nn.MultiheadAttention` of a torch model to ours, reversibly."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ class Conversion(Removable):
             encoder.use_nested_tensor = False
 
     def remove(self) -> None:
-        """Restore the model as it was; its parameters keep what they learned meanwhile. Idempotent.
-
-        A monitor hears no more of it: torch's own module has no place for a tap.
-        """
+        """Restore the model; parameters keep their values, and monitors are detached. Idempotent."""
         for module in self._converted:
             vars(module).pop("tap", None)
             module.discard_policy()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Exceptions, and a warning. Every message names the argument, quotes the value and says what is accepted."""
+"""Exceptions and warnings. Messages name the argument, quote the value and say what is accepted."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class MissingDependencyError(AttnScaleError, ImportError):
 
 
 class AttnScaleWarning(UserWarning):
-    """Something was done as asked that is probably not what was meant."""
+    """Something was done as asked that is probably not intended."""
 
 
 class MonitorWarning(RuntimeWarning):
-    """Something a monitor could not do; the run it watches goes on without it."""
+    """Something that a monitor could not do; the run continues."""
 
 
 def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError] = ArgumentError) -> NoReturn:
@@ -71,6 +71,6 @@ def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
 
 
 def _quoted(value: object) -> str:
-    """A value as it would be written, cut off where it is a page long, as a model is or a tensor."""
+    """repr on one line, cut off at `LONGEST_QUOTE` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"

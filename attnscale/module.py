@@ -61,7 +61,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with a temperature policy: same constructor, calls and `state_dict` keys.
 
     Differences: `is_causal=True` does not need `attn_mask`; rows that see nothing give zeros, not NaN; a nested tensor
-    is padded for the while. Keys that `add_bias_kv` and `add_zero_attn` append are seen by every row and counted in n.
+    is padded internally. Keys that `add_bias_kv` and `add_zero_attn` append are seen by every row and counted in n.
 
     >>> attention = MultiheadAttention(32, 4, batch_first=True, policy="ssmax")
     >>> x = torch.randn(2, 10, 32)
@@ -255,7 +255,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _close_fused_path(module: nn.Module, inputs: Any) -> None:
-    """Does nothing: that it is there makes `nn.TransformerEncoderLayer` call the module."""
+    """Does nothing; its presence makes `nn.TransformerEncoderLayer` call the module."""
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 def main() -> None:
     """Train if no run is given, then draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="?", help="JSONL of train_tiny.py (default: train now)")
+    parser.add_argument("run", type=Path, nargs="?", help="JSONL of train_with_a_monitor.py (default: train now)")
     parser.add_argument("--output", type=Path, default=PICTURE)
     options = parser.parse_args()
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -35,7 +35,8 @@ def main() -> None:
         run = options.run
         if run is None:
             run = Path(folder, "log_squared.jsonl")
-            subprocess.run([sys.executable, str(ROOT / "scripts" / "train_tiny.py"), "--output", str(run)], check=True)
+            example = ROOT / "scripts" / "examples" / "train_with_a_monitor.py"
+            subprocess.run([sys.executable, str(example), "--output", str(run)], check=True)
         photograph(browser, write_report(run, Path(folder, "report.html")), options.output, Path(folder))
 
 

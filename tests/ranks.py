@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import multiprocessing
 import os
@@ -13,12 +14,19 @@ from typing import Any
 import torch
 
 RANKS = 2
+PRELOAD = [
+    "pytest",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+    "attnscale.hf",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 def on_two_ranks(run: Callable[[int], Any], folder: Path) -> list[Any]:
     """What `run(rank)`, a function of a test file, returns in each of two processes that form a group."""
     # A server that has imported everything forks both, instead of each importing for itself. It has no threads.
-    multiprocessing.set_forkserver_preload(["torch.distributed.tensor.experimental", "attnscale.hf"])
+    multiprocessing.set_forkserver_preload(PRELOAD)
     arguments = (inspect.getfile(run), run.__name__, str(folder))
     torch.multiprocessing.start_processes(_in_process, args=arguments, nprocs=RANKS, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
@@ -27,7 +35,10 @@ def on_two_ranks(run: Callable[[int], Any], folder: Path) -> list[Any]:
 def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:
     """Let this process be a member of a group that meets in a file of the folder."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    patience = datetime.timedelta(seconds=120)  # a process that waits for another in vain fails, rather than hang
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=patience
+    )
 
 
 def _in_process(rank: int, file: str, name: str, folder: str) -> None:

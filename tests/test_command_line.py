@@ -25,6 +25,7 @@ COLUMNS = ["kernel", "provider", "mode", "metric", "x", "y", "low", "high", "con
 ROOTS = [str(Path(package.__file__).parents[1]) for package in (attnscale, attnscale_kernels)]
 TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds: [2]\nimports: 2\n"
 TINY += (
+    "rival_lengths: []\n"
     "statistics_lengths: [16]\nstatistics_rounds: [2]\nvariant_lengths: []\neager_lengths: [16]\nmemory_lengths: [16]\n"
     "monitor_lengths: []\n"
     "model_lengths: []\n"
@@ -71,10 +72,12 @@ def test_doctor_shows_versions_devices_and_backends() -> None:
         assert 0 < float(error[1]) < 1e-5
 
 
-def test_policies_lists_every_policy_with_its_parameters() -> None:
-    finished = run("policies")
-    assert finished.returncode == 0, finished.stderr
-    listed = {name: parameters for name, parameters, _ in cells(finished.stdout)[1:] if name}
+def test_policies_lists_every_policy_with_its_parameters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["policies"]) == 0
+    listed = {name: parameters for name, parameters, _ in cells(capsys.readouterr().out)[1:] if name}
     assert list(listed) == list(POLICIES)
     assert listed["constant"] == "beta=1.0"
     assert listed["ssmax"].startswith("num_heads, reference_length=2048")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import attnscale
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"attnscale": ROOT / "attnscale", "attnscale_kernels": ROOT / "kernels" / "attnscale_kernels"}
 NOT_SOURCE = (".*", "build", "dist", "*.egg-info", "__pycache__")
@@ -107,6 +109,19 @@ def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path, metadata: 
     version, *where = fresh("-c", code, cwd=tmp_path, path=[tmp_path]).split()
     assert version == metadata["Version"]
     assert [Path(path).parent for path in where] == [tmp_path / name for name in PACKAGES]
+
+
+def test_the_changelog_knows_the_version() -> None:
+    """The newest release in it is this one, with a date; what is not released yet stands above."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(attnscale.__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert not re.search(
+        r"^version *=", (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.")[0], re.MULTILINE
+    )
 
 
 def test_the_command_is_installed_with_the_wheel(wheel: Path, files: set[str]) -> None:

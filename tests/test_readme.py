@@ -1,4 +1,4 @@
-"""What the README shows runs, and prints what it says."""
+"""What every README shows runs, and prints what it says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import importlib
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,23 +18,51 @@ import torch
 import attnscale
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PATHS = [
+    ROOT / "README.md",
+    *(path for part in ("attnscale", "kernels") for path in sorted((ROOT / part).rglob("README.md"))),
+]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+README, BENCH, HF = TEXTS["README.md"], TEXTS["attnscale/bench/README.md"], TEXTS["attnscale/hf/README.md"]
+readmes = pytest.mark.parametrize("readme", TEXTS)
 
 
-# The model that the snippets name stands in the README only: nothing is downloaded here.
+class Block(NamedTuple):
+    """A snippet, and the README it stands in."""
+
+    readme: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.readme}: {self.code.strip().splitlines()[0][:40]}"
+
+
+BLOCKS = [
+    Block(readme, code)
+    for readme, text in TEXTS.items()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
+
+# The model that the snippets name stands in the READMEs only: nothing is downloaded here.
 HUB_MODEL = '"HuggingFaceTB/SmolLM2-135M"'
 
 
-def names(folder: Path) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in place of the one that snippets name; empty without transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    if find_spec("transformers"):
+        importlib.import_module("tiny_models").llama().float().save_pretrained(folder)
+    return folder
+
+
+def names(model_folder: Path) -> dict[str, object]:
     """What the snippets before one have defined, in a size that is quick."""
     models = importlib.import_module("tiny_models") if find_spec("transformers") else None
-    if models is not None:
-        models.llama().float().save_pretrained(folder / "model")
     q, k, v = (torch.randn(1, 8, 4096, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     return {
         "torch": torch,
-        "path": folder / "model",
+        "path": model_folder,
         "tokens": models and models.TOKENS,
         "attnscale": attnscale,
         "transformers": models and models.transformers,
@@ -43,26 +72,30 @@ def names(folder: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0][:40])
-def test_a_snippet_runs(block: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_snippet_runs(block: Block, model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    block = block.replace(HUB_MODEL, repr(str(tmp_path / "model")))
-    if "attnscale.hf." in block:
-        pytest.importorskip("transformers", reason="transformers is not installed")
-    # What a user sees, who has not chosen triton's interpreter as `conftest` does.
-    for module in ("attnscale_kernels.availability", "attnscale.backends.triton"):
-        monkeypatch.setattr(importlib.import_module(module), "interpreting", lambda: False)
-    if ">>>" in block:
-        parsed = doctest.DocTestParser().get_doctest(block, names(tmp_path), "README", None, None)
+    code = block.code.replace(HUB_MODEL, repr(str(model_folder)))
+    for package in ("attnscale.hf.", "peft.", "attnscale_kernels"):
+        if package in code:
+            needed = {"attnscale.hf.": "transformers", "attnscale_kernels": "triton"}.get(package, "peft")
+            pytest.importorskip(needed, reason=f"{needed} is not installed")
+    if "attnscale_kernels" not in code:
+        # What a user sees, who has not chosen triton's interpreter as `conftest` does.
+        for module in ("attnscale_kernels.availability", "attnscale.backends.triton"):
+            monkeypatch.setattr(importlib.import_module(module), "interpreting", lambda: False)
+    if ">>>" in code:
+        parsed = doctest.DocTestParser().get_doctest(code, names(model_folder), block.readme, None, None)
         assert doctest.DocTestRunner().run(parsed).failed == 0
     else:
-        exec(block, names(tmp_path))
+        exec(code, names(model_folder))
 
 
-def test_snippets_name_nothing_that_was_not_introduced() -> None:
+@readmes
+def test_snippets_name_nothing_that_was_not_introduced(readme: str) -> None:
     known = set(dir(builtins))
-    for block in BLOCKS:
+    for block in (block.code for block in BLOCKS if block.readme == readme):
         examples = doctest.DocTestParser().get_examples(block)
         tree = ast.parse("".join(example.source for example in examples) if examples else block)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -86,14 +119,25 @@ def test_the_first_screen_has_the_two_commands_and_the_picture() -> None:
     assert (ROOT / picture).is_file()
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!http)(.*?)\)", README):
-        assert (ROOT / target).exists(), target
+@readmes
+def test_links_lead_somewhere(readme: str) -> None:
+    for target in re.findall(r"\]\((?!http)(.*?)\)", TEXTS[readme]):
+        file = target.partition("#")[0]
+        assert (ROOT / readme).parent.joinpath(file).exists(), target
+
+
+def test_the_root_is_a_map_of_what_the_folders_tell() -> None:
+    for readme in TEXTS:
+        assert readme == "README.md" or f"]({Path(readme).parent.as_posix()})" in README, readme
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (ROOT / ".github/assets" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_figures_are_those_of_the_committed_tables() -> None:
-    with (ROOT / ".github/assets/bench_cpu.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read("bench_cpu.csv")
     measured = {(row["provider"], row["mode"], row["metric"], row["x"]): f"{float(row['y']):.2f}" for row in rows}
     for provider in ("constant", "sqrt_log", "log", "log_squared"):
         shown = [
@@ -101,25 +145,55 @@ def test_figures_are_those_of_the_committed_tables() -> None:
             for length in ("512", "2048", "8192")
             for mode in ("forward", "forward+backward")
         ]
-        assert f"| `{provider}` | {' | '.join(shown)} |" in README
+        assert f"| `{provider}` | {' | '.join(shown)} |" in BENCH
     shown = [measured["stats_all_rows", "forward", "time_ratio", length] for length in ("2048", "4096", "8192")]
-    assert f"| statistics of all rows, forward | {' | '.join(shown)} |" in README
-    with (ROOT / ".github/assets/temperature.csv").open(newline="") as file:
-        w_max = {(row["policy"], row["length"]): float(row["w_max"]) for row in csv.DictReader(file)}
+    assert f"| statistics of all rows, forward | {' | '.join(shown)} |" in BENCH
+    w_max = {(row["policy"], row["length"]): float(row["w_max"]) for row in read("temperature.csv")}
     assert f"{w_max['constant', '8192']:.3f} at 8192 keys" in README
 
 
+def test_figures_of_the_root_are_those_of_the_committed_tables() -> None:
+    """The same numbers as in the README of the benchmarks, fewer of them."""
+    rows = read("bench_cpu.csv")
+    ratios = {
+        (row["provider"], row["x"]): f"{float(row['y']):.2f}"
+        for row in rows
+        if row["metric"] == "time_ratio" and row["mode"] == "forward"
+    }
+    for text, provider in (
+        ("statistics of all rows", "stats_all_rows"),
+        ("statistics of 64 rows a head", "stats_64_rows"),
+    ):
+        shown = [ratios[provider, length] for length in ("2048", "4096", "8192")]
+        assert f"| {text} | {' | '.join(shown)} |" in README
+    assert f"| `log` | {ratios['log', '2048']} | | {ratios['log', '8192']} |" in README
+    rival = f"| {ratios['flex_attention', '2048']} | {ratios['flex_attention', '4096']} | |"
+    assert f"| compiled FlexAttention with β = ln n, no statistics {rival}" in README
+    assert f"| compiled FlexAttention with β = ln n, forward {rival}" in BENCH
+    monitor = [row for row in rows if row["kernel"] == "monitor" and row["metric"] == "time_ratio"]
+    steps = {row["provider"]: f"{float(row['y']):.3f}" for row in monitor}
+    assert f"listens to takes {steps['every_1']} of one without, and at every 10th step {steps['every_10']}" in (
+        README.replace("\n", " ")
+    )
+    (added,) = (round(float(row["y"])) for row in rows if row["metric"] == "added_ms")
+    for text in (README, BENCH):
+        assert f"`import attnscale` adds {added} ms" in text.replace("\n", " ")
+
+
 def test_figures_of_models_are_those_of_the_committed_tables() -> None:
-    with (ROOT / ".github/assets/bench_cpu.csv").open(newline="") as file:
-        rows = {(row["provider"], row["mode"]): float(row["y"]) for row in csv.DictReader(file) if row["x"] == "4096"}
+    rows = {(row["provider"], row["mode"]): float(row["y"]) for row in read("bench_cpu.csv") if row["x"] == "4096"}
     for mode, text in (("prefill", "prefill"), ("decode", "decoding a token")):
-        assert f"| {text} | {rows['log', mode]:.2f} |" in README
-        assert f"| {text}, padded | {rows['log_padded', mode]:.2f} |" in README
-    with (ROOT / ".github/assets/perplexity.csv").open(newline="") as file:
-        table: dict[tuple[str, ...], list[str]] = {}
-        for row in csv.DictReader(file):
-            shown = table.setdefault((row["policy"], row["parameters"], row["rope"]), [])
-            shown.append(f"{float(row['perplexity']):.2f}")
+        assert f"| {text} | {rows['log', mode]:.2f} |" in BENCH
+        assert f"| {text}, padded | {rows['log_padded', mode]:.2f} |" in BENCH
+    table: dict[tuple[str, ...], list[str]] = {}
+    for row in read("perplexity.csv"):
+        shown = table.setdefault((row["policy"], row["parameters"], row["rope"]), [])
+        shown.append(f"{float(row['perplexity']):.2f}")
     assert len(table) > 1
     for perplexities in table.values():
-        assert f" | {' | '.join(perplexities)} |" in README
+        assert f" | {' | '.join(perplexities)} |" in HF
+    told = re.findall(
+        r"\d+\.\d\d", re.search(r"perplexity at\s+16384 is(.*?)\(`make perplexity`", README, re.DOTALL)[1]
+    )
+    assert len(told) == 4
+    assert set(told) <= {perplexities[-1] for perplexities in table.values()}

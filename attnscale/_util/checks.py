@@ -1,4 +1,4 @@
-"""Numbers and flags as callers write them, to plain Python ones."""
+"""Checks of numbers, flags and score matrices that callers pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnscale.errors import DtypeError, TensorError, reject_type
 
 
 def read_number(argument: str, value: object, accepted: str = "a number") -> float:
-    """A float from whatever torch takes for one: Python's and numpy's numbers, and a tensor with a single value.
+    """A float from what torch accepts as one: Python's and numpy's numbers, and a tensor with a single value.
 
     >>> read_number("scale", torch.tensor(0.5))
     0.5
@@ -40,7 +40,7 @@ def check_flag(argument: str, value: object) -> None:
 
 
 def check_scores(scores: object, mask: object) -> None:
-    """Refuse what is not a matrix of scores [..., Tk] with, if at all, a bool mask that broadcasts to it."""
+    """Refuse anything but floating scores [..., Tk] with None or a bool mask that broadcasts to them."""
     if not isinstance(scores, Tensor):
         reject_type("scores", scores, "a floating tensor [..., keys]")
     if not scores.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all."""
+"""Atomic writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file; a failure at any point leaves an earlier file of that name as it was, and no other.
+    """Write a file atomically: a failure leaves the previous file of that name unchanged, and no partial one.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "note.txt")

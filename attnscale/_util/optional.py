@@ -1,4 +1,4 @@
-"""Packages that only an extra installs."""
+"""Imports of packages that an extra installs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnscale.errors import MissingDependencyError
 
 
 def need(module: str, what: str, extra: str) -> Any:
-    """Import a module of an optional package, or name the extra that brings it.
+    """Import a module of an optional package, or raise an error that names the extra to install.
 
     >>> need("json", "this example", "none").dumps(1)
     '1'

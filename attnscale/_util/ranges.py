@@ -1,4 +1,4 @@
-"""Ranges of layers and heads as people write them: "4-11", "0, 2, 5-7"."""
+"""Ranges of layers and heads as text: "4-11", "0, 2, 5-7"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_range(argument: str, text: str) -> list[int]:
 
 
 def write_range(numbers: list[int]) -> str:
-    """The shortest such text.
+    """Inverse of `read_range`, as short as possible.
 
     >>> write_range([0, 4, 5, 6])
     '0,4-6'

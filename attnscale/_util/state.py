@@ -29,4 +29,3 @@ FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: tells files o
 HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
 HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
-HF_ROTARY_USERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hf.existing: factors taken out

@@ -9,11 +9,10 @@ from torch.utils._device import DeviceContext
 
 
 def is_watched() -> bool:
-    """Whether something stands between us and the kernels, so that tensors made now are not what they are elsewhere.
+    """Whether tensors made now may be fake, traced or transformed, so that they must neither be kept nor read.
 
-    That is torch.compile, `torch.jit.trace`, a dispatch mode (FakeTensorMode, make_fx), a functional transform,
-    forward-mode differentiation (dual numbers have no part in what is written with `out=`), or a function mode. A
-    default device, which torch sets by a function mode too, is not: whoever keeps a tensor names the device of it.
+    True under torch.compile, `torch.jit.trace`, a dispatch mode (FakeTensorMode, make_fx), a functional transform,
+    forward-mode differentiation (dual numbers do not follow `out=`), or a function mode other than a default device.
     """
     return (
         torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""What belongs to one run and is neither copied nor saved with a model."""
+"""Objects of one run that are neither copied nor saved with a model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Uncopied:
-    """Copies of it, by `copy` or `pickle` and whatever holds it, are None.
+    """Copying or pickling it, or whatever holds it, gives None.
 
-    What listens to a model holds locks, open files and weak references to storages. Two owners of one such reference
-    would both give it back, and corrupt memory.
+    Listeners hold locks, open files and weak references to storages; two owners of such a reference would both release
+    it and corrupt memory.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

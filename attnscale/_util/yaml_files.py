@@ -12,7 +12,7 @@ from attnscale.errors import MissingDependencyError, reject
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping a YAML file holds.
+    """The mapping in a YAML file.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp(), "policy.yaml")
@@ -34,7 +34,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def write_yaml(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML, whole or not at all."""
+    """Write a mapping as YAML, atomically."""
     write_whole(path, _yaml().safe_dump(dict(content), sort_keys=False))
 
 

@@ -1,6 +1,6 @@
-"""What torch.autocast means for a backend of our own: inputs are cast as torch's SDPA casts them, and nothing else is.
+"""torch.autocast for our own backends: inputs are cast as torch's SDPA casts them, and nothing else is.
 
-Inside, a backend computes in fp32 or fp64 of its own choice; autocast would take the products from it.
+Inside, backends choose fp32 or fp64 themselves, so that autocast has to be off for their products.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cast(call: AttentionCall) -> AttentionCall:
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype in which torch's SDPA would take a floating tensor here."""
+    """The dtype in which torch's SDPA computes with a floating tensor here."""
     if x.dtype == torch.float64 or not _is_on(x.device):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
@@ -53,8 +53,6 @@ def without(
 
     @wraps(function)
     def run(first: Tensor, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        if not torch._C._is_any_autocast_enabled():
-            return function(first, *args, **kwargs)
         with off(first.device):
             return function(first, *args, **kwargs)
 
@@ -62,7 +60,6 @@ def without(
 
 
 def _is_on(device: torch.device) -> bool:
-    # The first question is the cheapest, and its answer almost always no.
-    if not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled():  # much cheaper than the rest
         return False
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

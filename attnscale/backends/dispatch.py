@@ -22,19 +22,19 @@ from attnscale_kernels.derivatives import other_derivative
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (SdpaBackend(), TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
-# Sorted out once: to ask an object whether it has all methods of a protocol takes longer than some of them.
+# Once: checking a runtime protocol is slower than choosing a backend.
 MEASURING = {name: backend for name, backend in BACKENDS.items() if isinstance(backend, MeasuringBackend)}
 
 
 class Needs(NamedTuple):
-    """What is needed of a backend beside the output and its gradient."""
+    """What a call needs beside the output and its gradient."""
 
     statistics: bool
-    derivative: str | None  # one that a backward pass does not give, in words
+    derivative: str | None  # a description of one that a backward pass does not give
 
 
 class Verdict(NamedTuple):
-    """What one backend says of a call."""
+    """Whether one backend can compute a call, and why."""
 
     backend: str
     usable: bool
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Which backend would run, and what each says; prints as a table."""
+    """Which backend would run, and the verdict of each; prints as a table."""
 
     chosen: str
     verdicts: tuple[Verdict, ...]
@@ -67,7 +67,7 @@ def run(call: AttentionCall, backend: str) -> Tensor:
 
 
 def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
-    """Output and statistics. Sampled rows are computed once more by themselves, beside an output without statistics."""
+    """Output and statistics. Sampled rows are measured separately, beside an output without statistics."""
     if request.rows is None or not _is_sampled(call, request):
         return _choose_measuring(call, backend, needs_of(call, statistics=True)).measure(cast(call), request)
     rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
@@ -76,13 +76,13 @@ def measure(call: AttentionCall, request: StatsRequest, backend: str) -> Attenti
 
 
 def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
-    """The statistics of all rows of a call, without its output. They have no derivative, whichever is being taken."""
+    """The statistics of all rows of a call, without its output and without derivatives."""
     chosen = _choose_measuring(call, backend, Needs(statistics=True, derivative=None))
     return chosen.statistics(cast(call).detached(), request)
 
 
 def needs_of(call: AttentionCall, *, statistics: bool) -> Needs:
-    """What a call needs here and now: torch says which derivatives are being taken of its tensors."""
+    """What a call needs, with the derivative that is being taken of its tensors at the moment."""
     tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
     return Needs(statistics, other_derivative(*tensors))
 
@@ -105,7 +105,7 @@ def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
 
 
 def _preference(call: AttentionCall) -> list[str]:
-    """All backends, the preferred ones first: triton before an sdpa that would have to compute float16 in float32."""
+    """All backends by preference: triton before sdpa where that would have to compute float16 in float32."""
     names = list(BACKENDS)
     if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and dtype_of(call.query) == torch.float16:
         names.sort(key=lambda name: name != "triton")
@@ -113,7 +113,7 @@ def _preference(call: AttentionCall) -> list[str]:
 
 
 def _is_automatic(name: str, needs: Needs) -> bool:
-    """Derivatives that only plain torch has are worth the memory of the reference: the alternative is an error."""
+    """Whether "auto" may choose a backend; the reference only for derivatives that no other has."""
     return BACKENDS[name].automatic or (name == ReferenceBackend.name and needs.derivative is not None)
 
 
@@ -126,9 +126,9 @@ def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
 
 
 def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None) -> Dispatch:
-    """What would compute a call, and why; `chosen` is "none" where the answer is an error.
+    """Which backend would compute a call, and why; `chosen` is "none" where `run` or `measure` would fail.
 
-    With a request, what `measure` would use: sampled rows are measured beside an output that is computed as without.
+    With a request, that of `measure`; for sampled rows, the one that computes the output.
     """
     sampled = request is not None and _is_sampled(call, request)
     verdicts = []
@@ -159,5 +159,5 @@ def _is_sampled(call: AttentionCall, request: StatsRequest) -> bool:
 
 
 def _observer(backend: str) -> str:
-    """Who measures sampled rows: torch's attention gives no statistics."""
+    """The backend that measures sampled rows: torch's attention gives no statistics."""
     return "auto" if backend == "sdpa" else backend

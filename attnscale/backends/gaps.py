@@ -27,20 +27,21 @@ ROWS_AT_ONCE = 4096
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
-    """The statistics with what was asked for of raw scores: gap counts, Λ and criticality."""
-    if not request.gaps:
-        return stats
-    scores = _scores(call)
+    """The statistics with the requested ones of raw scores: gap counts, Λ and criticality."""
     if request.gap_thresholds is not None:
-        stats = stats._replace(gap_counts=gap_counts(*scores, list(request.gap_thresholds)))
+        stats = stats._replace(gap_counts=gap_counts(*_scores(call), list(request.gap_thresholds)))
     if request.accumulation is not None:
-        found = Accumulation(*accumulation(*scores, request.min_rank, request.accumulation == "exact"))
+        if request.accumulation == "exact":
+            exact = find_contacts(call, request.min_rank).value
+            found = Accumulation(exact, exact)
+        else:
+            found = Accumulation(*accumulation_bracket(*_scores(call), request.min_rank))
         stats = stats._replace(accumulation=found, criticality=criticality(call.row_beta().detach(), found))
     return stats
 
 
 def find_contacts(call: UnscaledCall, min_rank: int) -> Contact:
-    """Λ with its points of contact, keys as slots; each [B, H, Tq]."""
+    """Λ, its rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
     return Contact(*contacts(*_scores(call), min_rank))
 
 
@@ -63,8 +64,8 @@ def gap_counts(
     return counts
 
 
-@torch.library.custom_op("attnscale::accumulation", mutates_args=())
-def accumulation(
+@torch.library.custom_op("attnscale::accumulation_bracket", mutates_args=())
+def accumulation_bracket(
     query: Tensor,
     key: Tensor,
     start: Tensor,
@@ -74,21 +75,14 @@ def accumulation(
     scale: float,
     softcap: float | None,
     min_rank: int,
-    exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Λ [B, H, Tq] of the raw scores: the ends of a bracket, or the exact value twice."""
-    tiles = _raw_tiles(query, key, start, stop, padding, mask, scale, softcap)
-    if exact:
-        value = _rows(query)
-        for tile, scores in tiles:
-            store(value, tile, find_contact(scores, min_rank).value)
-        return value, value.clone()
+    """Bounds of Λ of the raw scores, each [B, H, Tq]."""
     best, counts = empty_spectrum(_rows(query), min_rank, key.shape[2])
-    for tile, scores in tiles:
+    for tile, scores in _raw_tiles(query, key, start, stop, padding, mask, scale, softcap):
         found = take_spectrum(scores, min_rank, key.shape[2])
         store(best, tile, found.best)
         store(counts, tile, found.counts)
-    # A few heads or rows at a time: what a bracket takes on the way is several times its spectrum.
+    # Some rows at a time: a bracket needs several times the memory of its spectrum.
     parts = zip(*(torch.split(x.flatten(0, 2), ROWS_AT_ONCE) for x in (best, counts)), strict=True)
     ends = [bracket(Spectrum(*part), min_rank) for part in parts]
     lower, upper = (torch.cat(end).view(query.shape[:3]) for end in zip(*ends, strict=True))
@@ -107,7 +101,7 @@ def contacts(
     softcap: float | None,
     min_rank: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Λ, rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
+    """See `find_contacts`."""
     value = _rows(query)
     rank, first, other = (torch.zeros_like(value, dtype=torch.int64) for _ in range(3))
     for tile, scores in _raw_tiles(query, key, start, stop, padding, mask, scale, softcap):
@@ -125,7 +119,7 @@ def _(*arguments: Any) -> Tensor:
     return query.new_empty(*query.shape[:3], len(arguments[8]), dtype=torch.int64)
 
 
-@accumulation.register_fake
+@accumulation_bracket.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     rows = _rows(arguments[0])
     return rows, torch.empty_like(rows)
@@ -138,24 +132,15 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _scores(call: UnscaledCall) -> tuple[Any, ...]:
-    """The arguments that the three operators share."""
+    """The arguments that the operators share."""
     start, stop = call.context.bounds()
     mask = None if call.context.mask is None else call.context.mask.detach()
     query, key = call.query.detach(), call.key.detach()
     return query, key, start, stop, call.context.padding, mask, call.scale, call.softcap
 
 
-def _raw_tiles(
-    query: Tensor,
-    key: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> Iterator[tuple[Tile, Tensor]]:
-    scores = Scores(query, key, None, start, stop, padding, mask, scale, softcap).wide().folded(1.0)
+def _raw_tiles(query: Tensor, key: Tensor, *visibility_and_scale: Any) -> Iterator[tuple[Tile, Tensor]]:
+    scores = Scores(query, key, None, *visibility_and_scale).wide().folded(1.0)
     room = workspace_for(scores, whole_rows=True)
     for tile in cut(scores, whole_rows=True):
         yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 from torch import Tensor
 
@@ -11,15 +9,14 @@ from attnscale._util.tracing import is_watched
 from attnscale.backends.autocast import dtype_of
 from attnscale.backends.sdpa import attend, attend_by_row
 from attnscale.call.causal_bias import is_causal_bias, read_causal_bias
-from attnscale.call.layout import Layout
+from attnscale.call.layout import Layout, read_layout
 from attnscale.call.parse import check_mask, per_row
-from attnscale.call.score_options import default_scale
+from attnscale.call.score_options import default_scale, read_numbers
 from attnscale.policies import FormulaPolicy, Policy
 from attnscale.policies.temperature import recurring_temperature, refuse_unknown_length
 
 
 def attend_in_one_call(
-    layout: Layout,
     policy: Policy,
     query: Tensor,
     key: Tensor,
@@ -31,7 +28,12 @@ def attend_in_one_call(
     enable_gqa: bool,
     visible: Tensor | None,
 ) -> Tensor | None:
-    """The output of a call that uses only arguments of torch's function; None where that does not suffice."""
+    """The output of a call with the arguments of torch's function; None where one call of that does not suffice."""
+    uniform = policy.uniform
+    if uniform != 1.0 and (uniform is not None or not isinstance(policy, FormulaPolicy)):
+        return None
+    layout = read_layout(query, key, value, enable_gqa)
+    scale, dropout_p, _ = read_numbers(scale, dropout_p, None, is_causal, enable_gqa)
     queries, keys = query.shape[-2], key.shape[-2]
     if is_causal_bias(attn_mask):
         rule = read_causal_bias(attn_mask, queries, keys, query.device, is_causal=is_causal, aligned=False)
@@ -42,10 +44,10 @@ def attend_in_one_call(
         return None
     if visible is not None:
         visible = per_row(layout, visible, queries, query.device)
-    if policy.uniform == 1.0:
+    if uniform == 1.0:
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     refuse_unknown_length(policy, query, known=visible is not None)
-    if not _may_be_remembered(policy, query):
+    if not isinstance(policy, FormulaPolicy) or query.dim() != 4 or is_watched():
         return None
     scale = default_scale(query) if scale is None else scale
     beta = recurring_temperature(policy, query, key, attn_mask, is_causal, visible)
@@ -55,10 +57,6 @@ def attend_in_one_call(
     if beta is None or (query.device.type != "cpu" and dtype_of(query) == torch.float16):
         return None
     return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def _may_be_remembered(policy: Policy, query: Tensor) -> TypeGuard[FormulaPolicy]:
-    return isinstance(policy, FormulaPolicy) and policy.uniform is None and query.dim() == 4 and not is_watched()
 
 
 def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:

@@ -16,7 +16,7 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_st
 
 
 class ReferenceBackend:
-    """Materialises all weights [B, H, Tq, Tk]. A hidden key or value cannot reach a row, whatever it holds."""
+    """Materialises all weights [B, H, Tq, Tk]. A hidden key or value does not reach a row, even if it is NaN."""
 
     name = "reference"
     automatic = False
@@ -60,8 +60,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
 def mix(weights: Tensor, call: AttentionCall) -> Tensor:
     """The weights [B, H, Tq, Tk] times the call's values, in the dtype of the weights: [B, H, Tq, Dv].
 
-    A weight of 0 times a NaN is NaN, so that values that are not finite are left out of the product, and spoil the rows
-    that may see them afterwards.
+    0·NaN is NaN: values that are not finite are left out of the product, and rows that see them become NaN afterwards.
     """
     value, broken = _without_nonfinite(_grouped(call.value, call).to(weights.dtype))
     with autocast.off(weights.device):
@@ -74,7 +73,7 @@ def mix(weights: Tensor, call: AttentionCall) -> Tensor:
 def raw_scores(call: AttentionCall) -> Tensor:
     """softcap(scale·q·k) + bias, [B, H, Tq, Tk], and 0 where a key is hidden.
 
-    So a hidden key has no part in any product that follows, nor in its gradient: there 0·∞ and 0·NaN would be NaN.
+    Hidden keys stay out of all products and gradients, where 0·∞ and 0·NaN would be NaN.
     """
     dtype, visible = torch.promote_types(call.query.dtype, torch.float32), call.context.dense()
     key, broken = _without_nonfinite(_grouped(call.key, call).to(dtype))
@@ -99,7 +98,7 @@ def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x with NaN and ±∞ replaced by 0, and where they were; None if nowhere, and the host can tell at once."""
+    """x with NaN and ±∞ replaced by 0, and where they were; None if x is known on the host to be finite."""
     may_look = x.device.type == "cpu" and type(x) is Tensor and not is_watched()
     if may_look and bool(torch.isfinite(x.detach().sum())):
         return x, None

@@ -16,8 +16,8 @@ from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 
-# How large logits may be, by the estimate of `_is_sharp`, for β·q to be rounded to bfloat16. Up to here the rounding
-# costs about half of the error budget of three times torch's own, measured with β of all kinds.
+# Up to logits of this size, by the estimate of `_is_sharp`, β·q is rounded to bfloat16. There the rounding costs about
+# half of the error budget of three times torch's own, measured with many β.
 SHARPEST_ROUNDED = 12.0
 
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
@@ -27,10 +27,9 @@ TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attenti
 class SdpaBackend:
     """A β shared by all rows goes through `scale` and is not rounded; a β per row goes into q, in fp32.
 
-    The product is rounded once, to bfloat16, where torch computes in that. Logits so sharp that this rounding would
-    show are computed in float32 instead, which the CPU can tell; on other devices reading it back would synchronise.
-    In float16 the product may overflow or vanish, and torch takes no β of a row anywhere else: so such calls are
-    computed in float32 on every device, and "auto" prefers the triton backend for them where it is usable.
+    In bfloat16 the product is rounded once. On the CPU, calls whose logits are too large for this rounding are computed
+    in float32; on other devices finding out would synchronise. In float16 the product could overflow or vanish, so
+    such calls are computed in float32 on every device, and "auto" prefers the triton backend where it is usable.
     """
 
     name = "sdpa"
@@ -120,9 +119,9 @@ def attend(
 
 
 def torch_attention() -> Callable[..., Tensor]:
-    """torch's function, or what others have put in its place (context parallelism does); ours would call itself.
+    """torch's function, or what others have replaced it by (as context parallelism does), but never ours.
 
-    Beneath a patch of ours that is what it replaced: whatever was put on top of the patch since calls us, too.
+    Under `patch_torch` that is what the first patch replaced.
     """
     function = state.TORCH_REPLACED[0] if state.TORCH_REPLACED else F.scaled_dot_product_attention
     while function is not TORCH_ATTENTION and hasattr(function, "replaces"):

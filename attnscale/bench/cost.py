@@ -1,4 +1,4 @@
-"""What a policy costs: time and memory of attention against torch's own, and the time of the import."""
+"""The benchmark on a CPU: what a plan measures, the cost of policies and of the import, and the targets."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from attnscale._util.yaml_files import read_yaml
 from attnscale.attention import scaled_dot_product_attention
+from attnscale.bench.flex_attention import FlexAttentionCost
 from attnscale.bench.hf_cost import ModelCost
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MatrixCost, MonitorCost, MonitorMemory
@@ -30,11 +31,14 @@ from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
 from attnscale.policies.base import check_length
 
-# A β from which on weights underflow often enough to show in the time.
+# From this β on so many weights underflow that it shows in the time.
 SHARP = 16.0
 
-# What is better the larger it is, and how large it should be.
+# Metrics of which more is better, with their targets.
 AT_LEAST = {"times_slower": 6.0, "times_cheaper": 10.0}
+
+# Providers that are not of this package: measured for comparison, without a target.
+RIVALS = ("flex_attention",)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Plan:
     heads: int = 8
     head_dim: int = 64
     rounds: tuple[int, ...] = (200, 25, 5)
+    rival_lengths: tuple[int, ...] = (2048, 4096)
     statistics_lengths: tuple[int, ...] = (2048, 4096, 8192)
     statistics_rounds: tuple[int, ...] = (45, 25, 9)
     variant_lengths: tuple[int, ...] = (4096,)
@@ -59,7 +64,14 @@ class Plan:
         """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
         for name, least in (("heads", 1), ("head_dim", 1), ("imports", 2)):
             check_length(name, getattr(self, name), least=least)
-        more = ("variant_lengths", "eager_lengths", "memory_lengths", "monitor_lengths", "model_lengths")
+        more = (
+            "rival_lengths",
+            "variant_lengths",
+            "eager_lengths",
+            "memory_lengths",
+            "monitor_lengths",
+            "model_lengths",
+        )
         tuples = ("lengths", "rounds", "statistics_lengths", "statistics_rounds", *more)
         for name in (*tuples, "policies"):
             if not isinstance(getattr(self, name), tuple):
@@ -103,6 +115,8 @@ def cases(plan: Plan) -> Iterator[Case]:
         for policy in plan.policies:
             for mode in ("forward", "forward+backward"):
                 yield AttentionCost(plan, policy, length, mode, rounds)
+    for length in plan.rival_lengths:
+        yield FlexAttentionCost(plan.heads, plan.head_dim, length, rounds=11)
     for length, rounds in zip(plan.statistics_lengths, plan.statistics_rounds, strict=True):
         for name in PROVIDERS:
             yield _ratio(plan, "statistics", name, provider(name), length, "forward", rounds)
@@ -122,7 +136,7 @@ def cases(plan: Plan) -> Iterator[Case]:
             yield MonitorCost(name, length, rounds)
         yield MatrixCost(length, rounds=3)
         yield MonitorMemory(8 * length)
-    # Whoever has no transformers has no use for these.
+    # Left out without transformers.
     for length in plan.model_lengths if importlib.util.find_spec("transformers") else ():
         for padded in (False, True):
             yield ModelCost("prefill", length, rounds=3, padded=padded)
@@ -133,7 +147,7 @@ def cases(plan: Plan) -> Iterator[Case]:
 def _ratio(
     plan: Plan, kernel: str, name: str, candidate: Callable[..., Tensor], length: int, mode: str, rounds: int
 ) -> TimeRatio:
-    """Against torch's attention."""
+    """A function's time over that of torch's attention."""
     baseline = F.scaled_dot_product_attention
     return TimeRatio(kernel, name, "time_ratio", candidate, baseline, plan.heads, plan.head_dim, length, mode, rounds)
 
@@ -161,7 +175,7 @@ class AttentionCost:
         baseline = step(F.scaled_dot_product_attention)
         rows = [self._row("time_ratio", *interleaved_ratio(candidate, baseline, self.rounds))]
         if isinstance(policy, LengthPolicy) and policy.longest_beta() > SHARP:
-            # What torch itself takes for logits as sharp as these: tiny weights are slow numbers on some CPUs.
+            # Torch's own time for logits as sharp as these: denormal numbers are slow on some CPUs.
             sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1)))
             rows.append(self._row("time_ratio_same_logits", *interleaved_ratio(candidate, sharp, self.rounds)))
         copy = 4 * self.plan.heads * self.length * self.plan.head_dim
@@ -194,26 +208,33 @@ class ImportCost:
 def summarise(rows: list[Row]) -> Iterator[tuple[str, ...]]:
     """Lines for a table: what was measured, the quartiles, and the target with a mark where it is missed."""
     for row in rows:
-        target = target_of(row)
-        # Memory counts lengths as well: a few numbers a row, below a hundredth of the query.
-        met = (
-            row.y >= target if row.metric in AT_LEAST else row.y <= target + 0.05 * (row.metric == "extra_query_copies")
-        )
         digits = 0 if row.metric in ("added_ms", "extra_mb") else 3
         spread = "" if row.low == row.high else f"{row.low:.{digits}f} – {row.high:.{digits}f}"
-        verdict = f"{'≥' if row.metric in AT_LEAST else '≤'} {target:g}" + ("" if met else " missed")
-        yield row.metric, str(row.x or ""), row.mode, row.provider, f"{row.y:.{digits}f}", spread, verdict
+        yield row.metric, str(row.x or ""), row.mode, row.provider, f"{row.y:.{digits}f}", spread, verdict(row)
+
+
+def verdict(row: Row) -> str:
+    """The target of a row, marked where it is missed; empty for rivals."""
+    if row.provider in RIVALS:
+        return ""
+    target = target_of(row)
+    if row.metric in AT_LEAST:
+        met, sign = row.y >= target, "≥"
+    else:
+        # Memory includes n and β, a few numbers per row: less than a hundredth of the query.
+        met, sign = row.y <= target + 0.05 * (row.metric == "extra_query_copies"), "≤"
+    return f"{sign} {target:g}" + ("" if met else " missed")
 
 
 def target_of(row: Row) -> float:
-    """What the project promises for a row."""
+    """The largest value that a row should have, or the least for metrics in `AT_LEAST`."""
     by_metric = {"added_ms": 150.0, "extra_query_copies": 1.0, "extra_mb": 256.0, **AT_LEAST}
     if row.kernel == "monitor" and row.metric == "extra_mb":
         return 32.0
     if row.metric in by_metric:
         return by_metric[row.metric]
     if row.kernel == "monitor":
-        return {"every_1": 1.10, "every_10": 1.02, "not_this_step": 1.005}[row.provider]
+        return {"every_1": 1.20, "every_10": 1.03, "not_this_step": 1.005}[row.provider]
     if row.kernel == "transformers":
         return 1.03
     if row.provider == "stats_all_rows" or row.kernel == "variants":

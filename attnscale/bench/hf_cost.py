@@ -13,7 +13,7 @@ from attnscale.bench.ratio import Spread, in_both_roles, interleaved_ratio
 from attnscale.bench.rows import Row
 from attnscale.bench.steps import label
 
-# SmolLM2-135M, whose layers are these; a prefill of all of them would take minutes here.
+# Layers as in SmolLM2-135M; fewer of them for prefill, which would take minutes.
 SHAPE: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,

@@ -17,7 +17,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     4096
     """
     function()
-    forget()  # what inference keeps from call to call is part of its memory
+    forget()  # buffers that inference keeps from call to call belong to its memory
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     if record.profiler is None or record.profiler.kineto_results is None:

@@ -1,4 +1,4 @@
-"""What it costs to watch a training: steps of a small GPT with a monitor, without one, and with n × n matrices."""
+"""The cost of a monitor: training steps of a small GPT with one, without, and with n × n matrices of weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from attnscale.policies import Policy, build_policy
 from attnscale.statistics.gaps import bracket_accumulation, count_gaps
 from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
 
-# How a training is watched: the monitor's cadence, and how many steps are measured at a time.
-WATCHED = {"every_1": (1, 1), "every_10": (10, 10), "not_this_step": (10**9, 1)}
+# Per case: `every` of the monitor, and how many steps are timed together.
+CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "not_this_step": (10**9, 1)}
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class MonitorCost:
 
     def measure(self) -> list[Row]:
         model = build_gpt()
-        every, steps = WATCHED[self.name]
-        watching = Watching(model, every)
-        step = _times(training(model, self.length, watching.step), steps)
-        # The same model with and without: where a model lies in memory is worth more than a monitor that is silent.
-        ratio = interleaved_ratio(step, step, self.rounds, watching.attached)
+        every, steps = CADENCES[self.name]
+        monitored = TemporaryMonitor(model, every)
+        step = _times(training(model, self.length, monitored.step), steps)
+        # The same model with and without: the place of a model in memory changes the time by several per cent.
+        ratio = interleaved_ratio(step, step, self.rounds, monitored.attached)
         return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *label(4, 64))]
 
 
-class Watching:
-    """A monitor that is there for a while; what is asked of it while it is not, it does not do."""
+class TemporaryMonitor:
+    """A monitor that is attached while the candidate is timed; `step` does nothing at other times."""
 
     def __init__(self, model: Gpt, every: int) -> None:
         self._model = model
@@ -53,7 +53,7 @@ class Watching:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach a monitor, which has the step behind it that it was made in and listens to the next `every`-th."""
+        """Attach a monitor and end its first step, so that it listens to the next `every`-th one."""
         with Monitor(self._model, every=self._every, rows=64, alerts=None) as self._monitor:
             self._monitor.step(0)
             self._done = 1
@@ -61,7 +61,7 @@ class Watching:
         self._monitor = None
 
     def step(self, _: int) -> None:
-        """The end of a training step."""
+        """Called at the end of each training step."""
         if self._monitor is not None:
             self._monitor.step(self._done)
             self._done += 1
@@ -93,12 +93,12 @@ class MatrixCost:
         watched, matrices, plain = build_gpt(), build_gpt(), build_gpt()
         monitor = Monitor(watched, every=1, rows=64, alerts=None)
         for block in matrices.blocks:
-            block.attention = MatrixAttention(build_policy("log"))  # which is also the others'
+            block.attention = MatrixAttention(build_policy("log"))  # the policy of the other two
         baseline = training(plain, self.length)
         with_matrices = interleaved_ratio(training(matrices, self.length), baseline, self.rounds)
         with_monitor = interleaved_ratio(training(watched, self.length, monitor.step), baseline, self.rounds)
         monitor.close()
-        # Both are over the same plain step; their quartiles do not combine into one.
+        # Both ratios are over the same plain step; their quartiles cannot be combined.
         times = (with_matrices.median - 1) / max(with_monitor.median - 1, 1e-3)
         labels = label(4, 64)
         return [
@@ -107,9 +107,9 @@ class MatrixCost:
 
 
 class MatrixAttention(nn.Module):
-    """Attention that returns to the n × n matrix for its statistics, as `output_attentions` makes one do.
+    """Attention that computes its statistics from the n × n matrix, as one would with `output_attentions`.
 
-    It looks at all rows, as there they all are, but only forward, and at no angles.
+    Of all rows, but in forward only and without angles.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -130,7 +130,7 @@ class MatrixAttention(nn.Module):
 
 
 def training(model: Gpt, length: int, after: Callable[[int], object] | None = None) -> Callable[[], None]:
-    """A function that makes one training step on the same tokens, and then what comes after a step."""
+    """A function that makes one training step on the same tokens and then calls `after` with its number."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0))
     done = [0]

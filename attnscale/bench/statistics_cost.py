@@ -1,4 +1,4 @@
-"""What statistics and the adaptive policy cost, against attention without them and against the n × n way."""
+"""The cost of statistics and of `gap_adaptive`, over torch's attention and over the n × n matrix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def provider(name: str) -> Callable[..., Tensor]:
 
 
 def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-    """The same statistics as one would write them: all weights in memory."""
+    """The same statistics with all weights in memory."""
     logits = query @ key.mT * query.shape[-1] ** -0.5
     if is_causal:
         logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)

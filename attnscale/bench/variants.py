@@ -1,4 +1,4 @@
-"""Ways to get the same statistics that were tried beside the one in use, so that the choice can be measured again."""
+"""Alternative implementations of the statistics, kept so that the choice can be measured again."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def exp_per_tile(logits: Tensor) -> Tensor:
 
 
 def fused_chain(logits: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
-    """The chain in one expression, for torch.compile, which has vectors for e^x but not for 2^x."""
+    """The chain in one expression, for torch.compile, which vectorises e^x but not 2^x."""
     centred = logits - logits.amax(-1, keepdim=True)
     powers.copy_(torch.exp(centred))
     return powers.sum(-1, keepdim=True), (powers * centred).sum(-1, keepdim=True)
 
 
 def compiled_per_tile(chain: Callable[..., tuple[Tensor, Tensor]], room: list[Tensor], logits: Tensor) -> Tensor:
-    """The compiled chain, its powers in memory that is kept."""
+    """The weights of a tile by the compiled chain; `room` keeps a buffer for the powers from tile to tile."""
     if not room or room[0].numel() < logits.numel():
         room[:] = [torch.empty(logits.numel())]
     powers = room[0][: logits.numel()].view(logits.shape)

@@ -1,4 +1,4 @@
-"""torch's `causal_upper_left` and `causal_lower_right` masks, taken as the rules they stand for."""
+"""torch's `causal_upper_left` and `causal_lower_right` masks as rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnscale.errors import TensorError, reject
 
 
 class CausalRule(NamedTuple):
-    """The same restriction as `is_causal` with the slot of the first query, or as a mask where that cannot say it."""
+    """A causal bias as `is_causal` and the slot of the first query, or as a dense mask where slots are given."""
 
     mask: Tensor | None
     is_causal: bool
@@ -21,7 +21,7 @@ class CausalRule(NamedTuple):
 def is_causal_bias(mask: object) -> bool:
     """Whether a mask is a `torch.nn.attention.bias.CausalBias`: a tensor that holds no values, only its shape.
 
-    torch's module is imported only once somebody passes a tensor of a subclass.
+    Imports torch's module only where a tensor of a subclass is passed.
     """
     if mask is None or type(mask) is Tensor or not isinstance(mask, Tensor):
         return False
@@ -35,8 +35,8 @@ def read_causal_bias(
 ) -> CausalRule | None:
     """The rule of a causal bias; None for any other mask.
 
-    A lower-right one says that the queries are the last tokens. Where something else says in which slots they lie
-    (`aligned`), it stays the mask that it looks like, since it counts from the corners of the matrix.
+    A lower-right one says that the queries are the last tokens. Where another argument gives their slots (`aligned`),
+    it becomes a dense mask, since it counts from the corners of the matrix.
     """
     if not is_causal_bias(mask):
         return None

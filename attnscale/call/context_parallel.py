@@ -1,4 +1,4 @@
-"""Under torch's context parallelism a process holds a part of the keys, and would count only those."""
+"""Refusal of torch's context parallelism, where a process would count only its own part of the keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sequence_is_split() -> bool:
 
 
 def refuse_context_parallel(query: Tensor, what_to_do: str) -> None:
-    """Refuse a call in which each process holds a part of the sequence; `what_to_do` ends the sentence."""
+    """Refuse a call in which each process holds a part of the sequence; `what_to_do` ends the message."""
     if sequence_is_split() or (type(query) is not Tensor and _is_sharded_by_row(query)):
         raise BackendError(
             "attnscale does not work under context parallelism yet: each process would count the keys of its own part "

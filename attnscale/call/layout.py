@@ -1,4 +1,4 @@
-"""From every combination of shapes that torch's attention accepts to [B, H, T, D], and back."""
+"""Conversion between the shapes that torch's attention accepts and [B, H, T, D]."""
 
 from __future__ import annotations
 
@@ -71,17 +71,8 @@ class Layout(NamedTuple):
         accepted = f"[{length}] or {[*self.batch, length]} ({meaning})"
         raise ArgumentError(f"{argument} of shape {list(x.shape)} is not accepted: expected {accepted}")
 
-    def check_mask(self, mask: Tensor, queries: int, keys: int) -> None:
-        """Refuse a mask that does not broadcast to [..., H, Tq, Tk]."""
-        full = (*self.lead, queries, keys)
-        if not _fits(mask.shape, full):
-            raise TensorError(
-                f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
-            )
-
     def mask(self, mask: Tensor, queries: int, keys: int) -> Tensor:
         """A mask that broadcasts against [..., H, Tq, Tk] to [B|1, H|1, Tq, Tk], without copying where possible."""
-        self.check_mask(mask, queries, keys)
         mask = mask[(None,) * (len(self.lead) + 2 - mask.dim())]
         if not self.head_axis:
             mask = mask[..., None, :, :]
@@ -93,7 +84,7 @@ class Layout(NamedTuple):
 
 
 def read_layout(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Layout:
-    """Check that the three tensors fit each other, by torch's rules, and say how their dimensions are to be read.
+    """Check by torch's rules that the three tensors fit each other, and read their dimensions.
 
     Leading dimensions broadcast, as in torch: [T, D] is one head of one sequence, [N, T, D] is one head of N
     sequences, [..., H, T, D] has any number of batch dimensions, and the three may have different numbers of them.
@@ -141,10 +132,10 @@ def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
     return Layout((*batch, heads), True, max(of_key, of_value))
 
 
-def _fits(shape: Sequence[int], full: tuple[int, ...]) -> bool:
-    """Whether a shape broadcasts to another as it is; quick for the usual one."""
+def broadcasts_to(shape: Sequence[int], full: tuple[int, ...]) -> bool:
+    """Whether a shape broadcasts to exactly `full`."""
     if len(shape) == len(full):
-        # In this order: an extent that only a device knows is equal to itself, but nobody can say whether it is 1.
+        # Equality first: a data-dependent extent is known to equal itself, but not whether it is 1.
         return all(extent == other or extent == 1 for extent, other in zip(shape, full, strict=True))
     return _broadcast(shape, full) == full
 

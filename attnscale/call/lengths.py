@@ -1,4 +1,4 @@
-"""How many keys each query row may see, and where it stands: the n and the positions that policies are called with."""
+"""n and position of each query row: what policies are called with."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def visible_keys(
 
 
 def count_visible(context: Context) -> Tensor:
-    """n [B|1, H|1, Tq] as int64: what each row may see, counted without waiting for the device."""
+    """n [B|1, H|1, Tq] as int64, without a device synchronisation."""
     if context.visible is not None:
         return context.visible
     if context.mask is not None:
@@ -65,7 +65,7 @@ def same_for_every_row(context: Context) -> int | None:
 
 
 def find_positions(context: Context) -> Tensor | None:
-    """Absolute position [B|1, 1, Tq] of each query, or None where it is not known and n − 1 has to serve.
+    """Absolute position [B|1, 1, Tq] of each query, or None where it is unknown and policies use n − 1.
 
     Known where given, and under causality: the rank of the row's own slot among the real keys of its document. A
     window shortens n but not this.

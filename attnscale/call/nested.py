@@ -1,4 +1,4 @@
-"""Nested tensors: to packed documents for attention, to padded batches for a module, and back."""
+"""Nested tensors as packed documents (for attention) and as padded batches (for modules)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attend_nested(
 ) -> Tensor:
     """Attention within each sequence of jagged tensors [B, H, tokens, D], as a jagged tensor.
 
-    `attend` is given dense tensors and `cu_seqlens`; `dense_only` are the rules that cannot be said of nested tensors.
+    `attend` is given dense tensors and `cu_seqlens`; `dense_only` are the rules that must be None here.
     """
     for name, rule in dense_only.items():
         if rule is not None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from attnscale._util.tracing import is_watched
 from attnscale.call.causal_bias import read_causal_bias
 from attnscale.call.context import Context, Window
-from attnscale.call.layout import Layout
+from attnscale.call.layout import Layout, broadcasts_to
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 Packing = Tensor | tuple[Tensor, Tensor]
@@ -53,12 +53,11 @@ def describe(
     cache_offset: int | Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Context:
-    """Check the keywords against the shapes and settle in which slot each query token lies.
+    """Check the keywords against the shapes and determine the slot of each query token.
 
-    `cache_offset` says it outright. Otherwise packed queries lie where their document puts them, `positions` are looked
-    up among the unpadded keys, and without either the alignment is torch's: query i in slot i. What only the values of
-    a tensor tell (a negative position, edges that decrease) is checked on the CPU; on other devices reading them back
-    would synchronise.
+    The slot comes from `cache_offset`; else from the document of packed queries; else from `positions`, looked up among
+    the unpadded keys; else it is torch's alignment, query i in slot i. Values of tensors (negative positions,
+    decreasing edges) are checked on the CPU only: on other devices reading them back would synchronise.
     """
     if positions is not None:
         positions = layout.rows("positions", _integer("positions", positions, device), queries, "0-based, per query")
@@ -80,6 +79,8 @@ def describe(
     rule = read_causal_bias(attn_mask, queries, keys, device, is_causal=is_causal, aligned=aligned)
     if rule is not None:
         attn_mask, is_causal, slot = rule.mask, rule.is_causal, rule.slot
+    if attn_mask is not None:
+        check_mask(layout, attn_mask, queries, keys, device)
     if cache_offset is not None:
         slot = _offset(layout, cache_offset, queries, device)
     elif isinstance(cu_seqlens, tuple):
@@ -108,7 +109,7 @@ def describe(
         first=first,
         last=last,
         padding=key_padding,
-        mask=None if attn_mask is None else _mask(layout, attn_mask, queries, keys, device),
+        mask=None if attn_mask is None else layout.mask(attn_mask, queries, keys),
         positions=positions,
         visible=visible,
     )
@@ -123,7 +124,11 @@ def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: to
             f"attn_mask of {mask.dtype} is not accepted: expected bool (True: visible) or floating (added)"
         )
     _check_device("attn_mask", mask, device)
-    layout.check_mask(mask, queries, keys)
+    full = (*layout.lead, queries, keys)
+    if not broadcasts_to(mask.shape, full):
+        raise TensorError(
+            f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
+        )
 
 
 def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device) -> Tensor:
@@ -134,7 +139,7 @@ def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device)
     if not fits or n.shape[2] not in (1, queries):
         full = [layout.size, layout.heads, queries]
         reject("visible.shape", list(given.shape), f"[Tq], [B, Tq] or [B, H, Tq] that broadcasts to {full}")
-    # A tensor of the full length is used as it is, so that what was made of it can be found again.
+    # A tensor of the full length stays the same object, whose β may be remembered (`mark_counted`).
     return n if n.shape[2] == queries else n.expand(n.shape[0], n.shape[1], queries)
 
 
@@ -152,11 +157,6 @@ def _window(window: int | Window | None) -> Window:
         if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 0):
             reject("window", window, accepted)
     return window
-
-
-def _mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.device) -> Tensor:
-    check_mask(layout, mask, queries, keys, device)
-    return layout.mask(mask, queries, keys)
 
 
 def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.device) -> int | Tensor:

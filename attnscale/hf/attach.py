@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model, wrapper_prefix
+from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
 from attnscale.hf.config_record import (
     MODULES,
     ON_EXISTING,
@@ -20,7 +20,7 @@ from attnscale.hf.config_record import (
     record_of,
     write_record,
 )
-from attnscale.hf.install import Handle, install, without_prefix
+from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_described_policies, build_policies, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
@@ -38,7 +38,7 @@ def attach(model: nn.Module) -> Handle:
         ema = torch.optim.swa_utils.AveragedModel(model)
         handle = attnscale.hf.attach(ema)
     """
-    layers = [layer for layer in find_attention_layers(model) if layer.routed]
+    layers = list(routed_layers(model).values())
     policies = {layer.path: site_at(layer.module).policy for layer in layers if has_site(layer.module)}
     if not policies:
         policies = described_policies(model)
@@ -54,7 +54,7 @@ def attach(model: nn.Module) -> Handle:
         config.attnscale.models = max(config.attnscale.models, 1)
     record = next((config.attnscale for config in configs), None)
     if record is None:
-        record = write_record(without_prefix(policies, model), "raise")
+        record = write_record(by_inner_path(policies, model), "raise")
     return Handle(model, policies, record, [layer.module for layer in layers], configs)
 
 
@@ -108,8 +108,7 @@ def _located(
     model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[AttentionLayer, Mapping[str, Any]]]:
     """The layers of a model that a record names, with their descriptions, in the order of the model."""
-    inner, prefix = transformers_model(model), wrapper_prefix(model)
-    layers = {layer.path.removeprefix(prefix): layer for layer in find_attention_layers(model) if layer.routed}
+    inner, layers = transformers_model(model), routed_layers(model)
     found = {path: recorded for recorded, path in locate(modules, layers, inner.base_model_prefix).items()}
     missing = [path for path in modules if path not in found.values()]
     # A model of another class may lack a part: an encoder alone has no decoder.

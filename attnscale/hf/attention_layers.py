@@ -108,11 +108,12 @@ def holds_transformers_model(model: nn.Module) -> bool:
     return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
-def wrapper_prefix(model: nn.Module) -> str:
-    """What precedes the paths of a transformers model inside a wrapper, with its dot; empty without a wrapper."""
+def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
+    """The layers that can have a policy, by their paths in the transformers model itself, not in a wrapper of it."""
     inner = transformers_model(model)
-    path = next(path for path, module in model.named_modules() if module is inner)
-    return f"{path}." if path else ""
+    outer = next(path for path, module in model.named_modules() if module is inner)
+    prefix = f"{outer}." if outer else ""
+    return {layer.path.removeprefix(prefix): layer for layer in find_attention_layers(model) if layer.routed}
 
 
 def name_layers(layers: Sequence[AttentionLayer]) -> str:

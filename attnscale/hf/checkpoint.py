@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attach import install_recorded
-from attnscale.hf.attention_layers import find_attention_layers, wrapper_prefix
+from attnscale.hf.attention_layers import routed_layers
 from attnscale.hf.config_record import DESCRIPTION, MODULES, configs_of, locate
 from attnscale.hf.install import Handle
 from attnscale.hf.policy_files import POLICY_CONFIG, POLICY_WEIGHTS, StoredFiles, is_of_policy, split_name
@@ -134,10 +134,8 @@ def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[s
 
 def _named_as_in(model: nn.Module, inner: PreTrainedModel, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of policies under their names in the transformers model."""
-    prefix = wrapper_prefix(model)
-    present = [layer.path.removeprefix(prefix) for layer in find_attention_layers(model) if layer.routed]
     parts = {name: split_name(name) for name in learned if is_of_policy(name)}
-    paths = locate((path for path, _ in parts.values()), present, inner.base_model_prefix)
+    paths = locate((path for path, _ in parts.values()), routed_layers(model), inner.base_model_prefix)
     return {f"{paths[path]}.{NAME}.{rest}": learned[name] for name, (path, rest) in parts.items() if path in paths}
 
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError
-from attnscale.hf.attention_layers import find_attention_layers, transformers_model
-from attnscale.hf.sites import NAME, has_site_or_note
+from attnscale.hf.attention_layers import routed_layers, transformers_model
+from attnscale.hf.sites import NAME, is_decided
 from attnscale.policies import Policy, build_policy_for
 from attnscale.policies.base import LengthPolicy
 from attnscale.policies.build import find_policy
@@ -91,8 +91,9 @@ def locate(recorded: Iterable[str], present: Iterable[str], prefix: str) -> dict
 def describe(policy: Policy) -> dict[str, Any]:
     """A policy as data for JSON: its name and fields, and its class where the name is not registered."""
     kind = type(policy)
-    try:
-        plain = json.loads(json.dumps(policy.to_dict(), default=_nested)) if isinstance(policy, LengthPolicy) else {}
+    try:  # a field may be a policy too
+        own = policy.to_dict() if isinstance(policy, LengthPolicy) else {}
+        plain: dict[str, Any] = json.loads(json.dumps(own, default=lambda value: value.to_dict()))
     except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that are no plain data
         plain = {}
     return plain if plain and find_policy(plain["name"]) is kind else plain | {_CLASS: kind.__qualname__}
@@ -111,13 +112,6 @@ def build_described(entry: Mapping[str, Any], *, num_heads: int, head_dim: int) 
     return build_policy_for(plain, num_heads=num_heads, head_dim=head_dim)
 
 
-def _nested(value: object) -> dict[str, Any]:
-    """A policy that is a field of another policy."""
-    if isinstance(value, LengthPolicy):
-        return value.to_dict()
-    raise TypeError(f"{type(value).__name__} is not plain data")
-
-
 class Record(dict[str, Any]):
     """The entry `attnscale` of a switched config: plain data for config.json, and what `release` restores.
 
@@ -125,13 +119,7 @@ class Record(dict[str, Any]):
     `models` = 0: the modules of its model know themselves whether they have policies.
     """
 
-    def __init__(
-        self,
-        written: Mapping[str, Any],
-        implementation: str | None = None,
-        before: Mapping[str, Any] | None = None,
-        models: int = 0,
-    ) -> None:
+    def __init__(self, written: Mapping[str, Any], implementation: str | None, before: Any, models: int = 0) -> None:
         super().__init__(written)
         self.implementation = implementation
         self.before = before
@@ -155,13 +143,8 @@ def record_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 def is_pending(model: nn.Module) -> bool:
     """Whether a model was loaded with our name and has not been given its policies yet."""
-    return any(
-        layer.routed
-        and layer.config._attn_implementation == NAME
-        and not has_site_or_note(layer.module)
-        and not is_switched(layer.config)
-        for layer in find_attention_layers(model)
-    )
+    layers = [layer for layer in routed_layers(model).values() if layer.config._attn_implementation == NAME]
+    return any(not is_decided(layer.module) and not is_switched(layer.config) for layer in layers)
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:

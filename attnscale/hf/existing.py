@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnscale._util import state
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers
 from attnscale.hf.forward_source import read_forward
 from attnscale.hf.sites import Undo
@@ -187,23 +185,19 @@ def _switch_off_rotary(model: nn.Module, layer: AttentionLayer, rotary: _Rotary)
         return _set_attribute(rotary.owner, rotary.name, 1.0)
     factor = getattr(rotary.owner, rotary.name)
     unhook = _change_argument(layer.module, _ROTATION, partial(_without_factor, rotary.owner, rotary.name))
-    switched_off = _switched_off(rotary)
-    switched_off.add(layer.module)
-    if all(user in switched_off for user in _users(model, rotary)):
+    if all(_does_without_factor(user) for user in _users(model, rotary)):
         setattr(rotary.owner, rotary.name, 1.0)
-    return partial(_switch_on, layer.module, rotary, factor, unhook)
+    return partial(_switch_on_rotary, rotary, factor, unhook)
 
 
-def _switch_on(module: nn.Module, rotary: _Rotary, factor: float, unhook: Undo) -> None:
-    """Undo `_switch_off_rotary`."""
+def _switch_on_rotary(rotary: _Rotary, factor: float, unhook: Undo) -> None:
     unhook()
-    _switched_off(rotary).discard(module)
     setattr(rotary.owner, rotary.name, factor)
 
 
-def _switched_off(rotary: _Rotary) -> Any:
-    """The attention modules that do without the factor of an embedding, a WeakSet."""
-    return state.HF_ROTARY_USERS.setdefault(rotary.owner, {}).setdefault(rotary.name, weakref.WeakSet())
+def _does_without_factor(module: nn.Module) -> bool:
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, partial)]
+    return any(hook.func is _changed and hook.args[0] == _ROTATION for hook in hooks)
 
 
 def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]:

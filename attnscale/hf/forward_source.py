@@ -67,7 +67,8 @@ def rotates_queries(module: nn.Module) -> bool | None:
     """Whether a module has a rotary embedding; None where that depends on the arguments of its forward."""
     undecided = False
     for tests in read_forward(type(module)).rotations:
-        answers = [_holds(test, wanted, module) for test, wanted in tests]
+        values = [(_evaluate(test, module), wanted) for test, wanted in tests]
+        answers = [None if value is UNKNOWN else bool(value) is wanted for value, wanted in values]
         if all(answers):
             return True
         undecided = undecided or False not in answers
@@ -85,11 +86,6 @@ def _calls(node: ast.AST, tests: tuple[_Test, ...]) -> Iterator[tuple[ast.Call, 
         return
     for child in ast.iter_child_nodes(node):
         yield from _calls(child, tests)
-
-
-def _holds(test: ast.expr, wanted: bool, module: nn.Module) -> bool | None:
-    answer = _evaluate(test, module)
-    return None if answer is UNKNOWN else bool(answer) is wanted
 
 
 def _evaluate(expression: ast.expr, module: nn.Module) -> Any:

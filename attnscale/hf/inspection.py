@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from attnscale._util.ranges import write_range
@@ -18,7 +17,7 @@ from attnscale.hf.attach import described_policies
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
-from attnscale.hf.plan import Plan, build_policy_of_layer, read_plan
+from attnscale.hf.plan import Plan, beta_at_end, build_policy_of_layer, read_plan
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import NAME, has_site, is_called, is_monitored, site_at
@@ -214,12 +213,7 @@ def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str
         return "β from its scores"
     if policy.needs_query:
         return "β from its queries"
-    tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
-    device = tensors[0].device if tensors else torch.device("cpu")
-    position = torch.tensor(lengths, device=device).reshape(1, 1, -1) - 1  # [1, 1, L]
-    visible = (position + 1).clamp(max=layer.window or max(lengths))
-    with torch.no_grad():
-        beta = policy(visible, positions=position).broadcast_to(1, -1, len(lengths))[0]  # [H|1, L]
+    beta = beta_at_end(policy, layer, lengths)
     shown = []
     for low, high in zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True):
         shown.append(f"{low:.4g}" if low == high else f"{low:.4g}…{high:.4g}")

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import reject
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model, wrapper_prefix
+from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
 from attnscale.hf.config_record import configs_of, release, save_implementation, switch, write_record
 from attnscale.hf.distributed import refuse_wrapped
 from attnscale.hf.existing import find_existing
 from attnscale.hf.policy_files import save_policies
 from attnscale.hf.selection import refuse_applied
-from attnscale.hf.sites import NAME, SDPA, Site, has_site_or_note, is_learned, note_no_site, remove_site
+from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site
 from attnscale.policies import Policy
 
 
@@ -55,7 +55,7 @@ class Handle:
 
         A file is written whole or not at all.
         """
-        save_policies(folder, without_prefix(self.policies, self.model), self.record)
+        save_policies(folder, by_inner_path(self.policies, self.model), self.record)
 
     def remove(self) -> None:
         """Restore the model as it was, to the bit. Idempotent, also after another handle of the same policies."""
@@ -85,11 +85,11 @@ def install(
     """
     if any(isinstance(policy, nn.Module) and any(True for _ in policy.parameters()) for policy in policies.values()):
         refuse_wrapped(model)
-    layers = [layer for layer in find_attention_layers(model) if layer.routed]
+    layers = list(routed_layers(model).values())
     chosen = [layer for layer in layers if layer.path in policies]
     refuse_applied(model, chosen)
     modules, inner = [layer.module for layer in layers], transformers_model(model)
-    record = write_record(without_prefix(policies, model), on_existing)
+    record = write_record(by_inner_path(policies, model), on_existing)
     switched: list[PreTrainedConfig] = []
     # All are found before any is switched off: layers share the module that applies the factor.
     existing = {layer.path: find_existing(model, layer) if on_existing == "replace" else [] for layer in chosen}
@@ -100,8 +100,7 @@ def install(
             for scaling in existing[layer.path]:
                 site.undo.append(scaling.switch_off())
         for module in modules:
-            if not has_site_or_note(module):
-                note_no_site(module)
+            module._modules.setdefault(NAME, None)  # the note that it has no policy, which copies keep
         configs = _configs(inner, chosen, override)
         for config, implementation in configs:
             switch(config, implementation, record, inner if loaded else None)
@@ -113,10 +112,9 @@ def install(
     return Handle(model, policies, record, modules, switched)
 
 
-def without_prefix(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
-    """Policies by their paths in the transformers model itself, where it is inside a wrapper."""
-    prefix = wrapper_prefix(model)
-    return {path.removeprefix(prefix): policy for path, policy in policies.items()}
+def by_inner_path(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
+    """Policies by their paths in the transformers model itself, without those of a wrapper."""
+    return {path: policies[layer.path] for path, layer in routed_layers(model).items() if layer.path in policies}
 
 
 def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig]) -> None:

@@ -15,7 +15,7 @@ from attnscale.errors import ArgumentError
 from attnscale.hf.attach import attach
 from attnscale.hf.attention import attend
 from attnscale.hf.config_record import is_switched
-from attnscale.hf.sites import NAME, has_site_or_note
+from attnscale.hf.sites import NAME, is_decided
 from attnscale.module import ScaledDotProductAttention
 
 _STOCK = ScaledDotProductAttention("constant")
@@ -33,7 +33,7 @@ def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Ten
     A model that was loaded with our name is given its policies at its first forward.
     """
     site = module._modules.get(NAME)
-    if site is None and not has_site_or_note(module) and not is_switched(module.config):
+    if not is_decided(module) and not is_switched(module.config):
         _give_policies(module)
         site = module._modules.get(NAME)
     return attend(_STOCK if site is None else site, module, *args, **kwargs)
@@ -49,7 +49,7 @@ def _give_policies(module: nn.Module) -> None:
             "not been given its policies yet: call attnscale.hf.attach(model) first"
         )
     attach(model)
-    if not has_site_or_note(module):
+    if not is_decided(module):
         raise ArgumentError(f"{type(module).__name__} asks for attnscale in a way that attnscale.hf does not know")
 
 

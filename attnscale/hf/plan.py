@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from attnscale._util.ranges import read_range, write_range
 from attnscale._util.yaml_files import read_yaml
@@ -112,6 +115,16 @@ def build_policy_of_layer(plan: Plan, layer: AttentionLayer) -> Policy:
 def build_described_policies(layers: Iterable[tuple[AttentionLayer, Mapping[str, Any]]]) -> dict[str, Policy]:
     """Path → policy, from layers and the descriptions of their policies."""
     return _share((layer, None, _fitting(build_described(entry, **layer.shape), layer)) for layer, entry in layers)
+
+
+def beta_at_end(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> Tensor:
+    """β [H|1, L] that a policy of lengths has in a layer, in the last row of texts of these lengths."""
+    tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
+    device = tensors[0].device if tensors else torch.device("cpu")
+    position = torch.tensor(lengths, device=device).reshape(1, 1, -1) - 1  # [1, 1, L]
+    visible = (position + 1).clamp(max=layer.window or max(lengths))
+    with torch.no_grad():
+        return policy(visible, positions=position).broadcast_to(1, -1, len(lengths))[0]
 
 
 def _share(built: Iterable[tuple[AttentionLayer, Policy | None, Policy]]) -> dict[str, Policy]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from attnscale.hf.attention_layers import AttentionLayer, transformers_model
+from attnscale.hf.plan import beta_at_end
 from attnscale.policies import LengthPolicy, Policy
 from attnscale.policies.per_head import PerHead
 
@@ -24,7 +24,8 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     """One text where policies multiply the logits of a pretrained model, one where its sliding layers stay softened."""
     if not _is_pretrained(model):
         return []
-    length = _trained_length(model)
+    length = getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
+    length = length if isinstance(length, int) and length > 1 else _USUAL_LENGTH
     laws = [(layer, law) for layer in layers if layer.path in policies for law in _laws(policies[layer.path])]
     texts = []
     absolute = [(layer, law) for layer, law in laws if getattr(law, "reference_length", None) is None]
@@ -60,13 +61,6 @@ def _is_pretrained(model: nn.Module) -> bool:
     return any(getattr(parameter, "_is_hf_initialized", False) for parameter in inner.parameters())
 
 
-def _trained_length(model: nn.Module) -> int:
-    """The longest text of a model, as its config says."""
-    config = transformers_model(model).config.get_text_config()
-    length = getattr(config, "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 1 else _USUAL_LENGTH
-
-
 def _laws(policy: Policy) -> list[LengthPolicy]:
     """The laws of length or position in a policy: itself, or those of its heads.
 
@@ -79,10 +73,7 @@ def _laws(policy: Policy) -> list[LengthPolicy]:
 
 def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
     """The largest β of a head at the end of a text of that length."""
-    tensors = [*policy.parameters(), *policy.buffers()]
-    position = torch.tensor([[[length - 1]]], device=tensors[0].device if tensors else None)
-    with torch.no_grad():
-        return float(policy((position + 1).clamp(max=layer.window or length), positions=position).max())
+    return float(beta_at_end(policy, layer, [length]).max())
 
 
 def _count(found: Sequence[tuple[float, AttentionLayer]]) -> int:

@@ -24,23 +24,20 @@ def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None 
     In a model of several towers, layers that its main input does not reach are proven by a forward of their tower. The
     model and the random number generators stay as they are.
     """
-    called: set[int] = set()
-    hooks = [
-        site_at(layer.module).register_forward_hook(lambda *_, number=number: called.add(number))
-        for number, layer in enumerate(layers)
-    ]
+    called: set[nn.Module] = set()
+    sites = [site_at(layer.module) for layer in layers]
+    hooks = [site.register_forward_hook(lambda site, *_: called.add(site)) for site in sites]
     given = _inputs(model) if inputs is None else dict(inputs)
     try:
         failure = _run(model, given)
         parts = list(transformers_model(model).modules())[1:] if inputs is None else []
         for part in (module for module in parts if isinstance(module, PreTrainedModel)):
-            unproven = {id(layer.module) for number, layer in enumerate(layers) if number not in called}
-            if any(id(module) in unproven for module in part.modules()):
+            if not called.issuperset(module for module in part.modules() if module in sites):
                 _run(part, _inputs(part))  # a part that cannot run alone proves nothing, and is no failure
     finally:
         for hook in hooks:
             hook.remove()
-    silent = [layer for number, layer in enumerate(layers) if number not in called]
+    silent = [layer for layer, site in zip(layers, sites, strict=True) if site not in called]
     if failure is not None and (silent or inputs is not None):
         raise ArgumentError(
             f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {failure!r}. Pass inputs that "

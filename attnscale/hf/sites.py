@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -90,17 +90,9 @@ def has_site(module: nn.Module) -> bool:
     return module._modules.get(NAME) is not None
 
 
-def has_site_or_note(module: nn.Module) -> bool:
-    """Whether an attention module has a site, or the note that it is to have none."""
-    return NAME in module._modules
-
-
 def site_at(module: nn.Module) -> Site:
     """The site of an attention module that has one."""
-    site = module._modules[NAME]
-    if not isinstance(site, Site):
-        raise KeyError(NAME)
-    return site
+    return cast(Site, module._modules[NAME])
 
 
 def is_monitored(module: nn.Module) -> bool:
@@ -115,9 +107,9 @@ def is_called(module: nn.Module) -> bool:
     return implementation == NAME or (implementation == SDPA and overridden)
 
 
-def note_no_site(module: nn.Module) -> None:
-    """Note in an attention module that it is to have no policy; copies of the model keep the note."""
-    module.register_module(NAME, None)
+def is_decided(module: nn.Module) -> bool:
+    """Whether an attention module has a site, or the note that it has none: None in the place of a site."""
+    return NAME in module._modules
 
 
 def remove_site(module: nn.Module) -> None:

@@ -44,14 +44,12 @@ class Policy(Protocol):
 class LengthPolicy(nn.Module):
     """Base of all policies: subclasses are keyword dataclasses whose `formula` reads like the table row.
 
-    Calling it takes the number of visible keys as an int or an integer tensor of any shape, optionally the 0-based
-    absolute positions (else position = n − 1), and returns fp32 β that broadcasts with them. Per-head policies put the
-    head axis at −2, so n has to have it: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as
-    n = 1.
+    It is called with n, an int or an integer tensor of any shape, optionally with the 0-based absolute positions (else
+    n − 1), and returns fp32 β that broadcasts with them. Per-head policies have the head axis at −2: n [B, 1, Tq] or
+    [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1.
 
-    Fields cannot be changed after construction, because `validate` checked them and may have derived other values from
-    them: build a new policy, for instance with `dataclasses.replace`. Parameters, buffers and submodules are those of
-    any `nn.Module`.
+    Fields are fixed after construction, since `validate` may have derived values from them: build a new policy, for
+    instance with `dataclasses.replace`. Parameters, buffers and submodules are those of any `nn.Module`.
 
     >>> from attnscale import build_policy
     >>> build_policy("log")(torch.tensor([1, 2, 1000]))
@@ -128,9 +126,9 @@ class LengthPolicy(nn.Module):
 
 
 class FormulaPolicy(LengthPolicy):
-    """Base of the policies whose β is a function of n, position and plain attributes alone: attention may remember it.
+    """Base of the policies whose β depends on n, position and plain attributes only, so that it may be remembered.
 
-    The memory is keyed by `identity`, so that policies of the same class with the same attributes share it.
+    `identity` is the key: policies of the same class with the same attributes share what is remembered.
     """
 
     @property
@@ -184,8 +182,8 @@ def real(x: Tensor) -> Tensor:
 def ln(n: Tensor) -> Tensor:
     """ln n with ln 1 := ln 2.
 
-    A row with one key has nothing to separate, so any β serves it in plain softmax; but β = 0 would make a kernel's
-    running maximum meaningless and, with an attention sink, would ignore the key. β(1) = β(2) avoids both.
+    With one key any β gives the same softmax, but β = 0 would make a kernel's running maximum meaningless and, with an
+    attention sink, would ignore the key.
     """
     return torch.log(real(n.clamp(min=2)))
 

@@ -64,7 +64,7 @@ def _required(kind: type[LengthPolicy]) -> list[str]:
     return [field.name for field in fields if field.default is missing and field.default_factory is missing]
 
 
-# Names that stand for one policy without further arguments. What learns needs at least its number of heads.
+# Policies that need no argument; those that learn need at least their number of heads.
 STATELESS: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if not _required(kind))
 
 PolicySpec = str | Path | Mapping[str, Any] | Policy
@@ -129,9 +129,7 @@ def build_policy(spec: PolicySpec, **parameters: Any) -> Policy:
 
 
 def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **parameters: Any) -> Policy:
-    """A policy of its own for one attention module: as `build_policy`, with the module's shape filled in.
-
-    A finished policy is copied, so that what it learns belongs to this module alone.
+    """As `build_policy`, for one attention module: its shape is filled in, and a finished policy is copied.
 
     >>> build_policy_for("ssmax", num_heads=8, head_dim=64)
     SSMax(num_heads=8, reference_length=2048, init=None, bias=False)
@@ -163,7 +161,7 @@ def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
         close = difflib.get_close_matches(str(name), (*POLICIES, *state.REGISTERED_POLICIES), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(f"policy={name!r} is not accepted: expected one of {_names()}.{hint}")
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    fields = [field.name for field in dataclasses.fields(kind) if field.init]
     unknown = [key for key in parameters if key not in fields]
     if unknown:
         raise ArgumentError(

@@ -23,7 +23,7 @@ import attnscale_kernels
 from attnscale.bench.gpu import clock, machine, rivals, suites
 from attnscale.bench.gpu.adaptive import ADAPTIVE, BRACKET, POLICY
 from attnscale.bench.gpu.clock import DeviceClock, HostClock, interleaved
-from attnscale.bench.gpu.correctness import look, verify
+from attnscale.bench.gpu.correctness import check_a_few_rows, verify
 from attnscale.bench.gpu.decoding import PAGE, in_pages
 from attnscale.bench.gpu.figures import Card, work_of
 from attnscale.bench.gpu.machine import Machine, this_gpu
@@ -372,14 +372,14 @@ def test_a_gross_mistake_at_full_size_is_seen_in_the_last_rows() -> None:
     problem = replace(SMALL, queries=300, keys=300)
     inputs = problem.inputs(backward=False)
     output = rivals.EAGER.prepare(problem)(*inputs.leaves).output
-    assert look(rivals.EAGER, problem, inputs, output).right
+    assert check_a_few_rows(rivals.EAGER, problem, inputs, output).right
     for broken in (0.0, float("nan")):
         spoiled = output.clone()
         spoiled[-1, -1, -1] = broken
-        assert not look(rivals.EAGER, problem, inputs, spoiled).right
+        assert not check_a_few_rows(rivals.EAGER, problem, inputs, spoiled).right
     adaptive = replace(rivals.EAGER, bounds=ADAPTIVE[0].bounds)
-    assert look(adaptive, problem, inputs, output).right
-    assert not look(adaptive, problem, inputs, spoiled).right
+    assert check_a_few_rows(adaptive, problem, inputs, output).right
+    assert not check_a_few_rows(adaptive, problem, inputs, spoiled).right
 
 
 def failing(error: Exception, *, at: int = 0) -> Callable[[Problem], Attention]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ BIAS = torch.where(MASK, 0.5, -torch.inf)
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
+def fresh_compiler() -> None:
     torch.compiler.reset()
 
 

@@ -20,7 +20,7 @@ from attnscale.hf.attention_layers import find_attention_layers
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import read_plan
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).resolve().parents[2] / "attnscale" / "hf" / "README.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "attnscale.hf." in block]
 
 

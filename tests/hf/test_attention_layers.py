@@ -1,4 +1,4 @@
-"""What `survey` reads from models of many families, built small and never run."""
+"""What `find_attention_layers` reads from models of many families, built small and never run."""
 
 from __future__ import annotations
 

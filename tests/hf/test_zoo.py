@@ -35,10 +35,11 @@ def test_constant_is_stock_to_the_bit(name):
     model, options = ZOO[name].build(), ZOO[name].options
     assert model.config._attn_implementation == "sdpa"
     padding = left_padding() if model.main_input_name == "input_ids" else {}
-    for inputs in (reading(model), reading(model) | padding):
-        stock = answer(model, **inputs)
-        with attnscale.hf.apply(model, "constant", **options):
-            assert torch.equal(answer(model, **inputs), stock)
+    both = (reading(model), reading(model) | padding)
+    stock = [answer(model, **inputs) for inputs in both]
+    with attnscale.hf.apply(model, "constant", **options):
+        for inputs, expected in zip(both, stock, strict=True):
+            assert torch.equal(answer(model, **inputs), expected)
 
 
 @pytest.mark.parametrize("name", sorted(EAGER))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -49,6 +50,18 @@ def write(model, sizes=None, cache=None):
     return torch.cat(logits, dim=1)
 
 
+# Cases of one type follow each other, and share a model and the logits that each of them compares with.
+at_once = functools.lru_cache(maxsize=1)(write)
+
+
+@functools.lru_cache(maxsize=1)
+def applied(name):
+    """A model of the zoo with a temperature, which no case changes."""
+    model = ZOO[name].build()
+    apply_log(model)
+    return model
+
+
 def static_cache(model):
     """Room for sixteen tokens, of which the last five stay empty."""
     config = model.config.get_text_config(decoder=True)
@@ -81,10 +94,10 @@ def packed(model):
 
 
 STEPS = {
-    "token by token": lambda model: (write(model, [1] * 11), write(model)),
-    "in chunks": lambda model: (write(model, [4, 4, 3]), write(model)),
-    "static cache": lambda model: (write(model, [6, 1, 1, 1, 1, 1], static_cache(model)), write(model)),
-    "static cache in chunks": lambda model: (write(model, [4, 4, 3], static_cache(model)), write(model)),
+    "token by token": lambda model: (write(model, [1] * 11), at_once(model)),
+    "in chunks": lambda model: (write(model, [4, 4, 3]), at_once(model)),
+    "static cache": lambda model: (write(model, [6, 1, 1, 1, 1, 1], static_cache(model)), at_once(model)),
+    "static cache in chunks": lambda model: (write(model, [4, 4, 3], static_cache(model)), at_once(model)),
 }
 WAYS = STEPS | {"left padded": left_padded, "packed": packed}
 CASES = [(name, way) for name in WRITERS for way in WAYS] + [
@@ -95,9 +108,7 @@ CASES = [(name, way) for name in WRITERS for way in WAYS] + [
 @pytest.mark.parametrize(("name", "way"), [case for case in CASES if case not in STOCK_FAILS])
 @torch.no_grad()
 def test_every_way_to_a_token_gives_the_same_logits(name, way):
-    model = ZOO[name].build()
-    with apply_log(model):
-        found, expected = WAYS[way](model)
+    found, expected = WAYS[way](applied(name))
     torch.testing.assert_close(found, expected, rtol=0, atol=ZOO[name].tolerance)
 
 

@@ -72,27 +72,16 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
     """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
     start, stop = call.context.bounds()
     seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
-    # Where nobody will ask for a gradient or a graph, the function itself: an operator takes a tenth of a millisecond.
-    # It reads values, which meta tensors do not have, and those of a subclass are for the subclass to compute with.
+    # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
+    # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
     forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
-    out, lse, top, disorder = forward(
-        call.query,
-        call.key,
-        call.value,
-        call.row_beta(),
-        start,
-        stop,
-        call.context.padding,
-        call.context.mask,
-        call.sinks,
-        seed,
-        call.scale,
-        call.softcap,
-        call.dropout_p,
-        entropy,
+    visibility = start, stop, call.context.padding, call.context.mask
+    numbers = call.scale, call.softcap, call.dropout_p
+    out, lse, top, entropies = forward(
+        call.query, call.key, call.value, call.row_beta(), *visibility, call.sinks, seed, *numbers, entropy
     )
-    return out, lse.detach(), top.detach(), disorder.detach()
+    return out, lse.detach(), top.detach(), entropies.detach()
 
 
 @autocast.without
@@ -144,15 +133,15 @@ def _forward(
     top = (best / LOG2E).masked_fill_(unseen, -math.inf)
     log = total.log()
     lse = top + log
-    disorder = value.new_zeros(0)
+    entropies = value.new_zeros(0)
     if entropy:
-        disorder = (log - moment / (LOG2E * total)).masked_fill_(unseen, 0.0)
+        entropies = (log - moment / (LOG2E * total)).masked_fill_(unseen, 0.0)
     if sinks is not None:
         keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         if entropy:
             share = torch.exp(keys - lse)  # of the weight that is left to the keys
-            disorder = share * disorder + torch.special.entr(share) + torch.special.entr(1 - share)
-    return out, lse, top, disorder.clamp_(min=0.0)
+            entropies = share * entropies + torch.special.entr(share) + torch.special.entr(1 - share)
+    return out, lse, top, entropies.clamp_(min=0.0)
 
 
 blockwise_forward = torch.library.custom_op("attnscale::blockwise_forward", _forward, mutates_args=())
@@ -194,23 +183,23 @@ def blockwise_backward(
     folded = scores.folded(LOG2E)
     gradient = gradient.to(scores.query.dtype)
     delta = (gradient * out.to(gradient.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
-    anchor = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
+    lse_in_bits = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
     dq, dk, dv = (torch.zeros_like(x) for x in (scores.query, scores.key, value))
     dbeta = torch.zeros_like(delta)
     dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
     room = workspace_for(scores)
     for number, tile in enumerate(piece for whole in cut(scores) for piece in whole.pieces()):
         weights = logit_tile(folded, leaves_of(folded, tile), tile, room, LOG2E)
-        weights = weights.sub_(rows_of(anchor, tile, scores.group)[..., None]).exp2_()
+        weights = weights.sub_(rows_of(lse_in_bits, tile, scores.group)[..., None]).exp2_()
         upstream = rows_of(gradient, tile, scores.group)
-        pull = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.of("powers", weights.shape))
+        dweights = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.of("powers", weights.shape))
         kept = weights
         if seed is not None:
             scaled = _kept(weights, seed, number, dropout_p)
-            kept, pull = weights * scaled, pull * scaled
+            kept, dweights = weights * scaled, dweights * scaled
         keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
-        pull = pull.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
-        found = logit_tile_backward(scores, leaves_of(scores, tile), pull)
+        dweights = dweights.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
+        found = logit_tile_backward(scores, leaves_of(scores, tile), dweights)
         add(dq, tile, found.query)
         keys_of(dk, tile).add_(found.key)
         if found.beta is not None:

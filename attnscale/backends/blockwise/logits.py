@@ -1,4 +1,4 @@
-"""The logits of a tile: made from queries and keys, hidden where they may not be seen, and the way back."""
+"""The logits of a tile, with hidden ones overwritten, and their gradients."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def leaves_of(scores: Scores, tile: Tile) -> Leaves:
 
 
 def logit_tile(scores: Scores, leaves: Leaves, tile: Tile, room: Workspace, unit: float = 1.0) -> Tensor:
-    """The logits of a tile, [h, g·r, K], in its workspace; hidden ones are `HIDDEN`. Those that could not be folded
-    come times `unit`.
+    """The logits of a tile, [h, g·r, K], in its workspace; hidden ones are `HIDDEN`. Multiplied by `unit` here unless
+    `Scores.folded` has done it.
     """
     query, key, beta, bias = leaves
     factor = _factor(scores, leaves)
@@ -141,12 +141,12 @@ def _to_marks(keep: Tensor, dtype: torch.dtype) -> _Marks:
 
 
 def _overwrite(x: Tensor, marks: _Marks) -> None:
-    """Put `HIDDEN` where the marks say so, also over a NaN; the CPU is several times slower at filling by a mask."""
+    """Write `HIDDEN` where marked, also over a NaN; on the CPU several times faster than masked_fill."""
     x.view(marks.keep.dtype).bitwise_and_(marks.keep).bitwise_or_(marks.write)
 
 
 def _out_of_bounds(scores: Scores, tile: Tile, left: int, right: int, room: Workspace) -> _Marks:
-    """The slots [left, right) of a tile that lie outside of its rows' bounds; remembered where tiles have the same."""
+    """The slots [left, right) of a tile outside its rows' bounds; shared by tiles with the same ones."""
     only_stop = left >= tile.clear_left
     alike = (
         (left - tile.rising, right - left, tile.bottom - tile.top) if only_stop and tile.rising is not None else None

@@ -1,4 +1,4 @@
-"""The elementwise part of a tile, and the numbers it gives for each row, over pieces of the keys one after another."""
+"""Online softmax: row sums over tiles of keys, one tile after another."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Partial(NamedTuple):
     mixed: Tensor  # [h, r, Dv]
 
     def with_sink(self, logits: Tensor) -> Tensor:
-        """The sum of powers of keys and of one outcome more, whose logits [h, r, 1] these are."""
+        """The total including a sink with logits [h, r, 1]."""
         return self.total + torch.exp2(logits - self.top)
 
 
 def add_keys(
     seen: Partial | None, logits: Tensor, values: Tensor, powers: Tensor, *, moment: bool, kept: Tensor | None = None
 ) -> Partial:
-    """The same rows with the keys of a tile [h, r, K] in addition: the softmax of a stream.
+    """Add the keys of a tile [h, r, K] to the sums of its rows.
 
-    Overwrites what was seen, the logits, and `powers` with 2^(ℓ − m); `kept` multiplies the latter before they meet
-    the values.
+    Overwrites `seen`, the logits, and `powers` with 2^(ℓ − m). `kept`, the dropout mask, multiplies the powers before
+    the product with the values.
     """
     top = logits.amax(-1, keepdim=True)
     if seen is not None:

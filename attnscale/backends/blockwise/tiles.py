@@ -42,15 +42,15 @@ class Scores(NamedTuple):
         return self.query.shape[1] // self.key.shape[1] if self.key.shape[1] else 1
 
     def wide(self) -> Scores:
-        """The same with query and key in the dtype that tiles are computed in: fp32, or fp64 where given."""
+        """Scores with query, key and β in the dtype that tiles are computed in: fp32, or fp64 where given."""
         dtype = torch.promote_types(self.query.dtype, torch.float32)
         beta = None if self.beta is None else self.beta.to(dtype)
         return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), beta=beta)
 
     def folded(self, unit: float) -> Scores:
-        """The same in a unit of logits, with β and scale in the query at once instead of tile by tile, if they can be.
+        """Scores with β, scale and unit multiplied into the query once, where logits are linear in it.
 
-        They can where logits are linear in the query; elsewhere `unit` is left to `logit_tile`.
+        Elsewhere unchanged: `logit_tile` multiplies tile by tile.
         """
         if not self.linear:
             return self
@@ -64,9 +64,9 @@ class Scores(NamedTuple):
         return self.softcap is None and (self.mask is None or self.mask.dtype == torch.bool)
 
     def without_broken(self, value: Tensor, *, keys: bool = True) -> tuple[Scores, Tensor]:
-        """The same, and the values, with 0 for what is not finite and a note of where: 0·NaN would reach every row.
+        """Scores and values with 0 for keys and values that are not finite, marked in `broken`: 0·NaN is NaN.
 
-        A forward need not look at the keys: a hidden score is overwritten, and a visible one spoils its own row only.
+        A forward may leave the keys: a hidden score is overwritten, and a visible NaN affects its own row only.
         """
         if not keys and not value.shape[-1]:
             return self, value
@@ -78,9 +78,9 @@ class Scores(NamedTuple):
         return self._replace(key=key, broken=broken), value
 
     def without_unseeing(self, lse: Tensor, sinks: Tensor | None) -> Scores:
-        """The same with a query of 0 in rows that see no key, if one is not finite: 0·NaN would reach every key.
+        """Scores with a query of 0 in rows that see no key, if any is not finite: 0·NaN would reach every key.
 
-        Such a row has the lse of its sink alone, or −∞. It gives and takes no gradient, whatever its query is.
+        Such a row has the lse of its sink alone, or −∞, and takes no part in any gradient.
         """
         if bool(torch.isfinite(self.query.sum())):
             return self
@@ -172,7 +172,7 @@ def rows_of(x: Tensor, tile: Tile, group: int) -> Tensor:
 
 
 def store(target: Tensor, tile: Tile, rows: Tensor) -> None:
-    """Write the rows [h, g·r, ...] of a tile into a per-query tensor [B, H, Tq, ...]: the way back from `rows_of`."""
+    """Write the rows [h, g·r, ...] of a tile into a per-query tensor [B, H, Tq, ...]; inverse of `rows_of`."""
     part = place(target, tile, rows)
     part.copy_(rows.view(part.shape))
 
@@ -195,9 +195,7 @@ def keys_of(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _window(x: Tensor, batch: int, first: int, last: int, top: int, bottom: int) -> Tensor:
-    """x[batch, first:last, top:bottom] as one operator instead of three: after a product of matrices has swept the
-    caches, each costs the CPU several microseconds.
-    """
+    """x[batch, first:last, top:bottom] as one operator: three would cost several microseconds each on cold caches."""
     (a, b, *others), c = x.stride(), x.storage_offset()
     at = c + batch * a + first * b + top * others[0]
     return x.as_strided((last - first, bottom - top, *x.shape[3:]), (b, *others), at)
@@ -213,19 +211,19 @@ def mask_of(mask: Tensor, tile: Tile, group: int) -> Tensor:
 
 
 class Workspace(NamedTuple):
-    """What the tiles of a call share: fresh memory for each would cost more than the tile."""
+    """Buffers that the tiles of a call share: allocating for each would cost more than the tile."""
 
     memory: dict[str, Tensor]
     marks: dict[tuple[int, int, int], Any]  # what is hidden at the end of tiles, where it is the same for many
 
     def of(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
-        """Room for a tensor of that shape."""
+        """An uninitialised tensor of that shape."""
         _, b, c = shape
         return self.memory[purpose].as_strided(shape, (b * c, c, 1))
 
 
 def workspace_for(scores: Scores, *, whole_rows: bool = False) -> Workspace:
-    """Room enough for every tile of a call; for powers only where it is taken in pieces."""
+    """Buffers large enough for every tile of a call; for powers only where tiles are taken in pieces."""
     (_, heads, queries, _), keys = scores.query.shape, scores.key.shape[2]
     most = max(scores.group, ROWS) * KEYS
     if whole_rows:

@@ -85,7 +85,7 @@ def interleaved(
 
 
 def spread(values: list[float]) -> Spread:
-    """Median and quartiles, which never leave what was measured: a time must not become negative.
+    """Median and quartiles within the measured range: an extrapolated quartile of times may be negative.
 
     >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
     Spread(median=3.0, low=2.0, high=4.0)

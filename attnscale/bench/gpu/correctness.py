@@ -21,13 +21,13 @@ STATISTIC = 1e-3
 # How far a β may be outside of its bounds, relative to them.
 OUTSIDE = 1e-3
 
-# At the size that is measured, a few rows are looked at for gross mistakes only: offsets that overflow, tiles that are
+# At the size that is measured, a few rows are checked for gross mistakes only: offsets that overflow, tiles that are
 # left out. The largest error over the largest output.
 GROSS, ROWS = 0.05, 16
 
 
 class Verdict(NamedTuple):
-    """The quantity of a provider that is worst against what it may be off by."""
+    """The quantity whose error takes the largest share of what is allowed."""
 
     quantity: str
     error: float
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How much of what is allowed the error takes; what is no number takes all there is."""
+        """The error over the allowed error; infinite where the error is NaN."""
         return math.inf if math.isnan(self.error) else self.error / self.allowed
 
 
@@ -66,7 +66,7 @@ def verify(provider: Provider, problem: Problem, *, backward: bool) -> Verdict:
     return max(verdicts, key=lambda verdict: verdict.share)
 
 
-def look(provider: Provider, problem: Problem, inputs: Inputs, output: Tensor) -> Verdict:
+def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, output: Tensor) -> Verdict:
     """Compare a few rows of the last head of the last sequence, where offsets are largest, at the size measured."""
     if provider.bounds is not None:  # finding β exactly would take longer than everything else
         finite = bool(torch.isfinite(output).all())

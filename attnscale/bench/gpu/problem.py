@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Causal self-attention, or one query that sees a whole cache; `law` is the temperature of who can have one."""
+    """Causal self-attention, or one query that sees a whole cache; `law` is the policy of providers that take one."""
 
     batch: int
     heads: int
@@ -56,7 +56,7 @@ class Problem:
         return replace(self, batch=2 if self.causal else 4, queries=keys if self.causal else self.queries, keys=keys)
 
     def inputs(self, *, backward: bool) -> Inputs:
-        """Random tensors, always the same."""
+        """Random tensors from a fixed seed."""
         generator = torch.Generator(self.device).manual_seed(self.keys)
         rows, slots = (self.batch, self.heads, self.queries, self.dim), (self.batch, self.kv_heads, self.keys, self.dim)
         query, key, value, gradient = (

@@ -26,7 +26,7 @@ class Attention(Protocol):
 
 
 def standard(problem: Problem, inputs: Inputs) -> Tensor:
-    """β = 1, for what knows no temperature."""
+    """β = 1, for providers without a temperature."""
     return torch.ones(problem.queries, device=problem.device)
 
 
@@ -36,7 +36,7 @@ def by_law(problem: Problem, inputs: Inputs) -> Tensor:
 
 
 def always(problem: Problem, backward: bool) -> None:
-    """No reason not to run."""
+    """For providers that always run."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _scaled(value: Spread, factor: float) -> Spread:
 
 
 def _rate(amount: float, time: Spread) -> Spread:
-    """Fast quartiles are those of short times."""
+    """Of a speed: its quartiles are in the reverse order of those of the time."""
     return Spread(amount / time.median, amount / time.high, amount / time.low)
 
 

@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnscale.bench.gpu.problem import Problem
 from attnscale.bench.gpu.provider import Answer, Attention, Provider, always, by_law
 
-# Of the device's memory, for one matrix of scores: backward holds several.
+# The largest share of the device's memory for one matrix of scores: backward holds several.
 MATRIX_SHARE = 1 / 8
 
 
 def sdpa(backend: SDPBackend, problem: Problem) -> Attention:
-    """One of torch's kernels, and no other in its place."""
+    """One of torch's kernels, without a fallback."""
     grouped = problem.heads != problem.kv_heads
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
@@ -49,7 +49,7 @@ def flex(problem: Problem) -> Attention:
         )
     compiled = problem.device.type == "cuda"
     if compiled:
-        # A problem is a shape: without this, the compiler gives up after a few of them and runs the n × n way.
+        # Each problem has its own shape: after a few of them the compiler would fall back to the n × n matrix.
         torch.compiler.reset()
     attention = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
     grouped = problem.heads != problem.kv_heads
@@ -66,7 +66,7 @@ def flex(problem: Problem) -> Attention:
 
 
 def why_not_flex(problem: Problem, backward: bool) -> str | None:
-    """FlexAttention refuses inputs that require gradients there."""
+    """FlexAttention on a CPU refuses inputs that require gradients."""
     return "FlexAttention has no backward on the CPU" if backward and problem.device.type == "cpu" else None
 
 
@@ -83,7 +83,7 @@ def flash_attn(problem: Problem) -> Attention:
 
 
 def why_not_flash_attn(problem: Problem, backward: bool) -> str | None:
-    """It is an extra of the user's, and for GPUs."""
+    """flash-attn is installed by the user, and needs a GPU."""
     if importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed"
     return "flash-attn needs a GPU" if problem.device.type != "cuda" else None
@@ -113,7 +113,7 @@ def eager(statistics: bool, problem: Problem) -> Attention:
 
 
 def why_not_eager(problem: Problem, backward: bool) -> str | None:
-    """A matrix that does not fit is not worth trying."""
+    """A matrix of scores that does not fit into the device's memory."""
     matrix = 4 * problem.batch * problem.heads * problem.queries * problem.keys
     if problem.device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""Measuring a group: numbers first, and a speed only for those whose numbers are right."""
+"""Measures a group of problems: providers are verified first, and only those that are right are timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.bench.gpu.clock import interleaved
-from attnscale.bench.gpu.correctness import Verdict, look, verify
+from attnscale.bench.gpu.correctness import Verdict, check_a_few_rows, verify
 from attnscale.bench.gpu.machine import Machine
 from attnscale.bench.gpu.problem import Inputs, Problem
 from attnscale.bench.gpu.profile import Profile
@@ -21,7 +21,7 @@ from attnscale.bench.rows import Row
 
 
 class Note(NamedTuple):
-    """Why a provider has no numbers somewhere; `refused` if they would have been wrong."""
+    """Why a provider was not measured; `refused` if its results were wrong."""
 
     refused: bool
     suite: str
@@ -31,7 +31,7 @@ class Note(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a group."""
+    """The measured rows of a group, and notes about providers without any."""
 
     rows: list[Row]
     notes: list[Note]
@@ -47,7 +47,7 @@ class Contender(NamedTuple):
 
 
 class Session:
-    """One group of problems: whom it lets in, and what it has to say of the others."""
+    """Verifies and times the providers of one group, and notes why the others are left out."""
 
     def __init__(self, group: Group, profile: Profile, machine: Machine) -> None:
         self.group, self.profile, self.machine = group, profile, machine
@@ -68,16 +68,16 @@ class Session:
         return Outcome(rows, list(dict.fromkeys(self.notes)))
 
     def _check(self, provider: Provider, small: Problem) -> Verdict | None:
-        """What the comparison with fp64 says of a provider, if it may go on."""
+        """The verdict of the comparison with fp64; None where the provider is left out."""
         reason = provider.why_not(small, self.backward)
         if reason is not None:
             self._note(provider, reason)
             return None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch says at length why a kernel of its own is not to be had
+                warnings.simplefilter("ignore")  # torch warns about each of its kernels that it cannot use
                 verdict = verify(provider, small, backward=self.backward)
-        except Exception as error:  # whatever others do when they cannot; what is ours has to work
+        except Exception as error:  # a rival may fail in any way and is left out; a provider of ours may not
             self._fail(provider, error)
             return None
         return verdict if self._accept(provider, verdict, small) else None
@@ -91,7 +91,7 @@ class Session:
         try:
             step = step_of(provider.prepare(problem), inputs, self.backward)
             output, peak = self.machine.clock.peak(step)
-            seen = look(provider, problem, inputs, output)
+            seen = check_a_few_rows(provider, problem, inputs, output)
         except torch.OutOfMemoryError:
             self._note(provider, f"out of memory at {problem.keys} keys")
             return None
@@ -101,7 +101,7 @@ class Session:
         return Contender(provider, step, verdict, peak) if self._accept(provider, seen, problem) else None
 
     def _race(self, problem: Problem, contenders: list[Contender]) -> list[Row]:
-        """All who may, in turns."""
+        """Times of all contenders, interleaved."""
         steps = {contender.provider.name: contender.step for contender in contenders}
         profile, machine = self.profile, self.machine
         samples = interleaved(steps, machine.clock, warm_up=profile.warm_up, rounds=profile.rounds)

@@ -1,12 +1,9 @@
 """Train a tiny GPT under a monitor, to see in a minute or two what a temperature law does to its attention.
 
-python scripts/train_tiny.py                           # (ln n)²: all weight on one key, the loss stays near 3.9
-python scripts/train_tiny.py --policy log --gamma 0.2  # 0.2·ln n: one layer learns to look back, the loss goes to 0.5
-attnscale watch runs/tiny/log_squared.jsonl            # while it trains, in another terminal
-attnscale report runs/tiny/log_squared.jsonl           # the page in .github/assets/report.png
+python scripts/examples/train_with_a_monitor.py                           # (ln n)²: the loss stays near 3.9
+python scripts/examples/train_with_a_monitor.py --policy log --gamma 0.2  # 0.2·ln n: the loss goes to 0.5
+attnscale watch runs/tiny/log_squared.jsonl                               # meanwhile; `report` writes a page of it
 """
-
-from __future__ import annotations
 
 import argparse
 import logging
@@ -26,13 +23,10 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, policy: attnscale.Policy) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.heads, inner = heads, 4 * width
+        self.norm, self.project, self.merge = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.attention = attnscale.ScaledDotProductAttention(policy)
-        self.merge = nn.Linear(width, width)
-        self.feed = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.feed = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -53,14 +47,9 @@ class TinyGPT(nn.Module):
         return self.head(self.blocks(self.token(tokens) + self.place(torch.arange(tokens.shape[1]))))
 
 
-def sequences() -> Tensor:
-    """Random tokens that come again and again: to predict them, attention must look one period back."""
-    return torch.randint(VOCABULARY, (BATCH, PERIOD)).repeat(1, LENGTH // PERIOD + 1)[:, : LENGTH + 1]
-
-
 def main() -> None:
     """Train, and print the loss now and then."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a tiny GPT under a monitor.")
     parser.add_argument("--policy", default="log_squared", help="temperature law (default: %(default)s)")
     parser.add_argument("--gamma", type=float, default=1.0, help="its factor (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
@@ -75,15 +64,16 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with attnscale.Monitor(model, every=options.every, sinks=[JsonlSink(output)]) as monitor:
         for step in range(options.steps):
-            tokens = sequences()
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            # Random tokens that come again and again: to predict them, attention must look one period back.
+            tokens = torch.randint(VOCABULARY, (BATCH, PERIOD)).repeat(1, LENGTH // PERIOD + 1)[:, : LENGTH + 1]
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             monitor.step(step)
             if step % 50 == 0 or step == options.steps - 1:
                 print(f"step {step:4d}  loss {loss.item():.3f}")
-    print(f"wrote {output}")
+    print(f"wrote {output}: read it with `attnscale report {output}`")
 
 
 if __name__ == "__main__":

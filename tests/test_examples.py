@@ -1,0 +1,85 @@
+"""The programs in scripts/examples run, at a size that is quick, and print what they are for."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnscale._util import state
+from attnscale.diagnostics import Record
+from attnscale.diagnostics.sinks.jsonl import read_jsonl
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "scripts" / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Run an example as a program, in a folder of its own; what it prints."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        yield run
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_it_is_called(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    assert f"\npython scripts/examples/{path.name}" in text
+
+
+def test_there_are_four() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "swap_into_a_model",
+        "train_with_a_monitor",
+        "extend_a_context",
+        "policy_of_your_own",
+    }
+
+
+def test_a_model_is_swapped_measured_saved_and_put_back(run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    printed = run("swap_into_a_model", "--reference-length", "8", "--contexts", "8", "32", "--output", "changed")
+    assert "selected: β = " in printed
+    (short,), (long,) = (
+        [line.split() for line in printed.splitlines() if line.split()[:1] == [n]] for n in ("8", "32")
+    )
+    assert short[1:] == ["1.00", short[2], short[2]]  # up to the reference length nothing changes
+    assert long[1] == "1.67"
+    assert "the model is stock again: True" in printed
+    assert (tmp_path / "changed" / "config.json").is_file()
+
+
+def test_a_training_is_watched(run, tmp_path: Path) -> None:
+    printed = run("train_with_a_monitor", "--steps", "2", "--every", "1", "--output", "run.jsonl")
+    assert "step    1  loss" in printed
+    records = [found for found in read_jsonl(tmp_path / "run.jsonl") if isinstance(found, Record)]
+    assert {record.step for record in records} == {0, 1}
+    assert len({record.layer for record in records}) == 6
+
+
+def test_contexts_are_extended(run) -> None:
+    sizes = ("--length", "8", "--contexts", "8", "64", "--steps", "30", "--samples", "64")
+    lines = run("extend_a_context", *sizes).splitlines()
+    table = {name: numbers for name, *numbers in (line.split() for line in lines[2:])}
+    assert set(table) == {"constant", "sqrt_log", "log", "log_squared"}
+    assert len({numbers[0] for numbers in table.values()}) == 1  # at the trained length β is 1 for every law
+    assert all(0 <= int(number.rstrip("%")) <= 100 for numbers in table.values() for number in numbers)
+
+
+def test_a_policy_of_ones_own_is_named_trained_saved_and_loaded(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "REGISTERED_POLICIES", {})
+    printed = run("policy_of_your_own", "--steps", "2", "--length", "20", "--folder", "own")
+    assert "the same output is True" in printed
+    assert (tmp_path / "own" / "slope_beyond.yaml").is_file()
