@@ -15,7 +15,8 @@ from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+from attnscale.statistics.rows.sampled_rows import measure_sampled_rows
 from attnscale_kernels.derivatives import other_derivative
 
 # In order of preference for "auto", but for what `_preference` says.
@@ -67,12 +68,10 @@ def run(call: AttentionCall, backend: str) -> Tensor:
 
 
 def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
-    """Output and statistics. Sampled rows are measured separately, beside an output without statistics."""
-    if request.rows is None or not _is_sampled(call, request):
+    """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics."""
+    if not _is_sampled(call, request):
         return _choose_measuring(call, backend, needs_of(call, statistics=True)).measure(cast(call), request)
-    rows = sample_rows(call.query.shape[2], request.rows, request.seed, call.query.device)
-    output, sampled = run(call, backend), call.detached().select(rows)
-    return AttentionOutput(output, statistics(sampled, request, _observer(backend))._replace(rows=rows.clone()))
+    return AttentionOutput(run(call, backend), measure_sampled_rows(cast(call), request))
 
 
 def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
@@ -148,16 +147,10 @@ def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | 
             chosen = name
             why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
             if sampled:
-                observer = _choose(call, _observer(backend), Needs(statistics=True, derivative=None))
-                why += f"; {observer.name} measures the sampled rows"
+                why += "; statistics.rows measures the sampled rows"
             verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
 
 
 def _is_sampled(call: AttentionCall, request: StatsRequest) -> bool:
     return request.rows is not None and request.rows < call.query.shape[2]
-
-
-def _observer(backend: str) -> str:
-    """The backend that measures sampled rows: torch's attention gives no statistics."""
-    return "auto" if backend == "sdpa" else backend

@@ -23,7 +23,6 @@ class CallEvent(NamedTuple):
 
     call: AttentionCall
     out: Tensor  # [B, H, Tq, Dv]
-    lasting: bool = False  # autograd keeps query, key and value unchanged until backward has reached the call
     graph: bool = True  # gradients were enabled
 
 

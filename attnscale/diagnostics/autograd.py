@@ -47,8 +47,7 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCa
     query, key, value = _EagerInputs.apply(eager, parts, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
     out = run(replace(call, query=query, key=key, value=value))
     eager.number = _begin(tap_id, graph)
-    lasting = out.requires_grad and out.device.type == "cpu"
-    _report_forward(tap_id, CallEvent(parts.to_call(), out, lasting, graph), eager.number)
+    _report_forward(tap_id, CallEvent(parts.to_call(), out, graph), eager.number)
     if out.requires_grad:
         out.register_hook(eager.keep_gradient)  # type: ignore[no-untyped-call]
     return out
@@ -174,8 +173,7 @@ def call_number(out: Tensor, tap_id: Tensor, graph: bool) -> Tensor:
     schema=f"(Tensor out, Tensor number, bool graph, Tensor tap_id, {SCHEMA}) -> ()",
 )
 def report_forward(out: Tensor, number: Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
-    # Not lasting: a graph may reuse the memory of its tensors right after.
-    _report_forward(tap_id, CallEvent(CallParts(*parts).to_call(), out, False, graph), int(number))
+    _report_forward(tap_id, CallEvent(CallParts(*parts).to_call(), out, graph), int(number))
 
 
 @custom_op(

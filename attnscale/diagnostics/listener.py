@@ -1,10 +1,11 @@
-"""What one attention layer has shown since the last report: the listener at its tap."""
+"""The listener at the tap of one attention layer: measures its calls between two reports."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +13,24 @@ from torch import Tensor, nn
 from attnscale._util.uncopied import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.deferred import Look, Looks, see
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.padding_rows import blank, without_padding
 from attnscale.diagnostics.recomputed_calls import UNKNOWN, Origins
 from attnscale.diagnostics.records.spread import salt_of
 from attnscale.diagnostics.records.tally import Tally
-from attnscale.diagnostics.tensor_identity import Same
+from attnscale.diagnostics.tensor_identity import TensorIdentity
 from attnscale.statistics import sample_rows
-from attnscale.statistics.rows.quantities import AGAIN_COLUMNS, again_quantities
-from attnscale.statistics.rows.row_sums import look, look_back
+from attnscale.statistics.rows.angles import angle_parts
+from attnscale.statistics.rows.quantities import (
+    backward_quantities,
+    compared_quantities,
+    forward_quantities,
+    measure_quantities,
+)
+from attnscale.statistics.rows.row_measures import RowMeasures
+from attnscale.statistics.rows.score_gradients import score_gradients
 
-# Calls that wait for a backward; of more, the first are forgotten.
+# Calls whose backward is waited for; of more, the first are forgotten.
 UNANSWERED = 64
 # Numbers of calls that are held apart because they may turn out to be of training.
 UNDECIDED = 2**18
@@ -31,12 +38,21 @@ UNDECIDED = 2**18
 NUMBERS = 2**20
 
 
+class MeasuredCall(NamedTuple):
+    """A call that was measured in forward and whose backward may still come."""
+
+    sources: TensorIdentity
+    measures: RowMeasures  # of its sampled rows
+    tally: Tally  # where it was counted
+    salt: int  # of the keys of its rows
+
+
 class LayerListener(Uncopied):
     """Collects the rows of a layer's calls, over micro-batches and however many calls there are.
 
     A call belongs to training if gradients were enabled and the module was in training mode, or if backward has come
-    to it: that of a reentrant checkpoint runs without gradients. All others are evaluation, and told only where there
-    was no training. Where asked for, rows of the last call are captured, for a look at what raised an alert.
+    to it: that of a reentrant checkpoint runs without gradients. All others are evaluation, and reported only where
+    there was no training. With `capture`, rows of the last call are kept, for the dump of an alert.
     """
 
     def __init__(
@@ -44,14 +60,12 @@ class LayerListener(Uncopied):
         name: str,
         rows: int | None,
         capture: bool = False,
-        looks: Looks | None = None,
         module: nn.Module | None = None,
         notices: Notices | None = None,
     ) -> None:
         self.name = name
         self.rows = rows
         self.capture = capture
-        self.looks = looks  # those of the whole model
         self._module = module
         self._notices = Notices() if notices is None else notices
         self.listening = False
@@ -61,33 +75,33 @@ class LayerListener(Uncopied):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was heard."""
+        """Forget all calls."""
         self.failed = False
         self.training, self.evaluation = Tally(), Tally()
-        self._unanswered: OrderedDict[int, Look] = OrderedDict()  # by number, those whose backward may still come
+        self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by number
         self._origins = Origins(UNANSWERED)
         self.captured: dict[str, Tensor] = {}
         self._captured_rank = 0
-        self._padding_rows: Tensor | None = None  # of the call whose backward was told last
+        self._padding_rows: Tensor | None = None  # of the last call in backward
 
     def tally(self) -> Tally:
-        """What is told: of training if there was any."""
-        for one in self._unanswered.values():
-            self._decide(one, self.evaluation)
-        if self.training.pending.has_backward and not self.training.pending.has_forward:
+        """What is reported: the calls of training if there were any."""
+        for call in self._unanswered.values():
+            self._decide(call, self.evaluation)
+        if self.training.backward is not None and self.training.forward is None:
             # Backward came to calls that could not be told from evaluation: a model trained in evaluation mode.
             self.training.absorb(self.evaluation)
-        return self.training if self.training.heard else self.evaluation
+        return self.evaluation if self.training.is_empty else self.training
 
     def begin(self, graph: bool) -> int:
-        """The number of a call, or of the one that a checkpoint makes again inside backward."""
+        """The number of a call, or of the one that a checkpoint repeats inside backward."""
         if torch._C._current_graph_task_id() != -1:
             return self._origins.repeated(graph)
         self._number += 1
         return self._number
 
     def forward(self, event: CallEvent, number: int) -> None:
-        """Look at the sampled rows of a call."""
+        """Measure the sampled rows of a call."""
         if _is_empty(event.call):
             return
         trained = self._module is None or self._module.training
@@ -95,47 +109,46 @@ class LayerListener(Uncopied):
         tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
         rows = self._sampled(event.call)
         call = without_padding(event.call)[0].select(rows)
-        tally.note(broken_row=_first_broken(event.out))
-        salt = salt_of(self.seed, self.rank, number)
-        sources = Same(*_sources(event.call))
-        one = Look(self, call, event.out.index_select(2, rows), sources, tally, salt, answerable)
+        measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
+        tally.add_forward(forward_quantities(measures, call.row_beta()), salt)
+        before, after = angle_parts(call, event.out.index_select(2, rows), measures.visible > 0)
+        tally.note(broken_row=_first_broken(event.out), angle_in=before.sum(0), angle_out=after.sum(0))
         if answerable:
-            self._remember(one, number, event.graph)
-        if event.lasting and self.looks is not None:
-            self.looks.add(one)
-        else:
-            see([one])
-        if self.capture and answerable + (tally is self.training) >= self._captured_rank:
-            self._captured_rank = answerable + (tally is self.training)  # evaluation does not replace training
+            sources = TensorIdentity(*_sources(event.call))
+            self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
+        rank = answerable + (tally is self.training)
+        if self.capture and rank >= self._captured_rank:  # evaluation does not replace training
+            self._captured_rank = rank
             slots = call.context.slots().clamp(0, event.call.key.shape[2] - 1)[0]
-            key = event.call.key[:, :, slots]
-            self.captured = {"rows": rows, "query": call.query.clone(), "key": key}
+            self.captured = {"rows": rows, "query": call.query.clone(), "key": event.call.key[:, :, slots]}
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
-        """Look at the same rows as backward sees them.
+        """Measure the gradients of the same rows, and whether their scores are what they were in forward.
 
-        What is of the same tensors as in forward need not be computed again to be known.
+        Scores of the same tensors as in forward are not measured again.
         """
         if _is_empty(call):
             return
-        rows = self._sampled(call)
-        upstream = gradient.index_select(2, rows)
+        rows, sources = self._sampled(call), _sources(call)
         call, self._padding_rows = without_padding(call)
+        call = call.select(rows)
         self.training.note(output_gradient=_squares(blank(gradient, self._padding_rows)))
         self._origins.answered(number)
-        one = self._unanswered.pop(number, None)  # None where backward comes once more, too
-        if one is None:
-            self._look_again(call.select(rows), upstream, None)
-            return
-        self._decide(one, self.training)
-        if not one.sources.are(*_sources(call)):
-            self._look_again(call.select(rows), upstream, one)
-            return
-        self.training.note(mismatch=torch.zeros(gradient.shape[1], device=gradient.device))
-        if one.waits and self.looks is not None:
-            self.looks.answer(one, upstream)
-        elif (seen := one.sums()) is not None:
-            self.training.pending.add_backward(seen, look_back(call.select(rows), upstream, seen), one.salt)
+        past = self._unanswered.pop(number, None)  # None also where backward comes once more
+        if past is None:
+            self._number += 1  # rows of their own, as far as is known
+            measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, self._number)
+        else:
+            self._decide(past, self.training)
+            measures, salt = past.measures, past.salt
+            difference = torch.zeros(gradient.shape[1], device=gradient.device)
+            if not past.sources.matches(*sources):
+                measures = measure_quantities(call)
+                change = (compared_quantities(measures) - compared_quantities(past.measures)).abs()
+                difference = change.nan_to_num().amax((0, 1, 3))
+            self.training.note(mismatch=difference)
+        gradients = score_gradients(call, gradient.index_select(2, rows), measures)
+        self.training.add_backward(backward_quantities(measures, call.row_beta(), gradients), salt)
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Squared norms per query head; a key head that several share is divided among them."""
@@ -153,41 +166,25 @@ class LayerListener(Uncopied):
         self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
 
     def give_up(self, error: Exception) -> None:
-        """Hear no more until the next report."""
+        """Stop listening until the next report."""
         self.failed = True
         self._notices.add_error(f"a listener failed and hears no more of this step, that of {self.name}", error)
 
-    def _remember(self, one: Look, number: int, graph: bool) -> None:
-        """Keep a call for its backward; those that give way are of evaluation, unless it is known that they are not."""
-        self._unanswered[number] = one
+    def _remember(self, call: MeasuredCall, number: int, graph: bool) -> None:
+        """Keep a call for its backward. What has to give way is of evaluation, unless it is known to be of training."""
+        self._unanswered[number] = call
         if not graph:
             self._origins.add(number)
-        held = sum(
-            other.tally.pending.numbers for other in self._unanswered.values() if other.tally is not self.training
-        )
+        held = sum(one.tally.numbers for one in self._unanswered.values() if one.tally is not self.training)
         while len(self._unanswered) > UNANSWERED or (held > UNDECIDED and len(self._unanswered) > 1):
             _, first = self._unanswered.popitem(last=False)
-            held -= first.tally.pending.numbers if first.tally is not self.training else 0
+            held -= first.tally.numbers if first.tally is not self.training else 0
             self._decide(first, self.evaluation)
 
-    def _decide(self, one: Look, tally: Tally) -> None:
+    def _decide(self, call: MeasuredCall, tally: Tally) -> None:
         """A call that was held apart belongs to training, or to evaluation."""
-        if one.tally is not self.training and one.tally is not self.evaluation:
-            tally.absorb(one.tally)
-            one.tally = tally
-
-    def _look_again(self, call: AttentionCall, upstream: Tensor, one: Look | None) -> None:
-        """At rows that were recomputed, or never seen; by how much they differ, if they were."""
-        sums, gradients = look([call], [upstream])
-        again = sums[0, ..., :AGAIN_COLUMNS]
-        if one is None:
-            self._number += 1  # rows of their own, as far as is known
-        salt = salt_of(self.seed, self.rank, self._number) if one is None else one.salt
-        if gradients is not None:
-            self.training.pending.add_backward(again, gradients[0], salt)
-        if one is not None and (seen := one.sums()) is not None:
-            difference = (again_quantities(again) - again_quantities(seen)).abs()
-            self.training.note(mismatch=difference.nan_to_num().amax((0, 1, 3)))
+        if call.tally is not self.training:
+            tally.absorb(call.tally)
 
     def _sampled(self, call: AttentionCall) -> Tensor:
         queries, device = call.query.shape[2], call.query.device
@@ -200,7 +197,7 @@ def _is_empty(call: AttentionCall) -> bool:
 
 
 def _sources(call: AttentionCall) -> list[Tensor]:
-    """What scores and logits are made of."""
+    """What scores and logits are computed from."""
     mask = call.context.mask
     return [call.query, call.key, call.row_beta(), *([] if mask is None else [mask])]
 
@@ -221,7 +218,7 @@ def _squares_of(x: Tensor) -> Tensor:
 
 def _first_broken(out: Tensor) -> Tensor:
     """Per head the first row that holds a NaN or an infinity, −1 if none."""
-    # As always but once. On other devices, reading the sum back would synchronise.
+    # A quick answer for the usual case; on other devices reading the sum back would synchronise.
     if out.device.type == "cpu" and math.isfinite(float(out.sum())):
         return torch.full(out.shape[1:2], -1)
     broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]

@@ -86,7 +86,6 @@ class Monitor:
         self.dump = None if dump is None else Path(dump)
         # Imported late, since `import attnscale` imports this file and most programs have no monitor.
         from attnscale.diagnostics.autograd import run_reported
-        from attnscale.diagnostics.deferred import Looks
         from attnscale.diagnostics.discovery import open_attention
         from attnscale.diagnostics.listener import LayerListener
         from attnscale.diagnostics.notices import Notices
@@ -100,11 +99,11 @@ class Monitor:
         self._sinks = list(sinks)
         self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
         self._closed = False
-        self._looks, self._notices = Looks(), Notices()
+        self._notices = Notices()
         self._processes = Processes(list(found), process_group, self._notices)
         modules = dict(model.named_modules())  # of a swapped model, the attention whose child ours is
         self.layers = {
-            path: LayerListener(path, rows, dump is not None, self._looks, modules.get(path, module), self._notices)
+            path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
             for path, module in found.items()
         }
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
@@ -173,7 +172,7 @@ class Monitor:
         from attnscale.diagnostics.alert_dump import dump_rows
         from attnscale.diagnostics.records.collect import collect
 
-        records += collect(list(self.layers.values()), step, self._looks, self._processes, self._notices)
+        records += collect(list(self.layers.values()), step, self._processes, self._notices)
         alerts += self._new_alerts(records)
         for alert in alerts if self.dump is not None else ():
             if alert.layer in self.layers:  # else another process has it

@@ -1,4 +1,4 @@
-"""Whether tensors are still those that were seen: neither computed again nor changed since."""
+"""Whether tensors are still the same: neither computed again nor changed since."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attnscale._util.uncopied import Uncopied
 
 
-class Same(Uncopied):
-    """Remembers tensors without keeping their memory; autograd's own count of changes tells the rest.
+class TensorIdentity(Uncopied):
+    """Remembers tensors without keeping their memory; autograd's version counter tells whether they were changed.
 
     >>> import torch
     >>> x = torch.zeros(3)
-    >>> seen = Same(x)
-    >>> seen.are(x.detach()), seen.are(x.clone()), seen.are(x.add_(1))
+    >>> identity = TensorIdentity(x)
+    >>> identity.matches(x.detach()), identity.matches(x.clone()), identity.matches(x.add_(1))
     (True, False, False)
     """
 
@@ -23,7 +23,7 @@ class Same(Uncopied):
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in tensors]  # type: ignore[no-untyped-call]
         self._marks = [_mark(x) for x in tensors]
 
-    def are(self, *tensors: Tensor) -> bool:
+    def matches(self, *tensors: Tensor) -> bool:
         """Whether these are the same, one by one."""
         return len(tensors) == len(self._marks) and all(
             storage.cdata == x.untyped_storage()._cdata and mark == _mark(x)
@@ -32,5 +32,5 @@ class Same(Uncopied):
 
 
 def _mark(x: Tensor) -> tuple[object, ...]:
-    # What was made in inference mode has no count, but it has no backward either.
+    # A tensor of inference mode has no version, but it has no backward either.
     return x.shape, x.stride(), x.storage_offset(), None if x.is_inference() else x._version

@@ -17,7 +17,9 @@ from attnscale.errors import reject
 TOP = 4
 STEPS_PER_OCTAVE = 16
 
-# A score at or below −FAR is that of a hidden key: −∞, or the finite number that tiles use in its place.
+# The score of a hidden key in tiles: finite, so that a weight of 0 times its logit is 0 and not NaN.
+HIDDEN = -1e30
+# A score at or below −FAR is that of a hidden key: −∞ or `HIDDEN`.
 FAR = 1e29
 
 

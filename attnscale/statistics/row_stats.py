@@ -1,82 +1,20 @@
-"""Row statistics of attention: what can be asked for, what comes back, and its definition on a score matrix.
+"""Statistics of rows: the fields, their meaning, and how those of disjoint keys are merged.
 
-All of it in nats, over visible keys only, detached, and after temperature — but for gap counts and Λ, which are taken
-from raw scores s (after softcap and bias, before β).
+All in nats, over visible keys only, detached, and after temperature; but gap counts and Λ are of raw scores s (after
+softcap and bias, before β).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnscale._util.checks import check_broadcasts, check_scores, read_number
-from attnscale._util.memory import Memory
 from attnscale._util.tracing import is_watched
-from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.statistics.gaps import Accumulation, accumulation_scale, bracket_accumulation, count_gaps
-
-
-@dataclass(frozen=True)
-class StatsRequest:
-    """Which statistics to compute; what is not asked for costs nothing.
-
-    `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ, "exact" by sorting each row or as a
-    "bracket" of at most ten per cent (a quarter, from the fused kernels), from rank `min_rank` on. `rows` samples that
-    many rows, spread over the positions and chosen by `seed`; None is all of them.
-    """
-
-    w_max: bool = True
-    entropy: bool = True
-    lse: bool = True
-    max_logit: bool = True
-    gap_thresholds: tuple[float, ...] | None = None
-    accumulation: Literal["bracket", "exact"] | None = None
-    min_rank: int = 2
-    rows: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("w_max", "entropy", "lse", "max_logit"):
-            if not isinstance(getattr(self, name), bool):
-                reject_type(name, getattr(self, name), "True or False")
-        if self.gap_thresholds is not None:
-            given = self.gap_thresholds
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                reject_type("gap_thresholds", given, "one or more numbers >= 0, as a tuple")
-            thresholds = tuple(read_number("gap_thresholds", t, "one or more numbers >= 0") for t in given)
-            if not thresholds or not all(t >= 0 for t in thresholds):
-                reject("gap_thresholds", thresholds, "one or more numbers >= 0")
-            object.__setattr__(self, "gap_thresholds", thresholds)
-        if self.accumulation not in (None, "bracket", "exact"):
-            reject("accumulation", self.accumulation, "None, 'bracket' or 'exact'")
-        if isinstance(self.min_rank, bool) or not isinstance(self.min_rank, int) or self.min_rank < 2:
-            reject("min_rank", self.min_rank, "an int >= 2")
-        if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
-            reject("rows", self.rows, "an int >= 1 or None for all rows")
-
-    @property
-    def softmax(self) -> bool:
-        """Whether anything is asked for that needs the weights."""
-        return self.w_max or self.entropy or self.lse or self.max_logit
-
-    @property
-    def gaps(self) -> bool:
-        """Whether anything is asked for that needs the gaps of raw scores."""
-        return self.gap_thresholds is not None or self.accumulation is not None
-
-
-def checked_request(request: object) -> StatsRequest:
-    """The request itself, or the default one for None; anything else is refused."""
-    if request is None:
-        return StatsRequest()
-    if not isinstance(request, StatsRequest):
-        reject_type("request", request, "a StatsRequest or None")
-    return request
+from attnscale.errors import ArgumentError
+from attnscale.statistics.gaps import Accumulation
 
 
 class RowStats(NamedTuple):
@@ -109,6 +47,7 @@ class RowStats(NamedTuple):
         keys already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
         `common_maximum`. Λ cannot be merged.
 
+        >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)
         >>> parts = row_statistics(scores[:, :4]), row_statistics(scores[:, 4:])
         >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
@@ -141,64 +80,6 @@ class AttentionOutput(NamedTuple):
 
     output: Tensor
     stats: RowStats
-
-
-def row_statistics(
-    scores: Tensor,
-    beta: Tensor | float = 1.0,
-    mask: Tensor | None = None,
-    request: StatsRequest | None = None,
-    *,
-    sinks: Tensor | None = None,
-) -> RowStats:
-    """The statistics of a matrix of raw scores [..., Tq, Tk] that somebody already has.
-
-    β broadcasts to [..., Tq]; the mask to the scores (True: visible). This is the definition that every backend is
-    held against. Sampling (`rows`) does not apply: choose the rows of the matrix.
-
-    >>> row_statistics(torch.zeros(1, 4)).entropy
-    tensor([1.3863])
-    """
-    request = checked_request(request)
-    check_scores(scores, mask)
-    scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
-    beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach()
-    check_broadcasts("beta", beta, scores.shape[:-1])
-    beta = beta.expand(scores.shape[:-1])
-    if mask is None:
-        mask = torch.ones((), dtype=torch.bool, device=scores.device)
-    mask = mask.expand(scores.shape)
-    visible = mask.sum(-1)
-    lse = top = entropy = None
-    if request.softmax:
-        logits = (scores * beta[..., None]).masked_fill(~mask, -math.inf)
-        top = _amax(logits)
-        extended = logits if sinks is None else torch.cat([logits, _column(sinks, logits)], dim=-1)
-        lse = torch.logsumexp(extended, -1) if extended.shape[-1] else top
-        if request.entropy:
-            weights = torch.exp(extended - finite(lse)[..., None])
-            # 0·(−∞) is 0 here: a hidden key, or one so far below that its weight is.
-            surprise = torch.where(weights == 0, 0.0, weights * (lse[..., None] - extended))
-            entropy = surprise.sum(-1)
-    counts = accumulation = None
-    if request.gap_thresholds is not None:
-        counts = count_gaps(scores, request.gap_thresholds, mask)
-    if request.accumulation == "exact":
-        exact = accumulation_scale(scores, request.min_rank, mask)
-        accumulation = Accumulation(exact, exact)
-    elif request.accumulation == "bracket":
-        accumulation = bracket_accumulation(scores, request.min_rank, mask)
-    return RowStats(
-        visible=visible,
-        lse=lse if request.lse else None,
-        max_logit=top if request.max_logit else None,
-        w_max=largest_weight(top, lse) if request.w_max and top is not None and lse is not None else None,
-        entropy=entropy,
-        gap_counts=counts,
-        accumulation=accumulation,
-        criticality=None if accumulation is None else criticality(beta, accumulation),
-        with_sink=sinks is not None and request.softmax,
-    )
 
 
 def largest_weight(max_logit: Tensor, lse: Tensor) -> Tensor:
@@ -256,36 +137,6 @@ def _same_rows(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and (is_watched() or a.is_meta or torch.equal(a, b.to(a.device)))
 
 
-def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
-    """`rows` of the row numbers 0 … queries−1, increasing, one from each of as many equal strata; not to be changed.
-
-    Every row is as likely as any other, and the last stratum may go on at the first row.
-
-    >>> sample_rows(1000, 4, 0, torch.device("cpu")).tolist() == sample_rows(1000, 4, 0, torch.device("cpu")).tolist()
-    True
-    """
-    rows = min(rows, queries)
-    if torch.compiler.is_compiling():
-        return _draw_rows(queries, rows, seed, device)
-    return _SAMPLES.recall((queries, rows, seed), device, lambda: _draw_rows(queries, rows, seed, device))
-
-
-_SAMPLES: Memory[Tensor] = Memory(most=64)
-
-
-def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
-    # On the host whatever the default device, so that a seed draws the same rows everywhere.
-    edges = torch.arange(rows + 1, dtype=torch.int64, device="cpu") * queries // max(rows, 1)
-    width = edges[1:] - edges[:-1]
-    generator = torch.Generator("cpu").manual_seed(seed)
-    draw = torch.rand(rows, generator=generator, dtype=torch.float64, device="cpu")
-    # Strata differ in width by one row where they do not divide the queries, and a narrow one is more likely to give
-    # each of its rows. Turned around by a random number of rows, all rows are equally likely.
-    turn = torch.randint(max(queries, 1), (1,), generator=generator, device="cpu")
-    chosen = (edges[:-1] + (draw * width).to(torch.int64) + turn) % max(queries, 1)
-    return chosen.sort().values.to(device)
-
-
 def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
     """H of the union: each side's share a of the weight brings a·H_side − a·ln a."""
     total = torch.zeros_like(lse)
@@ -293,11 +144,3 @@ def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
         share = largest_weight(side, lse)
         total = total + share * entropy + torch.special.entr(share)
     return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing
-
-
-def _amax(x: Tensor) -> Tensor:
-    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -math.inf)
-
-
-def _column(sinks: Tensor, like: Tensor) -> Tensor:
-    return sinks.detach().to(like.dtype)[:, None, None].expand(*like.shape[:-1], 1)

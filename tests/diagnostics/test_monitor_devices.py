@@ -72,11 +72,12 @@ WAITS = COMMON + textwrap.dedent(
     """
 )
 
-LOOKS = COMMON + textwrap.dedent(
+MEASURES = COMMON + textwrap.dedent(
     """
     from dataclasses import replace
-    from test_measure import RULES, call_of
-    from attnscale.statistics.rows.row_sums import look, look_back
+    from test_rows import RULES, call_of
+    from attnscale.statistics.rows.quantities import measure_quantities
+    from attnscale.statistics.rows.score_gradients import score_gradients
 
     def moved(call):
         fields = {name: getattr(call, name) for name in ("query", "key", "value", "beta", "sinks")}
@@ -91,22 +92,23 @@ LOOKS = COMMON + textwrap.dedent(
         for beta in (None, -1.5):
             call, upstream = call_of(arguments, kv_heads=2)
             call = call if beta is None else replace(call, beta=beta)
-            sums, gradients = look([call], [upstream])
+            measures = measure_quantities(call)
+            gradients = score_gradients(call, upstream, measures)
             there = moved(call)
-            found, answers = look([there], [upstream.to(other_device.PLACE)])
-            back = look_back(there, upstream.to(other_device.PLACE), found[0])
-            assert found.device == answers.device == back.device == torch.device(other_device.PLACE)
-            for one, other in ((sums, found), (gradients, answers), (gradients[0], back)):
+            found = measure_quantities(there)
+            answers = score_gradients(there, upstream.to(other_device.PLACE), found)
+            for one, other in zip((*measures, *gradients), (*found, *answers)):
+                assert other.device == torch.device(other_device.PLACE)
                 torch.testing.assert_close(one, other.cpu(), equal_nan=True, rtol=1e-5, atol=1e-5)
 
     with pytest.raises(RuntimeError, match="two devices"):
-        look([replace(there, value=call.value)], [upstream.to(other_device.PLACE)])
+        score_gradients(replace(there, value=call.value), upstream.to(other_device.PLACE), found)
     """
 )
 
 
-@pytest.mark.parametrize("script", [NUMBERS, WAITS, LOOKS], ids=["numbers", "waits", "looks"])
+@pytest.mark.parametrize("script", [NUMBERS, WAITS, MEASURES], ids=["numbers", "waits", "measures"])
 def test_on_two_devices(script):
-    paths = f"import sys; sys.path[:0] = {[str(TESTS), str(TESTS / 'diagnostics')]!r}\n"
+    paths = f"import sys; sys.path[:0] = {[str(TESTS), str(TESTS / 'statistics')]!r}\n"
     done = subprocess.run([sys.executable, "-c", paths + script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

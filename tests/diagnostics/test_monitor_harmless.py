@@ -14,7 +14,6 @@ import torch
 from attnscale import ArgumentError, ArgumentTypeError, Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink, Thresholds
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.records.pending import settle
 
 
 def curve(model, steps=6, monitor=None, **settings):
@@ -164,7 +163,7 @@ def test_memory_does_not_grow_with_steps_or_micro_batches():
         for step in range(1, 100_000, 2):
             monitor.step(step - 1 if step % 2 == 0 else step + 1)
             monitor._listen(False, step)
-        assert layer.training.pending.forward is None
+        assert layer.training.forward is None
 
 
 def test_calls_without_a_backward_do_not_pile_up():
@@ -174,9 +173,7 @@ def test_calls_without_a_backward_do_not_pile_up():
         layer = monitor.layers["blocks.0.attention"]
         for _ in range(300):
             model(tiny_gpt.batch(size=1, length=8))
-        pending = layer.tally().pending
-        settle([pending])
-        assert pending.forward.sample.shape[-1] <= 4 * 512
+        assert layer.tally().forward.sample.shape[-1] <= 4 * 512
         assert len(layer._unanswered) <= 64
         monitor.step(0)
     assert not layer._unanswered

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink
-from attnscale.diagnostics.tensor_identity import Same
+from attnscale.diagnostics.tensor_identity import TensorIdentity
 
 
 class Watched(nn.Module):
@@ -112,7 +112,8 @@ def test_a_callback_of_the_trainer_is_copied_with_a_closed_monitor(copied):
 
 def test_weak_references_to_storages_are_never_copied():
     x = torch.zeros(3)
-    assert [copy.copy(Same(x)), copy.deepcopy(Same(x)), by_pickle(Same(x))] == [None] * 3
+    identity = TensorIdentity(x)
+    assert [copy.copy(identity), copy.deepcopy(identity), by_pickle(identity)] == [None] * 3
 
 
 def test_an_average_of_the_weights_is_kept_beside_a_monitored_model():
@@ -148,7 +149,7 @@ SCRIPT = textwrap.dedent(
         x = torch.randn(2, 2, 16, 8, requires_grad=True)
         out = model(x)
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))]
-        held = copy.deepcopy([model.monitor, model.monitor._looks, dict(model.monitor.layers), model.monitor._tapped])
+        held = copy.deepcopy([model.monitor, dict(model.monitor.layers), model.monitor._tapped])
         for one in copies:
             one(x).sum().backward()
         del copies, held

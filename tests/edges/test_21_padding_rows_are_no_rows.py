@@ -115,7 +115,7 @@ def test_the_plain_module(side, by, causal):
     assert_same(together.records, alone.records)
 
 
-def test_sampled_rows_and_training_with_a_look_that_waits():
+def test_sampled_rows_of_a_training_step():
     x, padding = padded([part.unflatten(2, (2, 8)) for part in sentences(torch.float32)], "right")
     attention, x = ScaledDotProductAttention("log"), x.transpose(1, 2).requires_grad_()
     with attnscale.Monitor(attention, every=1, rows=5, alerts=None) as monitor:

@@ -126,16 +126,16 @@ def test_sampled_rows_are_explained_by_what_really_runs(monkeypatch):
     request = StatsRequest(rows=2)
     found = explain_dispatch(Q, K, V, policy="log", request=request)
     assert found.chosen == "sdpa"
-    assert "blockwise measures the sampled rows" in str(found)
+    assert "statistics.rows measures the sampled rows" in str(found)
     assert explain_dispatch(Q, K, V, policy="log", request=StatsRequest()).chosen == "blockwise"
     assert explain_dispatch(Q, K, V, policy="log", request=StatsRequest(rows=6)).chosen == "blockwise"
     ran = []
-    sdpa, blockwise = type(dispatch.BACKENDS["sdpa"]), type(dispatch.BACKENDS["blockwise"])
-    run, statistics = sdpa.run, blockwise.statistics
+    sdpa, measure = type(dispatch.BACKENDS["sdpa"]), dispatch.measure_sampled_rows
+    run = sdpa.run
     monkeypatch.setattr(sdpa, "run", lambda *a: ran.append("sdpa") or run(*a))
-    monkeypatch.setattr(blockwise, "statistics", lambda *a: ran.append("blockwise statistics") or statistics(*a))
+    monkeypatch.setattr(dispatch, "measure_sampled_rows", lambda *a: ran.append("statistics.rows") or measure(*a))
     attention_with_stats(Q, K, V, policy="log", request=request)
-    assert ran == ["sdpa", "blockwise statistics"]
+    assert ran == ["sdpa", "statistics.rows"]
 
 
 def test_a_value_of_many_lines_is_quoted_in_one():

@@ -11,19 +11,20 @@ import torch
 from attnscale import StatsRequest, row_statistics
 from attnscale.attention import _bind
 from attnscale.backends.blockwise.tiles import HIDDEN
-from attnscale.diagnostics.tensor_identity import Same
-from attnscale.statistics.rows import stacked_calls as stack
+from attnscale.diagnostics.tensor_identity import TensorIdentity
+from attnscale.statistics.rows import call_tiles, score_tile
 from attnscale.statistics.rows.quantities import (
-    AGAIN,
     BACKWARD,
+    COMPARED,
     FORWARD,
     THRESHOLDS,
-    again_quantities,
     backward_quantities,
+    compared_quantities,
     forward_quantities,
     gap_name,
+    measure_quantities,
 )
-from attnscale.statistics.rows.row_sums import look, look_back
+from attnscale.statistics.rows.score_gradients import score_gradients
 
 LENGTH, HEADS = 33, 4
 SEEN = torch.rand(2, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.6
@@ -61,8 +62,12 @@ def truth(call, upstream):
     seen = torch.ones((), dtype=torch.bool) if seen is None else seen
     scores, seen = scores.masked_fill(~seen, 0.0), seen.expand(scores.shape)
     beta = call.row_beta().double()
-    stats = row_statistics(scores, beta, seen, StatsRequest(gap_thresholds=THRESHOLDS), sinks=call.sinks)
-    weights = torch.exp(scores * beta[..., None] - stats.lse[..., None]).masked_fill(~seen, 0.0)
+    logits = (scores * beta[..., None]).masked_fill(~seen, -math.inf)
+    sinks = torch.full(scores.shape[1:2], -math.inf) if call.sinks is None else call.sinks
+    outcomes = torch.cat([logits, sinks.double()[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+    chances = outcomes.softmax(-1).nan_to_num()
+    weights = chances[..., :-1]
+    gaps = scores.masked_fill(~seen, -math.inf).amax(-1, keepdim=True) - scores
     pull = (upstream.double() @ value.nan_to_num().mT).masked_fill(~seen, 0.0)
     dlogits = weights * (pull - (weights * pull).sum(-1, keepdim=True))
     number = seen.sum(-1)
@@ -70,28 +75,27 @@ def truth(call, upstream):
     deviation = ((scores - mean[..., None]).square().masked_fill(~seen, 0.0).sum(-1) / number).sqrt()
     best = scores.masked_fill(~seen, -math.inf).amax(-1)
     found = {
-        "w_max": stats.w_max,
-        "entropy": stats.entropy,
+        "w_max": weights.amax(-1),
+        "entropy": torch.special.entr(chances).sum(-1),
         "visible": number.double(),
         "beta": beta,
-        "relative_entropy": torch.where(number > 1, stats.entropy / number.log(), math.nan),
-        "max_logit": stats.max_logit,
+        "relative_entropy": torch.where(number > 1, torch.special.entr(chances).sum(-1) / number.log(), math.nan),
+        "max_logit": logits.amax(-1),
         "prominence": torch.where(number > 2, (best - mean) / (deviation * (2 * number.log()).sqrt()), math.nan),
         "score_gradient": dlogits.norm(dim=-1) * beta.abs(),
         "beta_gradient": (dlogits * scores).sum(-1),
     }
-    found |= {gap_name(t): stats.gap_counts[..., i].double() for i, t in enumerate(THRESHOLDS)}
+    found |= {gap_name(t): ((gaps <= t) & seen).sum(-1).double() for t in THRESHOLDS}
     return {name: torch.where(number > 0, x, math.nan) for name, x in found.items()}
 
 
 def measured(call, upstream):
-    sums, gradients = (found[0] for found in look([call], [upstream]))
-    torch.testing.assert_close(look([call])[0][0], sums, equal_nan=True, rtol=0.0, atol=0.0)
-    forward, backward = forward_quantities(sums), backward_quantities(sums, gradients)
-    alone = backward_quantities(sums, look_back(call, upstream, sums))
-    torch.testing.assert_close(alone, backward, equal_nan=True, rtol=1e-5, atol=1e-6)
+    measures, beta = measure_quantities(call), call.row_beta()
+    forward = forward_quantities(measures, beta)
+    backward = backward_quantities(measures, beta, score_gradients(call, upstream, measures))
     for found in (forward, backward):
-        torch.testing.assert_close(again_quantities(sums), found[: len(AGAIN)], equal_nan=True, rtol=0.0, atol=0.0)
+        compared = compared_quantities(measures)
+        torch.testing.assert_close(compared, found[: len(COMPARED)], equal_nan=True, rtol=0.0, atol=0.0)
     return dict(zip(FORWARD, forward, strict=True)) | dict(zip(BACKWARD, backward, strict=True))
 
 
@@ -120,8 +124,8 @@ def test_a_temperature_that_was_learned_may_have_any_sign(beta):
 @pytest.mark.parametrize("numbers", [24, 100, 300])
 @pytest.mark.parametrize("rule", ["window", "padding", "mask"])
 def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
-    monkeypatch.setattr(stack, "NUMBERS", numbers)
-    monkeypatch.setattr(stack, "ROWS", 5)
+    monkeypatch.setattr(score_tile, "NUMBERS", numbers)
+    monkeypatch.setattr(call_tiles, "MOST_ROWS", 5)
     call, upstream = call_of(RULES[rule])
     assert_measured(replace(call, beta=-0.5), upstream)
     assert_measured(*call_of(RULES[rule], kv_heads=2))
@@ -129,42 +133,34 @@ def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["window", "padding", "mask"])
-def test_pieces_of_a_single_slot_give_the_same(rule, monkeypatch):
-    monkeypatch.setattr(stack, "NUMBERS", 1)
+def test_tiles_of_a_single_slot_give_the_same(rule, monkeypatch):
+    monkeypatch.setattr(score_tile, "NUMBERS", 1)
     rows = torch.tensor([0, 20, LENGTH - 1])
     call, upstream = call_of(RULES[rule], kv_heads=2)
     assert_measured(call.select(rows), upstream[:, :, rows])
 
 
 @pytest.mark.parametrize("numbers", [24, 300, 2**18])
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("mask", "bias")])
-def test_calls_of_one_kin_are_seen_together_as_each_alone(rule, numbers, monkeypatch):
-    monkeypatch.setattr(stack, "NUMBERS", numbers)
+@pytest.mark.parametrize("rule", RULES)
+def test_sequences_of_a_batch_are_measured_as_each_alone(rule, numbers, monkeypatch):
+    monkeypatch.setattr(score_tile, "NUMBERS", numbers)
     call, upstream = call_of(RULES[rule], kv_heads=2)
-    sinks = [None if call.sinks is None else call.sinks + index for index in range(3)]
-    tensors = [{"query": call.query * (1 - i / 4), "key": call.key.flip(i), "value": call.value - i} for i in range(3)]
-    calls = [replace(call, **tensors[i], beta=1 - i / 4, sinks=sinks[i]) for i in range(3)]
-    assert len({stack.kin(one) for one in calls}) == 1
-    ups = [upstream, -upstream, upstream.flip(2)]
-    together, answers = look(calls, ups)
-    for index, one in enumerate(calls):
-        alone, answer = (found[0] for found in look([one], [ups[index]]))
-        torch.testing.assert_close(answers[index], answer, equal_nan=True, rtol=1e-5, atol=1e-5)
-        found, expected = (forward_quantities(sums) for sums in (together[index], alone))
-        for name, x, y in zip(FORWARD, found, expected, strict=True):
+    together = measured(call, upstream)
+    for index in range(2):
+        one = slice(index, index + 1)
+
+        def part(x, one=one):
+            return x[one] if isinstance(x, torch.Tensor) and x.shape[0] == 2 else x
+
+        rules = {name: part(getattr(call.context, name)) for name in ("slot", "first", "last", "padding", "mask")}
+        tensors = {name: part(getattr(call, name)) for name in ("query", "key", "value", "beta")}
+        alone = measured(replace(call, context=replace(call.context, **rules), **tensors), upstream[one])
+        for name, x in alone.items():
             # A key at the edge of a bin is on one side or the other by a rounding, which the bracket allows for.
             rtol = 0.032 if name in ("accumulation", "criticality") else 1e-5
-            torch.testing.assert_close(x, y, equal_nan=True, rtol=rtol, atol=1e-5, msg=lambda m, n=name: n + m)
-
-
-def test_calls_that_see_otherwise_are_not_of_one_kin():
-    call, _ = call_of(RULES["causal"])
-    others = [call_of(RULES[rule])[0] for rule in RULES if rule != "causal"]
-    others += [call_of(RULES["causal"], kv_heads=2)[0], call_of(RULES["causal"], torch.bfloat16)[0]]
-    others += [replace(call, scale=0.1), call.select(torch.arange(5)), *(call_of(RULES["mask"])[0] for _ in range(2))]
-    kins = [stack.kin(one) for one in (call, *others)]
-    assert len(set(kins)) == len(kins)
-    assert stack.kin(call_of(RULES["causal"])[0]) == kins[0]
+            torch.testing.assert_close(
+                together[name][one], x, equal_nan=True, rtol=rtol, atol=1e-5, msg=lambda m, n=name: n + m
+            )
 
 
 def test_accumulation_lies_within_its_bracket_of_the_exact_one():
@@ -197,11 +193,11 @@ def test_rows_without_a_key_count_nowhere():
 
 def test_memory_that_is_given_to_another_tensor_is_not_the_same():
     x = torch.zeros(64)
-    seen, address = Same(x), x.data_ptr()
+    identity, address = TensorIdentity(x), x.data_ptr()
     del x
     for _ in range(100):
         other = torch.zeros(64)
-        assert not seen.are(other)
+        assert not identity.matches(other)
         if other.data_ptr() == address:
             break
-    assert not seen.are(torch.zeros(64), torch.zeros(64))
+    assert not identity.matches(torch.zeros(64), torch.zeros(64))

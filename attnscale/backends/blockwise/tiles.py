@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util.scratch import room
+from attnscale.statistics.gaps import HIDDEN as HIDDEN
 
 # Rows of a tile, counted over the heads it covers: enough for a matrix product to be fast, few enough for a cache.
 ROWS = 1024
@@ -19,7 +20,6 @@ ROWS_PER_HEAD = 128
 KEYS = 2048
 WHOLE = 2**22
 LOG2E = 1 / math.log(2)
-HIDDEN = -1e30  # finite, so that a weight of 0 times its logit is 0 and not NaN
 
 
 class Scores(NamedTuple):

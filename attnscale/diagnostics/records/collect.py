@@ -7,34 +7,28 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from attnscale.diagnostics.deferred import Looks
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.distributed import Part, Processes
-from attnscale.diagnostics.records.pending import settle
 from attnscale.diagnostics.records.record import Record
 from attnscale.diagnostics.records.spread import summaries
 from attnscale.diagnostics.records.tally import LARGEST, SUMS, pack, unpack, width
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 
-def collect(
-    layers: Iterable[LayerListener], step: int, looks: Looks, processes: Processes, notices: Notices
-) -> list[Record]:
+def collect(layers: Iterable[LayerListener], step: int, processes: Processes, notices: Notices) -> list[Record]:
     """One record per layer and head: all layers in one tensor, all processes in one collective."""
     alone = processes.number == 1
     here: dict[str, Part] = {}
     sample = processes.sample  # upon which processes agree without asking each other
     try:
-        looks.happen()
-        heard = [(layer, tally) for layer in layers if (tally := layer.tally()).heard]
-        settle(tally.pending for _, tally in heard)
+        tallies = [(layer, tally) for layer in layers if not (tally := layer.tally()).is_empty]
         if alone:
-            sample = max([1, *(tally.width for _, tally in heard)])
-        packed = pack([tally for _, tally in heard], sample)
+            sample = max([1, *(tally.width for _, tally in tallies)])
+        packed = pack([tally for _, tally in tallies], sample)
         here = {
             layer.name: Part(layer.name, tally is layer.training, rows[None])
-            for (layer, tally), rows in zip(heard, packed, strict=True)
+            for (layer, tally), rows in zip(tallies, packed, strict=True)
         }
     except Exception as error:  # the other processes wait for this one, whatever has happened here
         notices.add_error("a report failed and is dropped", error)

@@ -43,28 +43,18 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor, keys: Tensor) -> Spread:
         """Of rows [Q, H, N] with keys [N], NaN where a row does not count."""
-        (found,) = cls.of_each(rows[:, None], [keys])
-        return found
-
-    @classmethod
-    def of_each(cls, rows: Tensor, keys: Sequence[Tensor]) -> list[Spread]:
-        """Of several calls at once, rows [Q, calls, H, N] and keys [N] of each call."""
         counts = ~rows.isnan()
-        moments = (
+        if rows.shape[-1] > KEPT:
+            # Rows that count nowhere, such as padding, must not take the place of others.
+            keys = keys.masked_fill(~counts.any(0).any(0), NO_KEY)
+        return cls(
             counts.sum(-1).to(rows.dtype),
             torch.where(counts, rows, 0.0).sum(-1),
             torch.where(counts, rows, math.inf).amin(-1),
             torch.where(counts, rows, -math.inf).amax(-1),
-        )
-        found = []
-        for index, of_call in enumerate(keys):
-            if rows.shape[-1] > KEPT:
-                # Rows that count nowhere, such as padding, must not take the place of others.
-                of_call = of_call.masked_fill(~counts[:, index].any(0).any(0), NO_KEY)
-            number, total, least, largest = (part[:, index] for part in moments)
-            whole = cls(number, total, least, largest, rows[:, index], of_call)
-            found.append(whole.thinned(KEPT))
-        return found
+            rows,
+            keys,
+        ).thinned(KEPT)
 
     def thinned(self, most: int) -> Spread:
         """The same with at most so many rows in its sample."""

@@ -1,4 +1,4 @@
-"""What calls of one layer have shown together: quantities of their rows, and what a head has one of."""
+"""What the calls of one layer add up to: quantities of their rows, and numbers that a head has one of."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util.uncopied import Uncopied
-from attnscale.diagnostics.records.pending import Pending
-from attnscale.diagnostics.records.spread import Spread
+from attnscale.diagnostics.records.spread import Spread, row_keys
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: sums over calls, and for the last two the largest.
@@ -30,17 +29,26 @@ APART = 64
 
 
 class Tally(Uncopied):
-    """The sums of any number of calls, on the layer's device: nothing waits for it until they are asked for."""
+    """The sums of any number of calls, on the layer's device: they are read back once, for a report."""
 
     def __init__(self) -> None:
-        self.pending = Pending()
+        self.forward: Spread | None = None
+        self.backward: Spread | None = None
         self.heads, self.device = 0, torch.device("cpu")
         self._noted: dict[str, list[Tensor]] = {}  # each [H]
 
     @property
-    def heard(self) -> bool:
-        """Whether there was any call."""
-        return self.heads > 0
+    def is_empty(self) -> bool:
+        """Whether there was no call."""
+        return self.heads == 0
+
+    def add_forward(self, rows: Tensor, salt: int) -> None:
+        """The quantities [Q, B, H, R] of a call in forward; the salt of its rows' keys is the call's own."""
+        self.forward = _merged(self.forward, _spread_of(rows, salt))
+
+    def add_backward(self, rows: Tensor, salt: int) -> None:
+        """The same in backward."""
+        self.backward = _merged(self.backward, _spread_of(rows, salt))
 
     def note(self, **numbers: Tensor) -> None:
         """Add what a head has one of, [H]."""
@@ -53,16 +61,14 @@ class Tally(Uncopied):
 
     def absorb(self, other: Tally) -> None:
         """Take over what another one holds; it is empty then."""
-        self.pending.absorb(other.pending)
+        self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
         for name, values in other._noted.items():
             for value in values:
                 self.note(**{name: value})
-        if other.heard:
-            self.heads, self.device = other.heads, other.device
-        other.heads, other._noted = 0, {}
+        other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
     def scalar(self, name: str) -> Tensor:
-        """What a head has one of, of all calls together, [H]."""
+        """A number that a head has one of, of all calls together, [H]."""
         noted = self._noted.get(name)
         if not noted:
             return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
@@ -72,22 +78,34 @@ class Tally(Uncopied):
         return together.sum(0) if name in SUMS else together.amax(0)
 
     @property
+    def numbers(self) -> int:
+        """How many numbers are held for the quantiles."""
+        return sum(spread.sample.numel() for spread in (self.forward, self.backward) if spread is not None)
+
+    @property
     def width(self) -> int:
         """How many rows are kept for the quantiles."""
-        spreads = (self.pending.forward, self.pending.backward)
+        spreads = (self.forward, self.backward)
         return max((spread.keys.shape[0] for spread in spreads if spread is not None), default=0)
 
     def spreads(self) -> tuple[Spread, Spread]:
-        """Of the quantities of forward and backward, with nothing in it where nothing was heard."""
-        forward, backward = self.pending.forward, self.pending.backward
-        return (
-            self._no_rows(FORWARD) if forward is None else forward,
-            self._no_rows(BACKWARD) if backward is None else backward,
-        )
+        """Of the quantities of forward and backward; empty ones where there was no call."""
+        return self.forward or self._no_rows(FORWARD), self.backward or self._no_rows(BACKWARD)
 
     def _no_rows(self, names: Sequence[str]) -> Spread:
         keys = torch.zeros(1, dtype=torch.int64, device=self.device)
         return Spread.of(torch.full((len(names), self.heads, 1), math.nan, device=self.device), keys)
+
+
+def _spread_of(rows: Tensor, salt: int) -> Spread:
+    of_heads = rows.transpose(1, 2).flatten(2)  # [Q, H, B·R]
+    return Spread.of(of_heads, row_keys(salt, of_heads.shape[-1], rows.device))
+
+
+def _merged(one: Spread | None, other: Spread | None) -> Spread | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.merge(other)
 
 
 def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:

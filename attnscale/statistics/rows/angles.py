@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
+from attnscale.statistics.rows.call_tiles import split_heads
 
 
-def angle_parts(calls: Sequence[AttentionCall], outs: Sequence[Tensor], seeing: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs [B, H, R, Dv] of calls
-    of one kin; each [N, B, H]. Rows count where `seeing` [N, B, H, R] is True: those that see a key.
+def angle_parts(call: AttentionCall, out: Tensor, seeing: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs [B, H, R, Dv]; each
+    [B, H]. Rows count where `seeing` [B, H, R] is True: those that see a key.
 
     The ratio of the two is the angle ratio: 1 where attention leaves angles as they are, 0 where all rows become one.
     Both are 0 where there are no two rows, or a row has no slot of its own among the keys, as across sequences.
     """
-    group, values = calls[0].group, torch.stack([_own_values(call) for call in calls])
-    shared = seeing.view(*seeing.shape[:2], -1, group, seeing.shape[3]).any(3)  # by the rows of a head of k
-    before, after = _spread(values, shared).repeat_interleave(group, dim=2), _spread(torch.stack(list(outs)), seeing)
+    shared = split_heads(seeing, call.group).any(2)  # by the rows of a head of k
+    before, after = _spread(_own_values(call), shared).repeat_interleave(call.group, dim=1), _spread(out, seeing)
     known = ~(before.isnan() | after.isnan())
     return torch.where(known, before, 0.0), torch.where(known, after, 0.0)
 
