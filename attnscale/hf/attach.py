@@ -15,7 +15,7 @@ from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_described_policies, build_policies, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import NAME, has_site, is_learned, site_at
+from attnscale.hf.sites import has_site, is_learned, site_at
 from attnscale.policies import Policy
 
 
@@ -40,11 +40,7 @@ def attach(model: nn.Module) -> Handle:
                 "attnscale.hf.load(path), or give it its policy with attnscale.hf.load_policy(model, path)"
             )
         return _install(model, policies, config_record.record_of(model) or {})
-    configs = [
-        config
-        for config in config_record.configs_of(model)
-        if isinstance(getattr(config, NAME, None), config_record.Record)
-    ]
+    configs = [config for config in config_record.configs_of(model) if config_record.has_record(config)]
     for config in configs:
         config.attnscale.models = max(config.attnscale.models, 1)
     record = next((config.attnscale for config in configs), None)
