@@ -131,7 +131,7 @@ def scaled_dot_product_attention(
     return layout.restore(dispatch.run(call, backend))
 
 
-# Whoever replaces torch's function by ours (`attnscale.patch_torch` does it properly) does not make it call itself.
+# So that it does not call itself where a user assigns it to `torch.nn.functional` (see `sdpa.torch_attention`).
 scaled_dot_product_attention.replaces = TORCH_ATTENTION  # type: ignore[attr-defined]
 
 
@@ -271,8 +271,8 @@ def attention_and_weights(
 
 def _listen(tap: Tap, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]) -> Tensor:
     """`run(call)`, reported to a tap with the slots in which the rows' own keys lie."""
-    told = replace(call, context=call.context.with_own_slots(own_keys))
-    return listen(tap, told, lambda heard: run(replace(heard, context=call.context)))
+    reported = replace(call, context=call.context.with_own_slots(own_keys))
+    return listen(tap, reported, lambda passed: run(replace(passed, context=call.context)))
 
 
 class _Bound(NamedTuple):

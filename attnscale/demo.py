@@ -32,9 +32,9 @@ class Measurement(NamedTuple):
 
 @torch.no_grad()
 def measure(lengths: tuple[int, ...] = LENGTHS, rows: int = 64) -> list[Measurement]:
-    """Swap each law into the same random two-layer stack and look at the attention of its last layer.
+    """Swap each law into the same random two-layer stack and measure the last `rows` rows of its last layer.
 
-    The rows looked at are the last `rows`; every one of them sees all keys, so that n is the length.
+    Each of these rows sees all keys, so that n is the length.
     """
     results = []
     for name, parameters in LAWS.items():

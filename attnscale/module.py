@@ -20,7 +20,7 @@ from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_fo
 
 
 class ScaledDotProductAttention(nn.Module):
-    """`scaled_dot_product_attention` with a policy of its own, whose parameters, if any, are the module's.
+    """`scaled_dot_product_attention` as a module that owns its policy and the parameters of it.
 
     >>> attention = ScaledDotProductAttention("log", reference_length=2048)
     >>> q = torch.randn(1, 2, 16, 8)
@@ -30,8 +30,8 @@ class ScaledDotProductAttention(nn.Module):
 
     policy: Policy
     tap: Tap | None = None
-    # True where queries and keys come from different sequences. Only a monitor asks: whether a padded key means a
-    # padded row. Without it, as many queries as keys are taken for the same tokens.
+    # True where queries and keys come from different sequences; else as many queries as keys are taken for the same
+    # tokens. Only a monitor reads it, to tell whether a padded key means a padded row.
     cross: bool = False
 
     def __init__(self, policy: PolicySpec = "constant", **parameters: Any) -> None:
@@ -97,10 +97,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.adopt(build_policy_for(policy, num_heads=num_heads, head_dim=self.head_dim))
 
     def adopt(self, policy: Policy) -> None:
-        """Take a policy, on this module's device, and close torch's fused inference path.
+        """Set the policy, on this module's device, and disable torch's fused inference path.
 
-        `nn.TransformerEncoderLayer` calls a fused kernel with this module's weights, and so without its policy, unless
-        a module of the layer has a forward hook.
+        `nn.TransformerEncoderLayer` would call a fused kernel with this module's weights, without its policy, unless a
+        module of the layer has a forward hook.
         """
         if isinstance(policy, nn.Module):
             policy.to(self.out_proj.weight.device)
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Output like the query and, with `need_weights`, the weights [N, Tq, Tk] (or [N, H, Tq, Tk] per head).
 
-        Masks are torch's: bool True hides, floats are added; `is_causal` beside a mask says that the mask is causal.
+        Masks are torch's: bool True hides, floats are added; `is_causal` with a mask is a hint that the mask is causal.
         """
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):

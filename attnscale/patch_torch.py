@@ -27,10 +27,10 @@ _MULTIHEAD = "multi_head_attention_forward"
 def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
     """Give every call of torch's `scaled_dot_product_attention` a policy, until `remove()` or the end of `with`.
 
-    It reaches the function wherever a module has it by name (`from torch.nn.functional import ...`), and
+    It reaches the function wherever a module holds it by name (`from torch.nn.functional import ...`), and
     `torch.nn.MultiheadAttention` with and without weights; torch's fused inference path for encoders, which would skip
-    the policy, is closed meanwhile. All calls share one policy, so one that learns is that of the whole program. Code
-    that computes its softmax itself, and graphs that were compiled before, are not reached.
+    the policy, is disabled. All calls share one policy, also its parameters. Code that computes its softmax itself, and
+    graphs compiled before, are not reached.
 
     >>> q = torch.randn(1, 2, 16, 8)
     >>> with patch_torch("log", reference_length=4):
@@ -44,7 +44,7 @@ def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
 class TorchPatch(Removable):
     """What `patch_torch` did. `remove()` undoes it and is idempotent; as a context manager it does so at the end.
 
-    Patches may be removed in any order: one that lies below another passes calls on from then on.
+    Patches may be removed in any order: one that lies below another then passes calls on.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -113,8 +113,8 @@ class TorchPatch(Removable):
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
             if self._is_overridden(query, key, value, attn_mask):
                 given = (query, key, value, attn_mask)
-                ask: Any = handle_torch_function  # typed for functions with keywords alone
-                overridden: Tensor = ask(attend, given, *given, dropout_p, is_causal, **options)
+                handle: Any = handle_torch_function  # typed for functions with keywords only
+                overridden: Tensor = handle(attend, given, *given, dropout_p, is_causal, **options)
                 return overridden
             options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
@@ -129,18 +129,18 @@ class TorchPatch(Removable):
         return attend
 
     def _is_overridden(self, *tensors: Any) -> bool:
-        """Whether somebody's `__torch_function__` has to be asked: that of a tensor subclass, or a proxy of torch.fx.
+        """Whether a tensor subclass or a proxy of torch.fx handles the call by its `__torch_function__`.
 
-        Not of nested tensors, which answer only for torch's own function; nor of a causal bias beside a temperature,
-        which would go on to kernels that have none.
+        Nested tensors do not: they handle only torch's own function. Nor does a causal bias where there is a
+        temperature, which its kernels would ignore.
         """
         if not has_torch_function(tensors) or any(isinstance(x, Tensor) and x.is_nested for x in tensors):
             return False
         return self.policy.uniform == 1.0 or not is_causal_bias(tensors[-1])
 
     def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
-        """torch's function writes attention out itself where weights are wanted. So it is asked for the output alone,
-        and the call of attention that it then makes, in this thread, leaves the weights here.
+        """torch's function computes attention itself where weights are wanted. So it is called for the output alone,
+        and the attention function that it then calls, in this thread, leaves the weights in `_captured`.
         """
 
         names = list(inspect.signature(before).parameters)
@@ -164,7 +164,7 @@ class TorchPatch(Removable):
 
 
 def _before(function: Any) -> Any:
-    """What a function of ours replaced, past patches that were removed meanwhile."""
+    """The function beneath one of ours, skipping patches that have been removed."""
     while hasattr(function, "patch") and not function.patch.active:
         function = function.replaces
     return function

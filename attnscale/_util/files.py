@@ -16,13 +16,13 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     'kept'
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if isinstance(content, bytes):
-            beside.write_bytes(content)
+            partial.write_bytes(content)
         else:
-            beside.write_text(content, encoding="utf-8", newline="")
-        os.replace(beside, path)
+            partial.write_text(content, encoding="utf-8", newline="")
+        os.replace(partial, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

@@ -1,6 +1,6 @@
 """All module-level mutable state of the package; `tests/util/test_state.py` fails if there is any elsewhere.
 
-Each line belongs to the module named in its comment, which alone reads and writes it.
+Each line is used by the modules named in its comment, and by no other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.sampling: which rows a
 BETAS = BetaMemory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
 REGISTERED_POLICIES: dict[str, type] = {}  # policies.build: classes added by `register_policy`
-TORCH_REPLACED: list[Callable[..., Any]] = []  # backends.sdpa: torch's attention beneath `patch_torch`
+TORCH_REPLACED: list[Callable[..., Any]] = []  # backends.sdpa, patch_torch: torch's attention beneath patches
 CLOSED_FUSED_PATHS: list[Any] = []  # patch_torch: patches that keep torch from its fused encoder
-TAPS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # call.tap: by ticket
+TAPS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # call.tap: by number
 TAP_NUMBERS = itertools.count(1)  # call.tap
 FINDERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how attention modules are found
 OPENERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how stock modules are made to report

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from attnscale.backends.blockwise.logits import leaves_of, logit_tile
 from attnscale.backends.blockwise.tiles import Scores, Tile, cut, store, workspace_for
@@ -24,6 +25,9 @@ from attnscale.statistics.gaps import (
 )
 
 ROWS_AT_ONCE = 4096
+SCORES = (
+    "Tensor query, Tensor key, Tensor start, Tensor stop, Tensor? padding, Tensor? mask, float scale, float? softcap"
+)
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
@@ -45,40 +49,32 @@ def find_contacts(call: UnscaledCall, min_rank: int) -> Contact:
     return Contact(*contacts(*_scores(call), min_rank))
 
 
-@torch.library.custom_op("attnscale::gap_counts", mutates_args=())
-def gap_counts(
-    query: Tensor,
-    key: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    thresholds: Sequence[float],
-) -> Tensor:
+def _over_scores(parameter: str, result: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Make a function of the `_scores` of a call, and of one parameter more, an operator of its name."""
+
+    def register(function: Callable[..., Any]) -> CustomOpDef:
+        schema = f"({SCORES}, {parameter}) -> {result}"
+        return torch.library.custom_op(f"attnscale::{function.__name__}", function, mutates_args=(), schema=schema)
+
+    return register
+
+
+@_over_scores("float[] thresholds", "Tensor")
+def gap_counts(*arguments: Any) -> Tensor:
     """N(t) [B, H, Tq, thresholds] of the raw scores."""
-    counts = torch.zeros(*query.shape[:3], len(thresholds), dtype=torch.int64, device=query.device)
-    for tile, scores in _raw_tiles(query, key, start, stop, padding, mask, scale, softcap):
+    *of_scores, thresholds = arguments
+    counts = _rows(arguments[0], torch.int64, len(thresholds))
+    for tile, scores in _raw_tiles(*of_scores):
         store(counts, tile, count_gaps(scores, tuple(thresholds)))
     return counts
 
 
-@torch.library.custom_op("attnscale::accumulation_bracket", mutates_args=())
-def accumulation_bracket(
-    query: Tensor,
-    key: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    min_rank: int,
-) -> tuple[Tensor, Tensor]:
+@_over_scores("int min_rank", "(Tensor, Tensor)")
+def accumulation_bracket(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Bounds of Λ of the raw scores, each [B, H, Tq]."""
+    *others, min_rank = arguments
     best, counts = empty_spectrum(_rows(query), min_rank, key.shape[2])
-    for tile, scores in _raw_tiles(query, key, start, stop, padding, mask, scale, softcap):
+    for tile, scores in _raw_tiles(query, key, *others):
         found = take_spectrum(scores, min_rank, key.shape[2])
         store(best, tile, found.best)
         store(counts, tile, found.counts)
@@ -89,22 +85,13 @@ def accumulation_bracket(
     return lower, upper
 
 
-@torch.library.custom_op("attnscale::contacts", mutates_args=())
-def contacts(
-    query: Tensor,
-    key: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    min_rank: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@_over_scores("int min_rank", "(Tensor, Tensor, Tensor, Tensor)")
+def contacts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `find_contacts`."""
-    value = _rows(query)
+    *of_scores, min_rank = arguments
+    value = _rows(arguments[0])
     rank, first, other = (torch.zeros_like(value, dtype=torch.int64) for _ in range(3))
-    for tile, scores in _raw_tiles(query, key, start, stop, padding, mask, scale, softcap):
+    for tile, scores in _raw_tiles(*of_scores):
         found = find_contact(scores, min_rank)
         store(value, tile, found.value)
         store(rank, tile, found.rank)
@@ -115,8 +102,7 @@ def contacts(
 
 @gap_counts.register_fake
 def _(*arguments: Any) -> Tensor:
-    query: Tensor = arguments[0]
-    return query.new_empty(*query.shape[:3], len(arguments[8]), dtype=torch.int64)
+    return _rows(arguments[0], torch.int64, len(arguments[8]))
 
 
 @accumulation_bracket.register_fake
@@ -146,5 +132,7 @@ def _raw_tiles(query: Tensor, key: Tensor, *visibility_and_scale: Any) -> Iterat
         yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room)
 
 
-def _rows(query: Tensor) -> Tensor:
-    return torch.zeros(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+def _rows(query: Tensor, dtype: torch.dtype | None = None, *more: int) -> Tensor:
+    """Zeros [B, H, Tq, ...], in fp32 at least where no dtype is given."""
+    dtype = torch.promote_types(query.dtype, torch.float32) if dtype is None else dtype
+    return torch.zeros(*query.shape[:3], *more, dtype=dtype, device=query.device)

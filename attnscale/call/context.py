@@ -79,8 +79,8 @@ class Context:
         if self.causal or self.window != (None, None):
             return self  # rows see by their slots
         if own_keys is None:
-            told = isinstance(self.slot, Tensor) or self.slot != 0
-            own_keys = told or (self.padding is None and self.mask is None) or self.queries == self.keys
+            slots_given = isinstance(self.slot, Tensor) or self.slot != 0
+            own_keys = slots_given or (self.padding is None and self.mask is None) or self.queries == self.keys
         return self if own_keys else replace(self, slot=self.keys)
 
     def key_range(self) -> tuple[int, int]:

@@ -67,8 +67,8 @@ def recurring_temperature(
 def mark_counted(visible: Tensor) -> Tensor:
     """Declare that an n is never changed in place, so that its β may be remembered; returns the same tensor.
 
-    Only for counts that nobody else holds: a change through numpy, for one, leaves no trace on a tensor. The mark is an
-    attribute of the tensor and dies with it.
+    Only for tensors that no other code holds, since a change through numpy leaves no trace on a tensor. The mark is an
+    attribute of the tensor.
     """
     setattr(visible, _COUNT, next(state.COUNT_NUMBERS))
     return visible

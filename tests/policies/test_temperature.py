@@ -42,3 +42,27 @@ def test_memory_is_bounded():
         q, k, v = tensors((1, 1, length, 8), (1, 1, length, 8))
         scaled_dot_product_attention(q, k, v, is_causal=True, policy=build_policy("log", gamma=length / 8))
     assert len(state.BETAS) <= 64
+
+
+@pytest.mark.parametrize("rows", [1, 9], ids=["decoding", "prefill"])
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_a_learned_policy_is_evaluated_once_per_call(monkeypatch, rows, grad, num_heads):
+    policy = build_policy("ssmax", num_heads=num_heads)
+    evaluated = []
+    formula = type(policy).formula
+    monkeypatch.setattr(type(policy), "formula", lambda *a: evaluated.append(1) or formula(*a))
+    q, k, v = tensors((1, num_heads, rows, 8), (1, num_heads, 9, 8))
+    with torch.set_grad_enabled(grad):
+        scaled_dot_product_attention(q, k, v, is_causal=rows > 1, policy=policy)
+    assert len(evaluated) == 1
+
+
+def test_one_row_of_one_learned_head_is_scaled_without_rounding():
+    policy = build_policy("ssmax", num_heads=1, init=0.3)
+    q, k, v = (x.to(torch.bfloat16) for x in tensors((1, 1, 1, 8), (1, 1, 9, 8)))
+    with torch.no_grad():
+        produced = scaled_dot_product_attention(q, k, v, policy=policy)
+        beta = float(policy(9))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=beta / 8**0.5)
+    assert torch.equal(produced, expected)

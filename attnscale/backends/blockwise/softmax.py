@@ -15,7 +15,7 @@ class Partial(NamedTuple):
 
     top: Tensor  # [h, r, 1], as the next two
     total: Tensor
-    moment: Tensor  # or 0, where nobody asked
+    moment: Tensor  # 0 where not asked for
     mixed: Tensor  # [h, r, Dv]
 
     def with_sink(self, logits: Tensor) -> Tensor:
