@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from attnscale._util import state
-from attnscale.diagnostics import Record
-from attnscale.diagnostics.sinks.jsonl import read_jsonl
+from attnscale.diagnostics import Record, read_jsonl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "scripts" / "examples"
 

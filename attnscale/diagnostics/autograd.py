@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 from torch.autograd import Function, forward_ad
+from torch.library import custom_op
 
 from attnscale._util.tracing import is_watched
 from attnscale.call.attention_call import AttentionCall
@@ -159,34 +160,34 @@ def _report_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor)
     _report(tap_id, query.device, lambda listener: listener.gradients(query, key, value))
 
 
-def _call_number_op(out: Tensor, tap_id: Tensor, graph: bool) -> Tensor:
+# An operator of its own: one with both a result and an effect cannot be recomputed in a checkpoint.
+@custom_op("attnscale::call_number", mutates_args=())
+def call_number(out: Tensor, tap_id: Tensor, graph: bool) -> Tensor:
     """The number of a call, as a tensor; `out` orders it after the call in a graph."""
     return torch.tensor(_begin(tap_id, graph))
 
 
-def _report_forward_op(out: Tensor, number: Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
-    _report_forward(tap_id, CallEvent(CallParts(*parts).to_call(), out, graph), int(number))
-
-
-def _report_backward_op(gradient: Tensor, number: Tensor, tap_id: Tensor, *parts: Any) -> None:
-    _report_backward(tap_id, CallParts(*parts), gradient, int(number))
-
-
-# An operator of its own: one with both a result and an effect cannot be recomputed in a checkpoint.
-call_number = torch.library.custom_op("attnscale::call_number", _call_number_op, mutates_args=())
-report_forward = torch.library.custom_op(
+@custom_op(
     "attnscale::report_forward",
-    _report_forward_op,
     mutates_args=(),
     schema=f"(Tensor out, Tensor number, bool graph, Tensor tap_id, {SCHEMA}) -> ()",
 )
-report_backward = torch.library.custom_op(
+def report_forward(out: Tensor, number: Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
+    _report_forward(tap_id, CallEvent(CallParts(*parts).to_call(), out, graph), int(number))
+
+
+@custom_op(
     "attnscale::report_backward",
-    _report_backward_op,
     mutates_args=(),
     schema=f"(Tensor gradient, Tensor number, Tensor tap_id, {SCHEMA}) -> ()",
 )
-report_gradients = torch.library.custom_op("attnscale::report_gradients", _report_gradients, mutates_args=())
+def report_backward(gradient: Tensor, number: Tensor, tap_id: Tensor, *parts: Any) -> None:
+    _report_backward(tap_id, CallParts(*parts), gradient, int(number))
+
+
+@custom_op("attnscale::report_gradients", mutates_args=())
+def report_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+    _report_gradients(tap_id, query, key, value)
 
 
 @call_number.register_fake

@@ -1,4 +1,4 @@
-"""Rows that are padding themselves: a batch contains them, but no token stands behind them, so no statistic does."""
+"""Rows whose own token is padding: they are in a batch, but must be in no statistic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def padding_rows(context: Context) -> Tensor | None:
 
     The key in a row's own slot is padding if `padding` says so, or if the mask hides it from every row and head. A mask
     under which rows do not see themselves although others see them (strictly causal ones) says nothing about padding:
-    there, the last key is hidden from all and yet real. A row whose slot is not among the keys, as in cross
+    it hides the last key from all rows, and yet that key is real. A row without a slot among the keys, as in cross
     attention, is never padding.
     """
     if context.padding is None and context.mask is None:
@@ -35,12 +35,8 @@ def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
     rows = padding_rows(context)
     if rows is None:
         return call, None
-    if context.first is None or context.last is None:
-        first = torch.zeros_like(rows, dtype=torch.int64)
-        last = torch.full_like(first, context.keys)
-    else:
-        first, last = context.first, context.last
-    last = torch.where(rows, first, last)
+    first = torch.zeros_like(rows, dtype=torch.int64) if context.first is None else context.first
+    last = torch.where(rows, first, context.keys if context.last is None else context.last)
     return replace(call, context=replace(context, first=first.expand_as(last), last=last)), rows
 
 
@@ -69,15 +65,15 @@ def _at(x: Tensor, slots: Tensor) -> Tensor:
 def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
     """True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from every row; None where it hides none.
 
-    On the CPU the rows' own entries are looked at first: in most masks every row sees itself, and that is far less to
-    read than the whole mask. On other devices the answer would have to be waited for.
+    On the CPU the rows' own entries are read first: in most masks every row sees itself, and they are far less to read
+    than the whole mask. On other devices reading the answer back would synchronise.
     """
     at = own[:, None, :, None].expand(max(mask.shape[0], own.shape[0]), mask.shape[1], -1, 1)
     sees_itself = shown(mask.expand(at.shape[0], -1, -1, -1).gather(-1, at)).squeeze(-1).any(1)  # [B|1, Tq]
     if mask.device.type == "cpu" and bool(sees_itself.all()):
         return None
     for axis in (0, 1, 2):
-        if mask.shape[axis] > 1 and mask.stride(axis) == 0:  # repeated by broadcasting
+        if mask.stride(axis) == 0:  # repeated by broadcasting
             mask = mask.narrow(axis, 0, 1)
     seen = _at(shown(mask).any(2).any(1), own)  # by some row, [B|1, Tq]
     hidden = ~seen & inside

@@ -1,4 +1,4 @@
-"""Which call of the forward pass a call repeats that is made inside backward.
+"""Which call of the forward pass is repeated by a call inside backward.
 
 A reentrant checkpoint runs its forward without a graph, and once more inside backward with one, so that no graph leads
 from the second run to the first. Autograd numbers its nodes in the order in which they are made. The node of the
@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-# Stands for a call that is not known.
+# The number of a call that is not known.
 UNKNOWN = -1
 
 
@@ -20,7 +20,7 @@ class Origins:
 
     def __init__(self, most: int) -> None:
         self._forwards: deque[tuple[int, int]] = deque(maxlen=most)  # count, number of the call
-        self._forgotten = -1  # the count of the last one that had to give way
+        self._forgotten = -1  # the count of the last one that was dropped
         self._repeats: list[tuple[int, int]] = []  # the same of calls that were repeated without a graph in turn
         self._run: object = None  # of a checkpoint inside backward
         self._left: list[int] = []  # the calls that this run has not repeated yet, the next one last

@@ -9,22 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnscale.errors import ArgumentError
+from attnscale.hf import config_record
 from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
-from attnscale.hf.config_record import (
-    MODULES,
-    ON_EXISTING,
-    Record,
-    configs_of,
-    locate,
-    read_modules,
-    record_of,
-    write_record,
-)
 from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_described_policies, build_policies, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import NAME, has_site, is_learned, site_at
+from attnscale.hf.sites import has_site, is_learned, site_at
 from attnscale.policies import Policy
 
 
@@ -48,13 +39,13 @@ def attach(model: nn.Module) -> Handle:
                 f"policy {learned[0]} has parameters, which from_pretrained leaves out: load the model with "
                 "attnscale.hf.load(path), or give it its policy with attnscale.hf.load_policy(model, path)"
             )
-        return _install(model, policies, record_of(model) or {})
-    configs = [config for config in configs_of(model) if isinstance(getattr(config, NAME, None), Record)]
+        return _install(model, policies, config_record.record_of(model) or {})
+    configs = [config for config in config_record.configs_of(model) if config_record.has_record(config)]
     for config in configs:
         config.attnscale.models = max(config.attnscale.models, 1)
     record = next((config.attnscale for config in configs), None)
     if record is None:
-        record = write_record(by_inner_path(policies, model), "raise")
+        record = config_record.write_record(by_inner_path(policies, model), "raise")
     return Handle(model, policies, record, [layer.module for layer in layers], configs)
 
 
@@ -82,18 +73,18 @@ def install_recorded(
 
 def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None) -> dict[str, Policy]:
     """Path → policy, from a record or else from the config of the model. Nothing is put into the model."""
-    given = record_of(model) if record is None else record
+    given = config_record.record_of(model) if record is None else record
     if not isinstance(given, Mapping):
         raise ArgumentError(
             f"config.attnscale={given!r} is not accepted: attn_implementation='attnscale' needs a policy there, such "
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
-    if MODULES in given:
-        return build_described_policies(_located(model, read_modules(given)))
+    if config_record.MODULES in given:
+        return build_described_policies(_located(model, config_record.read_modules(given)))
     # Written by hand: a policy or a plan, and keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}
     plan = read_plan(options.pop("policy"))
-    on_existing = str(options.pop(ON_EXISTING, "raise"))
+    on_existing = str(options.pop(config_record.ON_EXISTING, "raise"))
     chosen = select(model, **options)
     refuse_existing(model, chosen, on_existing)
     return build_policies(plan, chosen)
@@ -101,7 +92,7 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
 
 def _install(model: nn.Module, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> Handle:
     """Put the policies of a record into a model; removing them restores what transformers itself would have chosen."""
-    return install(model, policies, on_existing=record.get(ON_EXISTING, "raise"), loaded=True)
+    return install(model, policies, on_existing=record.get(config_record.ON_EXISTING, "raise"), loaded=True)
 
 
 def _located(
@@ -109,7 +100,9 @@ def _located(
 ) -> list[tuple[AttentionLayer, Mapping[str, Any]]]:
     """The layers of a model that a record names, with their descriptions, in the order of the model."""
     inner, layers = transformers_model(model), routed_layers(model)
-    found = {path: recorded for recorded, path in locate(modules, layers, inner.base_model_prefix).items()}
+    found = {
+        path: recorded for recorded, path in config_record.locate(modules, layers, inner.base_model_prefix).items()
+    }
     missing = [path for path in modules if path not in found.values()]
     # A model of another class may lack a part: an encoder alone has no decoder.
     if missing and (not found or type(inner).__name__ in (inner.config.architectures or ())):

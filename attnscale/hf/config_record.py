@@ -129,10 +129,14 @@ class Record(dict[str, Any]):
         return Record, (dict(self), self.implementation, self.before)
 
 
-def is_switched(config: object) -> bool:
+def has_record(config: Any) -> bool:
+    """Whether a config was switched, or is a copy of one that was."""
+    return isinstance(getattr(config, NAME, None), Record)
+
+
+def is_switched(config: Any) -> bool:
     """Whether this very config object was switched and not released."""
-    record = getattr(config, NAME, None)
-    return isinstance(record, Record) and record.models > 0
+    return has_record(config) and config.attnscale.models > 0
 
 
 def record_of(model: nn.Module) -> Mapping[str, Any] | None:
@@ -163,16 +167,16 @@ def switch(
 
     `release` restores the config as it is now; or, for a model `loaded` with our name, what transformers would choose.
     """
-    record = getattr(config, NAME, None)
-    if isinstance(record, Record) and record.models:
-        if record != written:
+    before: Any = getattr(config, NAME, None)
+    if is_switched(config):
+        if before != written:
             raise ArgumentError(
                 f"policy={dict(written)!r} is not accepted: this model shares its config with another one that has "
-                f"{dict(record)!r}; build it from a copy of the config"
+                f"{dict(before)!r}; build it from a copy of the config"
             )
-        record.models += 1
+        before.models += 1
         return
-    stock, before = config._attn_implementation, getattr(config, NAME, None)
+    stock = config._attn_implementation
     if loaded is not None:
         before = None
         owners = [one for one in loaded.modules() if isinstance(one, PreTrainedModel) and one.config is config]
@@ -185,9 +189,9 @@ def switch(
 
 def release(config: PreTrainedConfig) -> None:
     """Undo one `switch`; the last one restores the config."""
-    record = getattr(config, NAME, None)
-    if not isinstance(record, Record):
+    if not has_record(config):
         return
+    record: Record = config.attnscale
     record.models -= 1
     if record.models > 0:
         return

@@ -29,15 +29,11 @@ def refuse_wrapped(model: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    wrappers: dict[str, type] = {
-        "DistributedDataParallel": DistributedDataParallel,
-        "FullyShardedDataParallel": FullyShardedDataParallel,
-        "fully_shard": FSDPModule,
-    }
     own = {id(module) for module in model.modules()}
     # A model does not know what wraps it, and `wrapper.module` may be what was passed: look through all live modules.
     live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
-    for name, kind in wrappers.items():
+    for kind in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
+        name = "fully_shard" if kind is FSDPModule else kind.__name__
         for wrapper in (module for module in live if isinstance(module, kind)):
             if id(wrapper) in own or any(module is model for module in wrapper.modules()):
                 raise ArgumentError(

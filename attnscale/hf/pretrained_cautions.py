@@ -32,8 +32,9 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     sharp = [(beta, layer) for layer, law in absolute if (beta := _beta(law, layer, length)) >= SHARP]
     if sharp:
         beta, layer = max(sharp, key=lambda found: found[0])
+        number = len({layer.path for _, layer in sharp})  # each may be there once per head
         texts.append(
-            f"attnscale: the logits of {_count(sharp)} layers of a pretrained model are multiplied by up to "
+            f"attnscale: the logits of {number} layers of a pretrained model are multiplied by up to "
             f"{beta:.3g} (β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
             f"reference_length={length}, floor=True"
         )
@@ -42,8 +43,9 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     soft = [(beta, layer) for layer, law, end in bounded if (beta := _beta(law, layer, end)) < SOFT]
     if soft:
         beta, layer = min(soft, key=lambda found: found[0])
+        number = len({layer.path for _, layer in soft})
         texts.append(
-            f"attnscale: {_count(soft)} layers of a pretrained model see at most {layer.window} keys, where β stays "
+            f"attnscale: {number} layers of a pretrained model see at most {layer.window} keys, where β stays "
             f"at {beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
             "layers='full' leaves them out"
         )
@@ -74,8 +76,3 @@ def _laws(policy: Policy) -> list[LengthPolicy]:
 def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
     """The largest β of a head at the end of a text of that length."""
     return float(beta_at_end(policy, layer, [length]).max())
-
-
-def _count(found: Sequence[tuple[float, AttentionLayer]]) -> int:
-    """The number of layers, each of which may appear once per head."""
-    return len({layer.path for _, layer in found})

@@ -20,7 +20,6 @@ OnExisting = Literal["raise", "compose", "replace"]
 
 OWN_ATTENTION = "computes attention itself"
 INDEXED_KEYS = "attends to keys that an indexer picks"
-CALL_OURS = "call attnscale.scaled_dot_product_attention in its forward"
 
 
 def select(
@@ -80,15 +79,18 @@ def check_on_existing(on_existing: str) -> None:
 
 def why_unsupported(layer: AttentionLayer, every: Sequence[AttentionLayer]) -> str | None:
     """Why a layer cannot have a policy, and what to do; leaving it out helps only if others of the model remain."""
-    if not layer.routed and any(other.routed for other in every):
-        return f"{OWN_ATTENTION}; leave it out with layers=..., or {CALL_OURS}"
     if not layer.routed:
-        interface = "no layer of this model asks transformers' interface, so there is nothing for layers=... to select"
-        return f"{OWN_ATTENTION}; {interface}: {CALL_OURS}"
-    if layer.sparse and not all(other.sparse for other in every):
-        return f"{INDEXED_KEYS}, and would silently attend to all of them; leave these layers out with layers=..."
+        advice = "it does not ask transformers' interface: leave it out with layers=..., or"
+        if not any(other.routed for other in every):
+            advice = (
+                "no layer of this model asks transformers' interface, so there is nothing for layers=... to select:"
+            )
+        return f"{OWN_ATTENTION}; {advice} call attnscale.scaled_dot_product_attention in its forward"
     if layer.sparse:
-        return f"{INDEXED_KEYS}; every layer of this model does, so a policy cannot be given to it"
+        advice = "leave these layers out with layers=..."
+        if all(other.sparse for other in every):
+            advice = "every layer of this model does, so a policy cannot be given to it"
+        return f"{INDEXED_KEYS}, and would silently attend to all of them; {advice}"
     return None
 
 

@@ -85,14 +85,17 @@ def count_gaps(scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | Non
     # An infinite threshold must not admit hidden keys, and in a row without any other no threshold may.
     edges = torch.tensor([min(t, FAR) for t in thresholds], dtype=scores.dtype, device=scores.device)
     top = scores.amax(-1, keepdim=True)
-    return count_within(top - scores, torch.where(top > -FAR, edges, -1.0))
+    gaps, edges = top - scores, torch.where(top > -FAR, edges, -1.0)
+    return torch.stack([(gaps <= edges[..., i, None]).sum(-1) for i in range(edges.shape[-1])], dim=-1)
 
 
 class Spectrum(NamedTuple):
-    """What a bracket of Λ needs of a row: its best scores, and how many keys lie how far behind them."""
+    """What a bracket of Λ needs of a row: its best scores, and a histogram of the gaps of all keys."""
 
     best: Tensor  # [..., ranks] in falling order, −∞ where there are no more
-    counts: Tensor  # [..., bins + 2]: up to the gap t of the last of these, in each bin behind, and beyond
+    counts: (
+        Tensor  # [..., bins + 2]: keys up to the gap t of the last of these, in each bin beyond t, and beyond the bins
+    )
 
 
 def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Accumulation:
@@ -106,9 +109,9 @@ def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None 
 
 
 def empty_spectrum(rows: Tensor, min_rank: int, longest: int) -> Spectrum:
-    """That of as many rows [...] without keys, with bins enough for rows of `longest` keys."""
+    """Of rows [...] without keys, with enough bins for rows of `longest` keys."""
     best = rows.new_full((*rows.shape, max(TOP, min_rank)), -math.inf)
-    return Spectrum(best, rows.new_zeros(*rows.shape, histogram_width(longest, min_rank)))
+    return Spectrum(best, rows.new_zeros(*rows.shape, _bins(longest, min_rank) + 2))
 
 
 def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
@@ -118,7 +121,7 @@ def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
 
 
 def spectrum_of(best: Tensor, gaps: Tensor, min_rank: int, longest: int) -> Spectrum:
-    """The same from the best scores [..., ranks] and what every key lies behind the first; overwrites the gaps."""
+    """From the best scores [..., ranks] and the gaps [..., Tk] between the first and every key; overwrites the gaps."""
     return Spectrum(best, _histogram(gaps.mul_(1 / _reach(best)[..., None]), _bins(longest, min_rank)))
 
 
@@ -145,8 +148,8 @@ def bracket(spectrum: Spectrum, min_rank: int) -> Accumulation:
 def largest(x: Tensor, ranks: int) -> Tensor:
     """The largest values [..., ranks] of each row [..., K], in falling order; −∞ where there are no more.
 
-    Of four runs side by side, the largest are in the columns whose maxima are largest: two short searches, and a
-    reduction that is much faster than they, for one long search.
+    With the row cut into four runs under each other, the largest are in the columns whose maxima are largest: a fast
+    reduction and two short searches instead of one long search.
     """
     runs, keys = 4, x.shape[-1]
     width = keys // runs
@@ -174,11 +177,6 @@ def _bins(longest: int, min_rank: int) -> int:
     return STEPS_PER_OCTAVE * octave + int(STEPS_PER_OCTAVE * (reach / 2**octave - 1)) + 1
 
 
-def histogram_width(longest: int, min_rank: int) -> int:
-    """How many numbers the histogram of a row of at most so many keys has: the bins, what is before and what beyond."""
-    return _bins(longest, min_rank) + 2
-
-
 def _histogram(ratios: Tensor, bins: int) -> Tensor:
     """Counts [..., bins + 2] of ratios [..., Tk] below 1, in each sixteenth of an octave, and beyond; overwrites them.
 
@@ -189,7 +187,7 @@ def _histogram(ratios: Tensor, bins: int) -> Tensor:
     shift = mantissa - int(math.log2(STEPS_PER_OCTAVE))
     one = int(torch.ones((), dtype=ratios.dtype).view(integer)) >> shift
     index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(one - 1, one + bins)  # a NaN is clamped too
-    if ratios.device.type != "cpu":  # there, bincount has the host wait for the device
+    if ratios.device.type != "cpu":  # there, bincount would synchronise
         index = (index - (one - 1)).to(torch.int64)
         empty = torch.zeros(*rows, width, dtype=ratios.dtype, device=ratios.device)
         return empty.scatter_add_(-1, index, empty.new_ones(()).expand(index.shape))
@@ -199,16 +197,11 @@ def _histogram(ratios: Tensor, bins: int) -> Tensor:
 
 
 def _edges(bins: int, like: Tensor) -> Tensor:
-    """1, and the ends of all bins behind it, as multiples of t; the first bin, up to t, is (t, t] in name only."""
+    """The edges of all bins as multiples of t, beginning with 1 twice: the first bin holds all gaps up to t."""
     number = torch.arange(bins, dtype=like.dtype, device=like.device)
     octaves = number.div(STEPS_PER_OCTAVE, rounding_mode="floor")
     ends = 2**octaves * (1 + (number % STEPS_PER_OCTAVE + 1) / STEPS_PER_OCTAVE)
     return torch.cat([ends.new_ones(2), ends])
-
-
-def count_within(gaps: Tensor, edges: Tensor) -> Tensor:
-    """How many of the gaps [..., Tk] lie within each of a row's edges [..., E], as int64."""
-    return torch.stack([(gaps <= edges[..., i, None]).sum(-1) for i in range(edges.shape[-1])], dim=-1)
 
 
 def prepared(scores: Tensor, mask: Tensor | None) -> Tensor:

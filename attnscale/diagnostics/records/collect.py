@@ -1,4 +1,4 @@
-"""The records of a step, from what the listeners of all layers hold in all processes."""
+"""The records of a step, from the tallies of all layers in all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def collect(layers: Iterable[LayerListener], step: int, processes: Processes, no
     """One record per layer and head: all layers in one tensor, all processes in one collective."""
     alone = processes.number == 1
     here: dict[str, Part] = {}
-    sample = processes.sample  # upon which processes agree without asking each other
+    sample = processes.sample  # the same in all processes
     try:
         tallies = [(layer, tally) for layer in layers if not (tally := layer.tally()).is_empty]
         if alone:
@@ -30,13 +30,13 @@ def collect(layers: Iterable[LayerListener], step: int, processes: Processes, no
             layer.name: Part(layer.name, tally is layer.training, rows[None])
             for (layer, tally), rows in zip(tallies, packed, strict=True)
         }
-    except Exception as error:  # the other processes wait for this one, whatever has happened here
+    except Exception as error:  # the other processes wait for this one, and must not wait forever
         notices.add_error("a report failed and is dropped", error)
     return _records_of(step, processes.join(step, here, width(sample)), sample)
 
 
 def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
-    alike: dict[int, list[Part]] = {}  # layers that as many processes tell of: a few operators for all of them
+    alike: dict[int, list[Part]] = {}  # by the number of processes that report them: few operators for many layers
     for part in parts:
         alike.setdefault(part.rows.shape[0], []).append(part)
     found: dict[str, list[Record]] = {}
@@ -56,7 +56,7 @@ def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
-    """What a head has one of, from the sums that were kept."""
+    """The scalars of a head's record, from its sums over calls."""
     spread_in, spread_out = numbers["angle_in"], numbers["angle_out"]
     ratio = spread_out / spread_in if spread_in > 0 else math.nan
     found = {} if math.isnan(ratio) else {"angle_ratio": ratio}

@@ -1,4 +1,4 @@
-"""Quantities over rows, kept small while they come in: exact moments, and a uniform sample for the quantiles.
+"""The spread of quantities over rows, in bounded memory: exact moments, and a uniform sample for the quantiles.
 
 Every row has a random key, and a sample holds the rows with the smallest keys. So a sample of a sample is a sample of
 the whole, and samples of two parts, thinned together, are a sample of both.
@@ -76,9 +76,7 @@ class Spread(NamedTuple):
 
     @staticmethod
     def flat(spreads: Sequence[Spread], sample: int) -> Tensor:
-        """The heads of several, one behind the other, as one tensor [Q, H, 4 + sample]: the same shape whatever has
-        come in.
-        """
+        """Moments and samples of all heads as one tensor [Q, H, 4 + sample]; samples are padded with NaN."""
         samples = [spread.thinned(sample).sample for spread in spreads]
         wide = [pad(x, (0, sample - x.shape[-1]), value=math.nan) if x.shape[-1] < sample else x for x in samples]
         moments = (torch.cat(parts, dim=1) for parts in zip(*(spread[:4] for spread in spreads), strict=True))
@@ -86,14 +84,14 @@ class Spread(NamedTuple):
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
-    """The keys [rows] of a call's rows: as good as random, the same for the same salt, and made on the device."""
+    """Pseudo-random keys [rows] for the rows of a call, determined by the salt and computed on the device."""
     first, second = salt & _BITS, salt >> 32 & _BITS
     mixed = _mix(torch.arange(rows, dtype=torch.int64, device=device).bitwise_xor_(first))
     return _mix(mixed.add_(second).bitwise_and_(_BITS))
 
 
 def salt_of(*numbers: int) -> int:
-    """64 bits that differ, as good as at random, where any of the numbers does."""
+    """A 64-bit hash of the numbers."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")
 
 
@@ -105,7 +103,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def summaries(flats: Tensor) -> list[list[Summary | None]]:
-    """One per quantity and head, of all processes, from what each has made flat, [P, Q, H, 4 + sample] on the CPU.
+    """One per quantity and head, of all processes, from the flat spreads [P, Q, H, 4 + sample] of each, on the CPU.
 
     Where processes hold different numbers of rows, a sampled row stands for as many as its process has per sampled row.
     None where there were no rows.

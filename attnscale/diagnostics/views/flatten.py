@@ -39,7 +39,7 @@ def flatten(
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         place = f"{PREFIX}/{record.layer}/h{record.head}" if heads else f"{PREFIX}/{record.layer}"
-        for name, value in _numbers(record, names, marks):
+        for name, value in numbers_of(record, names, marks):
             values[f"{place}/{name}"].append(value)
     return {name: _join(name.rpartition("/")[2], of_heads) for name, of_heads in values.items()}
 
@@ -50,7 +50,10 @@ def compact(records: Sequence[Record], *, heads: bool = True) -> dict[str, float
     return layers | flatten(records, names=MAIN_NAMES, marks=("mean",)) if heads else layers
 
 
-def _numbers(record: Record, names: Collection[str] | None, marks: Collection[str]) -> Iterator[tuple[str, float]]:
+def numbers_of(
+    record: Record, names: Collection[str] | None = None, marks: Collection[str] = STATISTICS
+) -> Iterator[tuple[str, float]]:
+    """Names as in `flatten`, without layer and head, and numbers."""
     for phase, name, summary in record.summaries():
         if names is None or name in names or f"{phase}/{name}" in names:
             yield from ((f"{phase}/{name}/{mark}", float(getattr(summary, mark))) for mark in marks)

@@ -31,14 +31,12 @@ class Inspection:
 
         `frame["forward/w_max/mean"].unstack()` is layer × head.
         """
-        from attnscale.diagnostics.views.flatten import PREFIX, flatten
+        from attnscale.diagnostics.views.flatten import numbers_of
 
         pandas = need("pandas", "to_pandas", "report")
         rows = []
         for record in self.records:
-            start = f"{PREFIX}/{record.layer}/h{record.head}/"
-            numbers = {name.removeprefix(start): value for name, value in flatten([record]).items()}
-            visible = record.forward.get("visible")
+            numbers, visible = dict(numbers_of(record)), record.forward.get("visible")
             rows.append({"layer": record.layer, "head": record.head, **numbers, "rows": visible.rows if visible else 0})
         columns = None if rows else ["layer", "head"]
         return pandas.DataFrame(rows, columns=columns).set_index(["layer", "head"])

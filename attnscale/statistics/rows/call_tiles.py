@@ -18,7 +18,7 @@ from attnscale.statistics.rows.score_tile import ScoreTile, tile_room
 # Rows of a block: at most, since sampled rows end far apart and a block is as wide as its widest; and, where there are
 # several heads, at least, so that products of matrices are fast.
 MOST_ROWS = 64
-LEAST_ROWS = 8
+LEAST_ROWS = 16
 # Widths of products in steps that processors like, where there are as many slots.
 STEP = 16
 

@@ -28,9 +28,6 @@ from attnscale.statistics.request import StatsRequest
 from attnscale.statistics.row_stats import RowStats, criticality
 from attnscale.statistics.rows.score_tile import LOG2E, ScoreTile
 
-# Smaller powers of two are taken for this one: those of −10³⁰ are several times slower on the CPU, and no sum can tell.
-FLOOR = -90.0
-
 
 class RowMeasures(NamedTuple):
     """What is measured of rows, each [...]; 0 where not asked for."""
@@ -135,7 +132,7 @@ def _sums(
         if request.accumulation == "bracket":
             histogram = spectrum_of(best, gaps, request.min_rank, keys).counts
     if top is not None:
-        exponents = tile.logits.sub_(top[..., None]).clamp_(min=FLOOR)
+        exponents = tile.logits.sub_(top[..., None])
         powers = tile.compute("powers", torch.exp2, exponents)
         total = powers.sum(-1)
         if request.entropy:
@@ -148,9 +145,9 @@ def _sums(
 def _softmax_measures(top: Tensor, total: Tensor, moment: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """Largest logit, lse, largest weight and entropy of rows, from the sums over their keys."""
     unseen = top <= HIDDEN / 2
-    max_logit = (top / LOG2E).masked_fill_(unseen, -math.inf)
+    max_logit = (top / LOG2E).masked_fill(unseen, -math.inf)
     log_total, w_max = total.log(), total.reciprocal()
-    entropy = (log_total - moment / (LOG2E * total)).clamp_(min=0.0)
+    entropy = (log_total - moment / (LOG2E * total)).clamp(min=0.0)
     lse = max_logit + log_total
     if sinks is not None:
         sinks = sinks.to(lse.dtype).expand_as(lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics.rows.call_tiles import Block, CallRows, clear_broken
-from attnscale.statistics.rows.row_measures import FLOOR, RowMeasures
+from attnscale.statistics.rows.row_measures import RowMeasures
 from attnscale.statistics.rows.score_tile import LOG2E, ScoreTile
 
 
@@ -26,7 +26,7 @@ class GradientTile(NamedTuple):
     """What the gradient of a tile's logits is made of."""
 
     scores: ScoreTile
-    weights: Tensor  # [b, h, g, r, K], nearly 0 where hidden
+    weights: Tensor  # [b, h, g, r, K], 0 where hidden
     pull: Tensor  # ⟨dO, v⟩ of each key, the gradient of its weight
 
 
@@ -43,8 +43,7 @@ def score_gradients(call: AttentionCall, upstream: Tensor, measures: RowMeasures
 
     def make(block: Block) -> GradientTile:
         scores = rows.tile(block)
-        exponents = scores.logits.sub_(block.of(top)[..., None]).clamp_(min=FLOOR)
-        weights = exponents.exp2_().mul_(block.of(w_max)[..., None])
+        weights = scores.logits.sub_(block.of(top)[..., None]).exp2_().mul_(block.of(w_max)[..., None])
         pull = rows.products(gradient, call.value, block, "pull")
         clear_broken(pull, scores.visible)
         return GradientTile(scores, weights, pull)
