@@ -127,7 +127,7 @@ class _GraphOutput(Function):
 
 
 def _report(tap_id: Tensor, device: torch.device, send: Callable[[Listener], T]) -> T | None:
-    """Send something to the listener of a tap. An exception never reaches the run; the listener gets no more for now."""
+    """Send something to the listener of a tap; if it raises, the run goes on and the listener gets no more for now."""
     listener = Tap.find(tap_id)
     if listener is None:
         return None
