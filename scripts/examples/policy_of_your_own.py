@@ -11,6 +11,7 @@ import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ import attnscale
 
 YAML = """\
 # One learned slope per head beyond the reference length.
-# attnscale.build_policy("slope_beyond.yaml")
 # attnscale.build_policy("slope_beyond.yaml", reference_length=4096)
 name: slope_beyond
 num_heads: 4
@@ -53,7 +53,6 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "slope_beyond.yaml").write_text(YAML, encoding="utf-8")
-
     torch.manual_seed(0)
     attention = attnscale.MultiheadAttention(32, 4, batch_first=True, policy=folder / "slope_beyond.yaml")
     optimizer = torch.optim.Adam(attention.parameters(), lr=1e-2)
@@ -65,10 +64,11 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"loss {loss.item():.3f}, learned slopes {[round(s, 3) for s in attention.policy.s.tolist()]}")
+    policy: Any = attention.policy  # the SlopeBeyond that the file describes
+    print(f"loss {loss.item():.3f}, learned slopes {[round(s, 3) for s in policy.s.tolist()]}")
 
     torch.save(attention.state_dict(), folder / "attention.pt")
-    attention.policy.save(folder / "learned.yaml")
+    policy.save(folder / "learned.yaml")
     again = attnscale.MultiheadAttention(32, 4, batch_first=True, policy=folder / "learned.yaml")
     again.load_state_dict(torch.load(folder / "attention.pt"))
     same = torch.equal(again(x, x, x, need_weights=False)[0], attention(x, x, x, need_weights=False)[0])

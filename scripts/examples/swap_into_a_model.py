@@ -18,14 +18,14 @@ import transformers
 
 import attnscale.hf
 
-TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def load(path: str | None, text: Path | None, length: int) -> tuple[Any, torch.Tensor]:
     """A model and its tokens [1, T], at most `length` of them."""
     if path is None:
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval()
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, intermediate_size=64)).eval()
         return model, torch.randint(TINY["vocab_size"], (1, length))
     if text is None:
         raise SystemExit("a model from the Hub or a folder needs --text")

@@ -12,7 +12,7 @@ PAGE = 64
 
 
 def split(problem: Problem) -> Attention:
-    """Decoding with a contiguous cache."""
+    """A cache in one piece."""
     from attnscale_kernels import Visibility
     from attnscale_kernels.decode.op import decode_attention
 
@@ -25,7 +25,7 @@ def split(problem: Problem) -> Attention:
 
 
 def paged(problem: Problem) -> Attention:
-    """Decoding with a cache in shuffled pages, which the first call, a warm-up, fills."""
+    """A cache in pages that lie in no order; putting it there is part of the first call, not of those that count."""
     from attnscale_kernels.decode.op import paged_decode_attention
 
     beta = problem.temperature()[None, None]
