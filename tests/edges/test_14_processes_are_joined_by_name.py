@@ -109,13 +109,13 @@ WORKER = textwrap.dedent(
         report("steps", monitor, 5 + rank)
 
     # A report that fails in one process.
-    settle = collecting.settle
+    pack = collecting.pack
     with Monitor(model, every=1, alerts=None) as monitor:
         model("a")
         if rank == 1:
-            collecting.settle = lambda every: 1 / 0
+            collecting.pack = lambda tallies, sample: 1 / 0
         report("failure", monitor, 0)
-        collecting.settle = settle
+        collecting.pack = pack
         model("a")
         report("failure", monitor, 1)
 
