@@ -74,9 +74,9 @@ def measure(call: AttentionCall, request: StatsRequest, backend: str) -> Attenti
     return AttentionOutput(run(call, backend), measure_sampled_rows(cast(call), request))
 
 
-def statistics(call: AttentionCall, request: StatsRequest, backend: str = "auto") -> RowStats:
+def statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
     """The statistics of all rows of a call, without its output and without derivatives."""
-    chosen = _choose_measuring(call, backend, Needs(statistics=True, derivative=None))
+    chosen = _choose_measuring(call, "auto", Needs(statistics=True, derivative=None))
     return chosen.statistics(cast(call).detached(), request)
 
 

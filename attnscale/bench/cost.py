@@ -29,7 +29,7 @@ from attnscale.bench.steps import causal_step, label
 from attnscale.bench.variants import VARIANTS
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
-from attnscale.policies.base import check_length
+from attnscale.policies.fields import check_length
 
 # From this β on so many weights underflow that it shows in the time.
 SHARP = 16.0

@@ -1,7 +1,7 @@
 """The place in an attention module where its calls can be listened to, forward and backward.
 
-Modules send their calls through `listen`. How a call is reported is up to whoever makes the tap:
-`attnscale.diagnostics.autograd` for the monitor.
+Modules send their calls through `listen`. How a call is reported is given to the tap by its owner:
+for the monitor, `attnscale.diagnostics.autograd`.
 """
 
 from __future__ import annotations

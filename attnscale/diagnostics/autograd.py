@@ -127,7 +127,7 @@ class _GraphOutput(Function):
 
 
 def _report(tap_id: Tensor, device: torch.device, send: Callable[[Listener], T]) -> T | None:
-    """Let a tap's listener hear something; an exception never reaches the run, but silences the listener for now."""
+    """Send something to the listener of a tap; if it raises, the run goes on and the listener gets no more for now."""
     listener = Tap.find(tap_id)
     if listener is None:
         return None

@@ -12,7 +12,7 @@ from attnscale.call.context import Context
 
 
 class CallParts(NamedTuple):
-    """What a listener is told of a call, detached: the tensors first, then the constants.
+    """What a listener gets of a call, detached: the tensors first, then the constants.
 
     This is the only list of them: the schema of the operators is made from it. Given positions and counts are left
     out, since they only decide β; dropout is not part of the statistics.

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import ArgumentError, reject
-from attnscale.policies.base import (
-    LengthPolicy,
-    check_length,
-    check_number,
-    flag,
-    length,
-    ln,
-    not_negative,
-    number,
-    positive,
-)
+from attnscale.policies.base import LengthPolicy, ln
+from attnscale.policies.fields import check_length, check_number, flag, length, not_negative, number, positive
 from attnscale.statistics import RowStats, StatsRequest
 
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import MISSING, dataclass
-from functools import partial
+from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from attnscale._util.checks import check_flag
 from attnscale._util.yaml_files import write_yaml
 from attnscale.errors import FrozenPolicyError, reject, reject_type
 
 # A policy whose β is not finite at this length is refused when it is built.
 LONGEST_USUAL_CONTEXT = 2**20
-
-# No length is longer: int64 arithmetic on lengths cannot overflow below it.
-LONGEST_CONTEXT = 2**62
 
 
 @runtime_checkable
@@ -204,55 +199,6 @@ def integers(argument: str, value: object) -> Tensor:
         # On the host whatever the default device: a policy may be built under torch.device("meta").
         return torch.as_tensor(value, dtype=torch.int64, device="cpu")
     reject_type(argument, value, "an int or an integer tensor")
-
-
-def number(accepted: str, default: Any = MISSING, *, above: float = -math.inf, below: float = math.inf) -> Any:
-    """A field of a policy that takes numbers between two bounds; None only where that is the default."""
-    return _field(default, partial(check_number, accepted=accepted, above=above, below=below))
-
-
-def positive(default: Any = MISSING) -> Any:
-    """A field that takes numbers > 0."""
-    return number("a number > 0", default, above=0.0)
-
-
-def not_negative(default: Any = MISSING) -> Any:
-    """A field that takes numbers ≥ 0."""
-    return number("a number >= 0", default, above=-math.ulp(0.0))
-
-
-def length(default: Any = MISSING, *, least: int = 2) -> Any:
-    """A field that takes ints of at least `least` (2: the first length whose logarithm is positive)."""
-    return _field(default, partial(check_length, least=least))
-
-
-def flag(default: bool) -> Any:
-    """A field that takes True or False."""
-    return _field(default, check_flag)
-
-
-def check_number(
-    argument: str, value: object, accepted: str, *, above: float = -math.inf, below: float = math.inf
-) -> None:
-    """Refuse anything but an int or float between the bounds that fp32 can hold."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        reject_type(argument, value, accepted)
-    if not abs(value) <= torch.finfo(torch.float32).max or value <= above:
-        reject(argument, value, f"{accepted}, finite in fp32")
-    if value >= below:
-        reject(argument, value, accepted)
-
-
-def check_length(argument: str, value: object, *, least: int = 2) -> None:
-    """Refuse anything but an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        reject_type(argument, value, f"an int >= {least}")
-    if not least <= value <= LONGEST_CONTEXT:
-        reject(argument, value, f"an int >= {least} and <= {LONGEST_CONTEXT}")
-
-
-def _field(default: Any, check: Callable[[str, object], None]) -> Any:
-    return dataclasses.field(default=default, metadata={"check": check})
 
 
 def _has_float64(x: Tensor) -> bool:

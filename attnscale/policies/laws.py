@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnscale.errors import reject
-from attnscale.policies.base import FormulaPolicy, UniformPolicy, flag, integers, length, ln, positive, real
+from attnscale.policies.base import FormulaPolicy, UniformPolicy, integers, ln, real
+from attnscale.policies.fields import flag, length, positive
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -10,16 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.policies.base import (
-    LONGEST_USUAL_CONTEXT,
-    LengthPolicy,
-    flag,
-    length,
-    ln,
-    not_negative,
-    number,
-    read_lengths,
-)
+from attnscale.policies.base import LONGEST_USUAL_CONTEXT, LengthPolicy, ln, read_lengths
+from attnscale.policies.fields import flag, length, not_negative, number
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

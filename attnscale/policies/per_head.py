@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
-from attnscale.policies.base import LengthPolicy, Policy, length
+from attnscale.policies.base import LengthPolicy, Policy
+from attnscale.policies.fields import length
 
 
 class Run(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.policies.base import FormulaPolicy, UniformPolicy, length, ln, not_negative, number, positive, real
+from attnscale.policies.base import FormulaPolicy, UniformPolicy, ln, real
+from attnscale.policies.fields import length, not_negative, number, positive
 
 
 def _ratio(default: Any = MISSING) -> Any:

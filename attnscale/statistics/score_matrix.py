@@ -1,4 +1,4 @@
-"""The statistics of a matrix of scores that somebody already has."""
+"""The statistics of a given matrix of scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row_statistics(
     *,
     sinks: Tensor | None = None,
 ) -> RowStats:
-    """The statistics of a matrix of raw scores [..., Tq, Tk] that somebody already has.
+    """The statistics of a given matrix of raw scores [..., Tq, Tk].
 
     β broadcasts to [..., Tq]; the mask to the scores (True: visible). This is the definition that every backend is
     held against. Sampling (`rows`) does not apply: choose the rows of the matrix.

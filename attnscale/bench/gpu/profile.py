@@ -13,7 +13,7 @@ from attnscale._util.yaml_files import read_yaml
 from attnscale.bench.gpu.figures import Card
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import FormulaPolicy, build_policy
-from attnscale.policies.base import check_length, check_number
+from attnscale.policies.fields import check_length, check_number
 
 SUITES = ("attention", "statistics", "adaptive", "decode")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -22,7 +22,7 @@ LOG2E = 1 / math.log(2)
 class ScoreTile:
     """Raw scores [..., r, K], 0 where hidden; `visible` is 1 and 0 and broadcasts to them, β [..., r] to their rows.
 
-    `masked` and `logits` may be overwritten by whoever uses them last, the scores may not.
+    `masked` and `logits` may be overwritten by their last user, the scores may not.
     """
 
     def __init__(self, raw: Tensor, visible: Tensor, beta: Tensor) -> None:
