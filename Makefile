@@ -5,16 +5,9 @@ PY          := $(VENV)/bin/python
 INSTALLED   := $(VENV)/.installed
 CONSTRAINTS := scripts/constraints.txt
 
-# The oldest torch that pyproject.toml declares, and where pip finds builds of it without CUDA.
-OLDEST_VENV  := .venv-oldest
-OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-TORCH_INDEX  ?= https://download.pytorch.org/whl/cpu
-CORE_TESTS   := tests/call tests/policies tests/statistics tests/backends tests/diagnostics/test_monitor_numbers.py \
-                tests/diagnostics/test_monitor_harmless.py tests/test_convert.py tests/test_multihead_semantics.py
-
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-real test-oldest lint types bench perplexity resources figures format wheel clean
+.PHONY: help setup demo test test-real lint types bench perplexity resources figures format wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,13 +36,6 @@ test: lint types  ## lint, types, doctests and tests
 test-real: $(INSTALLED)  ## a real model of 135M parameters, which plain tests do without
 	$(PY) scripts/smollm2.py
 	$(VENV)/bin/pytest tests/real
-
-# Without the pins, which belong to the newest torch.
-test-oldest:  ## tests of the core with the oldest torch that is declared
-	$(PYTHON) -m venv --clear $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_INDEX) \
-	  'torch==$(OLDEST_TORCH).*' numpy setuptools pytest pytest-xdist hypothesis -e '.[cli]'
-	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile $(CORE_TESTS)
 
 lint: $(INSTALLED)  ## ruff: rules and formatting, nothing is changed
 	$(PY) -m ruff check .

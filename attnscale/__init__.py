@@ -23,6 +23,7 @@ from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, A
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 from attnscale.patch_torch import patch_torch
 from attnscale.policies import LengthPolicy, Policy, build_policy, register_policy
+from attnscale.softmax import SoftmaxOutput, softmax
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 from attnscale.statistics.gaps import accumulation_scale
 
@@ -41,6 +42,7 @@ __all__ = [
     "Policy",
     "RowStats",
     "ScaledDotProductAttention",
+    "SoftmaxOutput",
     "StatsRequest",
     "accumulation_scale",
     "attention_weights",
@@ -54,6 +56,7 @@ __all__ = [
     "register_policy",
     "row_statistics",
     "scaled_dot_product_attention",
+    "softmax",
     "visible_keys",
 ]
 

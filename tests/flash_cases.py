@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale_kernels.device import keep
-from attnscale_kernels.flash.backward import Backward, flash_backward
-from attnscale_kernels.flash.forward import Forward, flash_forward
-from attnscale_kernels.tiles import Tile
+from attnscale_kernels.flash.launch import Backward, Forward, flash_backward, flash_forward
+from attnscale_kernels.launch import Tile
 from attnscale_kernels.visibility import Visibility
 
 TILE = Tile(64, 64, 4, 1)
@@ -360,9 +359,7 @@ def poisoned() -> Iterator[None]:
 def forward(x: Inputs, tile: Tile | None = TILE) -> Forward:
     """`flash_forward` with all statistics."""
     with poisoned():
-        return flash_forward(
-            x.q, x.k, x.v, x.beta, x.seen.visibility, **x.options, entropy=True, squares=True, tile=tile
-        )
+        return flash_forward(x.q, x.k, x.v, x.beta, x.seen.visibility, **x.options, entropy=True, tile=tile)
 
 
 def backward(x: Inputs, result: Forward, query_tile: Tile | None = TILE, key_tile: Tile | None = TILE) -> Backward:
@@ -370,19 +367,18 @@ def backward(x: Inputs, result: Forward, query_tile: Tile | None = TILE, key_til
     with poisoned():
         return flash_backward(
             x.gradient, x.q, x.k, x.v, x.beta, x.seen.visibility, result.out, result.lse, **x.options,
-            dbeta=True, score_norm=True, query_tile=query_tile, key_tile=key_tile,
+            dbeta=True, query_tile=query_tile, key_tile=key_tile,
         )  # fmt: skip
 
 
 # Attention written out.
 
-STATISTICS = ("lse", "max_logit", "entropy", "squares")
+STATISTICS = ("lse", "max_logit", "entropy")
 GRADIENTS = {
     "dq": "query",
     "dk": "key",
     "dv": "value",
     "dbeta": "beta",
-    "score_norm": "score_norm",
     "dsinks": "sinks",
 }
 
@@ -410,15 +406,13 @@ def written_out(x: Inputs, dtype: torch.dtype = torch.float64) -> dict[str, Tens
     weights = all_weights[..., : k.shape[2]]
     left = weights if x.kept is None else weights * x.kept / (1 - x.dropout_p)
     out = left @ wide_v
-    gradients = torch.autograd.grad(out, [scores, *leaves.values()], x.gradient.to(dtype), allow_unused=True)
-    result |= {name: _found(g, leaf) for (name, leaf), g in zip(leaves.items(), gradients[1:], strict=True)}
-    result["score_norm"] = _found(gradients[0], scores).norm(dim=-1)
+    gradients = torch.autograd.grad(out, list(leaves.values()), x.gradient.to(dtype), allow_unused=True)
+    result |= {name: _found(g, leaf) for (name, leaf), g in zip(leaves.items(), gradients, strict=True)}
     result["out"] = out.detach()
     with torch.no_grad():
         result["lse"] = torch.where(some[..., 0], every.logsumexp(-1), -math.inf)
         result["max_logit"] = logits.amax(-1) if logits.shape[-1] else torch.full_like(result["lse"], -math.inf)
         result["entropy"] = torch.special.entr(all_weights.double()).sum(-1)
-        result["squares"] = weights.square().sum(-1)
         if dtype == torch.float64:
             roundings = _roundings(x, result, weights, wide_k, scores)
             result |= {f"rounding_{name}": value for name, value in roundings.items()}
@@ -457,7 +451,6 @@ def _roundings(x: Inputs, true: dict[str, Tensor], weights: Tensor, k: Tensor, s
         "dk": gathered((by_beta.square() + from_delta).mT @ x.q.double().square()).sqrt(),
         "dv": gathered((weights * logit / (1 - x.dropout_p)).square().mT @ gradient.square()).sqrt(),
         "dbeta": ((terms * scores).square().sum(-1) + (of_delta[..., 0] * mean_score).square()).sqrt(),
-        "score_norm": ((by_beta / x.scale).square() + from_delta / x.scale**2).sum(-1).sqrt(),
         "dsinks": (delta * logit + of_delta).square().sum((0, 2, 3)).sqrt().view(heads),
     }
 
@@ -546,7 +539,7 @@ def assert_backward(x: Inputs, query_tile: Tile | None = TILE, key_tile: Tile | 
 def exact_forward(x: Inputs, true: dict[str, Tensor]) -> Forward:
     """What a forward that only rounds its results would give."""
     out, lse = guarded(true["out"].to(x.q.dtype)), guarded(true["lse"].float())
-    return Forward(out, lse, true["max_logit"].float(), None, None)
+    return Forward(out, lse, true["max_logit"].float(), None)
 
 
 def gradients(got: Backward) -> dict[str, Tensor]:

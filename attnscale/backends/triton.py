@@ -1,4 +1,4 @@
-"""The fused kernels: temperature, statistics and gap counting inside attention, on CUDA and ROCm devices."""
+"""The fused kernels: attention with a temperature per row, statistics and gap counts, on CUDA and ROCm devices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from attnscale.statistics.gaps import Accumulation
 from attnscale_kernels import interpreting, why_unavailable
 
 if TYPE_CHECKING:
-    from attnscale_kernels.decode.merge import Decode
-    from attnscale_kernels.flash.forward import Forward
+    from attnscale_kernels.flash.launch import Forward
     from attnscale_kernels.visibility import Visibility
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256
-FEW_ROWS = 16  # of a sequence: up to here keys are split over programs, as one program for each head would be few
+FEW_ROWS = 16  # queries of a sequence up to which keys are split over programs: one program per head would be too few
 
 
 class TritonBackend:
-    """β acts on fp32 scores and is never rounded; statistics come from the same pass. Nothing waits for the device."""
+    """β is applied to fp32 scores and never rounded; statistics come from the same pass. Nothing synchronises."""
 
     name = "triton"
     plain = False
@@ -71,7 +70,7 @@ class TritonBackend:
         return _add_gaps(call, request, counted(call))
 
 
-def _attend(call: AttentionCall, *, entropy: bool) -> Forward | Decode:
+def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
     from attnscale_kernels.decode.op import decode_attention
     from attnscale_kernels.flash.op import flash_attention
 
@@ -81,7 +80,7 @@ def _attend(call: AttentionCall, *, entropy: bool) -> Forward | Decode:
     arguments = call.query, call.key, call.value, beta, visibility_of(call)
     if call.query.shape[2] <= FEW_ROWS and call.dropout_p == 0.0 and not _needs_gradient(call):
         return decode_attention(*arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy)
-    # On the device, so that a captured graph draws anew each time it is replayed.
+    # On the device, so that a captured graph draws a new seed at each replay.
     seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p > 0.0 else None
     return flash_attention(
         *arguments,
@@ -100,7 +99,7 @@ def _needs_gradient(call: AttentionCall) -> bool:
 
 
 def _add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
-    """The statistics with gap counts and Λ, from kernels where they can: ranks from the second on, and a bracket."""
+    """The statistics with gap counts and Λ; kernels compute the counts and a bracket from the second rank on."""
     from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
     call = call.detached()
@@ -116,7 +115,7 @@ def _add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Ro
 
 
 def visibility_of(call: AttentionCall) -> Visibility:
-    """What the rows of a call may see, as the kernels take it."""
+    """The visibility of a call in the form kernels take it."""
     from attnscale_kernels.visibility import Visibility
 
     context = call.context

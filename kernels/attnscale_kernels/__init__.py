@@ -8,25 +8,20 @@ from .availability import why_unavailable
 from .launch import interpreting
 from .visibility import Visibility
 
-# The rest is imported when first asked for, and triton with it: where it is, and its name there. None is called like a
-# module of this package, which Python would put in its place.
-_HOME = {
-    "accumulation_bracket": ("gaps.op", "accumulation_bracket"),
-    "accumulation_lower_bound": ("gaps.accumulation", "accumulation_lower_bound"),
-    "adaptive_attention": ("gaps.op", "adaptive_attention"),
-    "decode_attention": ("decode.op", "decode_attention"),
-    "flash_attention": ("flash.op", "flash_attention"),
-    "gap_counts": ("gaps.op", "gap_counts"),
-    "merge_parts": ("decode.merge", "merge"),
-    "paged_decode_attention": ("decode.op", "paged_decode_attention"),
-    "row_softmax": ("softmax.op", "softmax"),
+# The operators are imported on first use, and triton with them: name → module.
+_MODULES = {
+    "accumulation_bracket": "gaps.op",
+    "adaptive_attention": "gaps.op",
+    "decode_attention": "decode.op",
+    "flash_attention": "flash.op",
+    "gap_counts": "gaps.op",
+    "row_softmax": "softmax.op",
 }
 
-__all__ = ["Visibility", "interpreting", "why_unavailable", *_HOME]
+__all__ = ["Visibility", "interpreting", "why_unavailable", *_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOME[name]
-    return getattr(importlib.import_module(f".{module}", __name__), attribute)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

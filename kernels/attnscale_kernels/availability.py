@@ -16,7 +16,7 @@ def _installed() -> bool:
         return False
 
 
-# Looked up once: a call is no place for it, least of all one that torch.compile traces.
+# Looked up once, at import: a lookup in each call would be slow, and torch.compile could not trace it.
 INSTALLED = _installed()
 
 

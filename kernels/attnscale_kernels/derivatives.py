@@ -1,6 +1,6 @@
-"""Which derivatives are being taken of a call: an operator of torch.library has one backward pass, and nothing more.
+"""Which derivatives are being taken of a call: an operator of torch.library has one backward pass and no others.
 
-To torch such an operator is a constant in forward mode: the tangent of its result would be zero without a word.
+In forward mode torch takes such an operator for a constant: the tangent of its result would silently be zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Transforms that an operator passes through as it is: torch calls it once for each element of a batch.
+# Transforms that need no derivative of an operator: torch calls it once for each element of a batch.
 _HARMLESS = ("Vmap", "Functionalize")
 
 
@@ -25,7 +25,7 @@ def other_derivative(*tensors: object) -> str | None:
     torch.func.grad
     tensor([1., 1.])
     """
-    # Tensors in a graph are not asked: there, an open transform or level is taken for one of theirs.
+    # Tensors in a graph cannot be inspected: an open transform or level is assumed to apply to them.
     in_graph = torch.compiler.is_compiling()
     transform = _open_transform()
     if transform is not None and (in_graph or any(map(_is_transformed, tensors))):
@@ -43,7 +43,7 @@ def refuse_others(*tensors: object) -> None:
 
 
 def refuse_second(*_: Any) -> NoReturn:
-    """The gradient of a backward pass."""
+    """Registered as the gradient of a backward pass."""
     raise RuntimeError("these kernels have no second derivative: use plain torch for it")
 
 

@@ -1,4 +1,4 @@
-"""What every launch needs: the device made current, its resources, and shapes in the form kernels take them."""
+"""What every launch needs: the current device, its resources, and arguments in the form kernels take them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .visibility import Visibility
 
 
 class Resources(NamedTuple):
@@ -26,7 +28,7 @@ SM_90 = SM_100 = Resources(232_448, 32)
 GFX_942 = Resources(65_536, 64)
 
 
-# As triton decides it, when it is imported.
+# Triton reads the variable once, when it is imported.
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -49,10 +51,11 @@ def assuming(resources: Resources) -> Iterator[None]:
 
 
 def resources_of(device: torch.device) -> Resources:
-    """What the device of a tensor has."""
+    """What the device of a tensor has; an A100 stands for the CPU of the interpreter."""
     return _assumed.get() or (SM_80 if device.type == "cpu" else _query(device.index or 0))
 
 
+# Cached per process: the resources of a device are constants of the machine.
 @functools.cache
 def _query(index: int) -> Resources:
     properties = torch.cuda.get_device_properties(index)
@@ -60,8 +63,17 @@ def _query(index: int) -> Resources:
     return Resources(int(shared), int(properties.warp_size))
 
 
+class Tile(NamedTuple):
+    """Query rows and keys of a tile, warps of a program, and how many tiles of keys are in flight."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
 class Launch(NamedTuple):
-    """A kernel with all that it is launched with: so that what runs and what is compiled ahead of time are the same."""
+    """A kernel and everything it is launched with. The same object is run, or compiled ahead of time."""
 
     kernel: Any
     grid: int
@@ -79,18 +91,48 @@ class Launch(NamedTuple):
                 )
 
 
+def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:
+    """What every kernel that computes scores is given."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    return {
+        "q_ptr": query,
+        "k_ptr": key,
+        **strides("q", query, "bhm"),
+        **strides("k", key, "bhn"),
+        "heads": heads,
+        "group": heads // kv_heads,
+        "queries": query.shape[2],
+        "keys": key.shape[2],
+        "scale": scale,
+        "softcap": softcap or 0.0,
+    }
+
+
+def attention_constants(query: Tensor, visibility: Visibility, softcap: float | None, tile: Tile) -> dict[str, object]:
+    """What every kernel that computes scores is compiled for."""
+    return {
+        "D": query.shape[-1],
+        "BLOCK_D": block_of(query.shape[-1]),
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        **visibility.constants(),
+        "SOFTCAP": softcap is not None,
+        "PRECISION": precision_of(query),
+    }
+
+
 def strides(name: str, x: Tensor, axes: str) -> dict[str, object]:
     """The strides of the leading axes of a tensor, under the names that kernels know them by."""
     return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=False)}
 
 
 def precision_of(x: Tensor) -> str:
-    """How a matrix product of fp32 is made: as torch would; half precision has one way only."""
+    """The precision of a matrix product: in fp32 as torch is set, in half precision there is only one."""
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the device of a tensor the current one: a launch goes there and not to device 0."""
+    """Makes the device of a tensor the current one, which a launch goes to."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 

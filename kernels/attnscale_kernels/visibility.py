@@ -1,4 +1,4 @@
-"""Which keys the rows of a launch may see, as the kernels want it: intervals of slots, padding, and a mask."""
+"""Which keys the rows of a launch may see, in the form kernels take it: intervals of slots, padding, and a mask."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# How the interval of a row is found, as a constant of the kernel: bits for an end that moves with the row, or a table.
+# RANGE, a constant of the kernel: a bit for each end of the interval that moves with the row, or a table of bounds.
 EVERYTHING, RIGHT, LEFT, WINDOW, BOUNDS = 0, 1, 2, 3, 4
 
-# What a mask is.
+# MASK, a constant of the kernel.
 NO_MASK, BOOL_MASK, BIAS = 0, 1, 2
 
 
@@ -18,7 +18,7 @@ class Visibility(NamedTuple):
     """Row i may see the slots [start, stop) less the padded and the masked ones.
 
     Where the rule is the same for all sequences, row i lies at slot `slot + i`, sees `left` slots before its own and
-    `right` after it (None: all), and nothing has to be loaded. Elsewhere `start` and `stop` [B|1, Tq] say it.
+    `right` after it (None: all), and nothing has to be loaded. Otherwise `start` and `stop` hold the intervals.
     """
 
     slot: int = 0
@@ -31,39 +31,44 @@ class Visibility(NamedTuple):
 
     @property
     def range(self) -> int:
-        """The constant for how a row's interval is found."""
+        """The constant RANGE."""
         if self.start is not None:
             return BOUNDS
         return RIGHT * (self.right is not None) + LEFT * (self.left is not None)
 
     @property
     def mask_kind(self) -> int:
-        """The constant for what the mask is."""
+        """The constant MASK."""
         if self.mask is None:
             return NO_MASK
         return BOOL_MASK if self.mask.dtype == torch.bool else BIAS
 
-    def arguments(self, table: Tensor | None) -> dict[str, object]:
-        """What kernels are given: pointers (None: compiled out), strides and numbers; 0 stands for what is not used."""
+    def linear_in_products(self, softcap: float | None) -> bool:
+        """Whether raw scores are the products q·k times the scale."""
+        return softcap is None and self.mask_kind != BIAS
+
+    def arguments(self) -> dict[str, object]:
+        """What kernels are given: pointers (None: compiled out), strides and numbers, 0 where not used."""
         padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()
         mask = self.mask.view(torch.uint8) if self.mask is not None and self.mask_kind == BOOL_MASK else self.mask
-        axes = ("stride_mask_b", "stride_mask_h", "stride_mask_row", "stride_mask_key")
-        mask_strides = (0, 0, 0, 0) if mask is None else tuple(_stride(mask, axis) for axis in range(4))
         start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
         return {
             "start_ptr": start,
             "stop_ptr": stop,
-            "table_ptr": table,
             "padding_ptr": padding,
             "mask_ptr": mask,
             "stride_bound_b": _stride(start, 0),
-            "stride_table_b": _stride(table, 0),
             "stride_padding_b": _stride(padding, 0),
-            **dict(zip(axes, mask_strides, strict=True)),
+            **{f"stride_mask_{name}": _stride(mask, axis) for axis, name in enumerate(("b", "h", "row", "key"))},
             "slot": self.slot,
             "left": self.left or 0,
             "right": self.right or 0,
         }
+
+    @staticmethod
+    def table(ranges: Tensor | None) -> dict[str, object]:
+        """The `key_ranges` or `query_ranges` of a launch, as kernels take them."""
+        return {"table_ptr": ranges, "stride_table_b": _stride(ranges, 0)}
 
     def constants(self) -> dict[str, object]:
         """What kernels are compiled for."""
@@ -83,7 +88,7 @@ def bounds_of(visibility: Visibility, queries: int, keys: int, device: torch.dev
 def key_ranges(visibility: Visibility, queries: int, rows: int) -> Tensor | None:
     """For tiles of `rows` query rows with a table of bounds: slots that some row and that every row may see.
 
-    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels can tell by themselves.
+    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them.
     """
     if visibility.start is None or visibility.stop is None:
         return None
@@ -119,7 +124,7 @@ def _least_to_come(bound: Tensor) -> Tensor:
 
 
 def _stride(x: Tensor | None, axis: int) -> int:
-    """The stride along an axis, 0 where one element serves all."""
+    """The stride along an axis, 0 where the axis is broadcast."""
     return 0 if x is None or x.shape[axis] == 1 else x.stride(axis)
 
 

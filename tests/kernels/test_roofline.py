@@ -78,7 +78,7 @@ def test_overhead_is_against_the_same_kernel_without_statistics() -> None:
     plain = row("sm_80", Counts(mma=64, ex2=100, fp32=100, total=264))
     other = row("sm_90", Counts(mma=64, ex2=100, fp32=10, total=174))
     entropy = row("sm_80", Counts(mma=64, ex2=100, fp32=500, total=664), name="causal, entropy")
-    squares = row("sm_80", Counts(mma=64, ex2=100, fp32=100, total=264), name="causal, entropy, squares")
+    free = row("sm_80", Counts(mma=64, ex2=100, fp32=100, total=264), name="causal, entropy")
 
     found = overhead(entropy, [other, plain, entropy])
 
@@ -86,6 +86,6 @@ def test_overhead_is_against_the_same_kernel_without_statistics() -> None:
     assert found.instructions == pytest.approx(664 / 264 - 1)
     assert found.fastest == pytest.approx(2000 / 1600 - 1)  # from 100·8·2 cycles for 2^x to 500·2·2 for fp32
     assert found.slowest == pytest.approx((1024 + 2000) / (1024 + 1600) - 1)
-    assert overhead(squares, [plain]) == (0.0, 0.0, 0.0)
+    assert overhead(free, [plain]) == (0.0, 0.0, 0.0)
     assert overhead(plain, [plain]) is None
     assert overhead(entropy, [other]) is None

@@ -22,7 +22,7 @@ from attnscale import (
 )
 from attnscale.backends.triton import TritonBackend
 from attnscale_kernels import Visibility, flash_attention
-from attnscale_kernels.flash.op import flash_attention_backward, flash_attention_forward
+from attnscale_kernels.flash.op import flash_backward_op, flash_forward_op
 
 LENGTH = 40
 SIZE = (2, 4, LENGTH, 24)
@@ -119,18 +119,6 @@ def test_learnable_temperatures_get_their_gradient():
         torch.testing.assert_close(found.grad, true.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_the_gradient_of_a_probe_is_the_norm_of_score_gradients():
-    q, k, v = tensors((1, 2, 20, 16), (1, 2, 20, 16), torch.float32)
-    probe = torch.zeros(1, 2, 20, requires_grad=True)
-    beta = torch.arange(1.0, 21.0).log().clamp(min=0.7).expand(1, 2, 20)
-    upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-    flash_attention(q, k, v, beta, Visibility(right=0), scale=0.25, probe=probe).out.backward(upstream)
-    scores = (q.double() @ k.double().mT * 0.25).requires_grad_()
-    logits = (scores * beta.double()[..., None]).masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf)
-    (logits.softmax(-1) @ v.double()).backward(upstream.double())
-    torch.testing.assert_close(probe.grad.double(), scores.grad.norm(dim=-1), rtol=1e-4, atol=1e-5)
-
-
 def test_it_compiles_as_one_graph_and_gives_the_same_bits():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 17, 16), (1, 2, 17, 16), torch.float32))
 
@@ -148,18 +136,15 @@ def test_it_compiles_as_one_graph_and_gives_the_same_bits():
 def test_the_operators_keep_what_they_promise_to_torch():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 9, 16), (1, 1, 9, 16), torch.float32))
     beta = torch.full((1, 2, 9), 1.5, requires_grad=True)
-    sinks, probe = torch.zeros(2, requires_grad=True), torch.zeros(1, 2, 9, requires_grad=True)
-    numbers = (0, None, 0, 0.25, None)
-    torch.library.opcheck(
-        flash_attention_forward,
-        (q, k, v, beta, None, None, None, None, sinks, None, probe, *numbers, 0.0, True, True),
-    )
-    torch.library.opcheck(flash_attention_forward, (q, k, v, beta, *(None,) * 7, *numbers[:4], 4.0, 0.0, False, False))
+    sinks = torch.zeros(2, requires_grad=True)
+    visibility = Visibility(right=0)
+    torch.library.opcheck(flash_forward_op, (q, k, v, beta, *visibility, sinks, None, 0.25, None, 0.0, True))
+    torch.library.opcheck(flash_forward_op, (q, k, v, beta, *visibility, None, None, 0.25, 4.0, 0.0, False))
     q, k, v, beta, sinks = (x.detach() for x in (q, k, v, beta, sinks))
-    found = flash_attention(q, k, v, beta, Visibility(right=0), scale=0.25, sinks=sinks)
-    arguments = (torch.ones_like(q), q, k, v, beta, None, None, None, None, sinks, None, found.out, found.lse)
-    torch.library.opcheck(flash_attention_backward, (*arguments, *numbers, 0.0, True, True))
-    torch.library.opcheck(flash_attention_backward, (*arguments, *numbers, 0.0, False, False))
+    found = flash_attention(q, k, v, beta, visibility, scale=0.25, sinks=sinks)
+    arguments = (torch.ones_like(q), q, k, v, beta, *visibility, sinks, None, found.out, found.lse, 0.25, None, 0.0)
+    torch.library.opcheck(flash_backward_op, (*arguments, True))
+    torch.library.opcheck(flash_backward_op, (*arguments, False))
 
 
 def test_checkpointing_replays_dropout():

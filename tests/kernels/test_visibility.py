@@ -10,7 +10,7 @@ from corrected_interpreter import corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnscale_kernels.device import first_phase, key_range, phases, query_range, row_bounds
+from attnscale_kernels.device import first_phase, key_range, phase_edges, phase_range, query_range, row_bounds
 from attnscale_kernels.visibility import (
     BIAS,
     BOOL_MASK,
@@ -45,27 +45,25 @@ def _walk_kernel(
     RANGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNTOLD: tl.constexpr,
+    ALL_EDGE: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """(first tile, first clear, end of clear, end) of each tile of queries, or of keys."""
+    """[low, high) of the three phases for each tile of queries, or of keys."""
     tile = tl.program_id(0)
     if RANGE == 4:
         table_ptr += tile * 4
     if BY_KEY:
         last = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
-        first, clear_first, clear_end, end = query_range(
-            tile * BLOCK_N, last, queries, table_ptr, slot, left, right, RANGE
-        )
-        low, clear_low, clear_high = phases(first, clear_first, clear_end, end, BLOCK_M, UNTOLD)
+        ranges = query_range(tile * BLOCK_N, last, queries, table_ptr, slot, left, right, RANGE)
+        edges = phase_edges(ranges, BLOCK_M, ALL_EDGE)
     else:
         last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries)
-        first, clear_first, clear_end, end = key_range(tile * BLOCK_M, last, keys, table_ptr, slot, left, right, RANGE)
-        low, clear_low, clear_high = phases(first, clear_first, clear_end, end, BLOCK_N, UNTOLD)
-    tl.store(found_ptr + tile * 4, low)
-    tl.store(found_ptr + tile * 4 + 1, clear_low)
-    tl.store(found_ptr + tile * 4 + 2, clear_high)
-    tl.store(found_ptr + tile * 4 + 3, end)
+        ranges = key_range(tile * BLOCK_M, last, keys, table_ptr, slot, left, right, RANGE)
+        edges = phase_edges(ranges, BLOCK_N, ALL_EDGE)
+    for phase in tl.static_range(3):
+        low, high = phase_range(edges, phase)
+        tl.store(found_ptr + tile * 6 + 2 * phase, low)
+        tl.store(found_ptr + tile * 6 + 2 * phase + 1, high)
 
 
 @triton.jit
@@ -91,21 +89,22 @@ def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
     return table
 
 
-def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool, untold: bool) -> list[dict[int, int]]:
+def walk(
+    rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool, all_edge: bool
+) -> list[dict[int, int]]:
     """For each tile of queries (or of keys), the beginnings of the tiles visited, each with its phase."""
     tiles = triton.cdiv(keys, n) if by_key else triton.cdiv(queries, m)
     table = query_ranges(rule, keys, n) if by_key else key_ranges(rule, queries, m)
-    found = torch.full((tiles, 4), -7, dtype=torch.int32)
+    found = torch.full((tiles, 3, 2), -7, dtype=torch.int32)
     _walk_kernel[(tiles,)](
         found, table, queries, keys, rule.slot, rule.left or 0, rule.right or 0,
-        RANGE=rule.range, BLOCK_M=m, BLOCK_N=n, UNTOLD=untold, BY_KEY=by_key,
+        RANGE=rule.range, BLOCK_M=m, BLOCK_N=n, ALL_EDGE=all_edge, BY_KEY=by_key,
     )  # fmt: skip
     step = m if by_key else n
     visited = []
     # The loops of the kernels: the one over query tiles leaves out phases that cannot come.
-    beginning = (2 if untold else 0) if by_key else first_phase.fn(rule.range, untold)
-    for low, clear_low, clear_high, end in found.tolist():
-        loops = {0: (low, min(clear_low, end)), 1: (clear_low, clear_high), 2: (clear_high, end)}
+    beginning = (2 if all_edge else 0) if by_key else first_phase.fn(rule.range, all_edge)
+    for loops in found.tolist():
         here: dict[int, int] = {}
         for phase in range(beginning, 3):
             for at in range(*loops[phase], step):
@@ -121,8 +120,8 @@ def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by
     table = seen_by(rule, queries, keys)
     if by_key:
         table, m, n = table.T, n, m
-    for untold in (False, True):
-        tiles = walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key, untold)
+    for all_edge in (False, True):
+        tiles = walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key, all_edge)
         for index, visited in enumerate(tiles):
             rows = table[index * m : (index + 1) * m]
             for at in range(0, rows.shape[1], n):
@@ -130,12 +129,12 @@ def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by
                 whole = bool(part.all()) and part.shape[1] == n
                 assert at in visited or not part.any(), f"tile {index} does not visit {at}"
                 assert visited.get(at) != 1 or whole, f"tile {index} does not look at {at}, of which not all is seen"
-                assert not untold or visited.get(at) != 1
+                assert not all_edge or visited.get(at) != 1
                 if tight and rows.any():
                     between = rows.any(0).nonzero()
                     inside = between.min() < at + n and at <= between.max()
                     assert at not in visited or inside, f"tile {index} visits {at} for nothing"
-                    assert untold or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
+                    assert all_edge or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
 
 
 lengths = st.integers(1, 30)
@@ -254,7 +253,7 @@ def test_the_kind_of_rule_is_told_by_what_is_given():
 def test_one_mask_for_all_has_no_stride():
     mask = torch.zeros(1, 1, 4, 6, dtype=torch.bool)
     padding = torch.zeros(1, 6, dtype=torch.bool)
-    arguments = Visibility(mask=mask, padding=padding).arguments(None)
+    arguments = Visibility(mask=mask, padding=padding).arguments()
     assert [arguments[f"stride_mask_{axis}"] for axis in ("b", "h", "row", "key")] == [0, 0, 6, 1]
     assert arguments["stride_padding_b"] == 0
-    assert Visibility(mask=mask[:, :, :1]).arguments(None)["stride_mask_row"] == 0
+    assert Visibility(mask=mask[:, :, :1]).arguments()["stride_mask_row"] == 0

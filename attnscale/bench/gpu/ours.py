@@ -51,24 +51,6 @@ def level(name: str, problem: Problem) -> Attention:
     return attend
 
 
-def squares(problem: Problem) -> Attention:
-    """Everything the kernel can give, Σ w² included, which the package has no name for."""
-    from attnscale_kernels import Visibility
-    from attnscale_kernels.flash.op import flash_attention
-
-    beta = problem.temperature()[None, None]
-    visibility = Visibility(right=0) if problem.causal else Visibility()
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
-        found = flash_attention(
-            query, key, value, beta, visibility, scale=problem.dim**-0.5, entropy=True, squares=True
-        )
-        names = ("lse", "max_logit", "entropy", "squares")
-        return Answer(found.out, {name: getattr(found, name) for name in names})
-
-    return attend
-
-
 ATTNSCALE = Provider("attnscale", law, by_law, ours=True)
 STATISTICS = (
     Provider("none", law, by_law, ours=True),
@@ -76,5 +58,4 @@ STATISTICS = (
         Provider(name, functools.partial(level, name), by_law, ours=True, row_numbers=numbers)
         for name, numbers in (("lse+max", 2), ("entropy", 3))
     ),
-    Provider("entropy+squares", squares, by_law, ours=True, row_numbers=4),
 )

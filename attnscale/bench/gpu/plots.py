@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 COLOURS = {
     "attnscale": "#dc2626",
     "attnscale_split": "#be185d",
-    "attnscale_paged": "#ea580c",
     "sdpa_flash": "#2563eb",
     "sdpa_cudnn": "#059669",
     "sdpa_efficient": "#0891b2",
@@ -30,7 +29,6 @@ COLOURS = {
     "none": "#94a3b8",
     "lse+max": "#2563eb",
     "entropy": "#059669",
-    "entropy+squares": "#d97706",
     "gap_adaptive": "#7c3aed",
     "gap_adaptive_blockwise": "#d97706",
 }

@@ -13,7 +13,7 @@ from attnscale.bench.gpu.problem import Inputs, Problem
 
 
 class Answer(NamedTuple):
-    """What a provider computes; `statistics` by the names of `RowStats`, and `squares` for Σ w²."""
+    """What a provider computes; `statistics` by the names of `RowStats`."""
 
     output: Tensor
     statistics: Mapping[str, Tensor] = {}

@@ -71,10 +71,9 @@ def write_table(table: Table, path: Path = FILE) -> None:
 
 def baseline(row: Row, rows: list[Row]) -> Row | None:
     """The same kernel without statistics, if `row` has some: same flags, dtype, dimension, target and tile."""
-    flags, _, level = row.name.rpartition("entropy")
-    if row.family != "forward" or not flags or level not in ("", ", squares"):
+    if row.family != "forward" or not row.name.endswith(", entropy"):
         return None
-    wanted = row._replace(name=f"{flags}plain").key
+    wanted = row._replace(name=row.name.removesuffix("entropy") + "plain").key
     return next((other for other in rows if other.key == wanted), None)
 
 

@@ -1,0 +1,1 @@
+"""Decoding: a few queries against a long cache."""

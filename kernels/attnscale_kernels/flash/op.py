@@ -1,4 +1,4 @@
-"""Flash attention as operators that torch knows: autograd, torch.compile and CUDA graphs see through to them."""
+"""Flash attention as operators of torch.library, with fakes and gradients, for autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
 from ..visibility import Visibility
-from .backward import flash_backward
-from .forward import Forward, flash_forward
+from .launch import Forward, flash_backward, flash_forward
 
 
 def flash_attention(
@@ -26,90 +25,64 @@ def flash_attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     entropy: bool = False,
-    squares: bool = False,
-    probe: Tensor | None = None,
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
     Forward mode, torch.func's gradients and a second backward are refused: torch would take them for zero.
-
-    A `probe` [B, H, Tq] takes no part; its gradient is the norm of each row's gradient of raw scores, which is how
-    that statistic leaves a backward pass. Zeros with `requires_grad`, and not a parameter, will do.
     """
-    refuse_others(query, key, value, beta, sinks, visibility.mask, probe)
-    out, lse, top, disorder, squared = flash_attention_forward(
-        query,
-        key,
-        value,
-        beta,
-        visibility.start,
-        visibility.stop,
-        visibility.padding,
-        visibility.mask,
-        sinks,
-        seed,
-        probe,
-        visibility.slot,
-        visibility.left,
-        visibility.right,
-        scale,
-        softcap,
-        dropout_p,
-        entropy,
-        squares,
+    refuse_others(query, key, value, beta, sinks, visibility.mask)
+    out, *stats = flash_forward_op(
+        query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
     )
-    stats = (x.detach() for x in (lse, top, disorder, squared))
-    lse, top, disorder, squared = stats
-    return Forward(out, lse, top, disorder if entropy else None, squared if squares else None)
+    lse, top, disorder = (x.detach() for x in stats)
+    return Forward(out, lse, top, disorder if entropy else None)
 
 
 @torch.library.custom_op("attnscale_kernels::flash_forward", mutates_args=())
-def flash_attention_forward(
+def flash_forward_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     beta: Tensor,
+    slot: int,
+    left: int | None,
+    right: int | None,
     start: Tensor | None,
     stop: Tensor | None,
     padding: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    probe: Tensor | None,
-    slot: int,
-    left: int | None,
-    right: int | None,
     scale: float,
     softcap: float | None,
     dropout_p: float,
     entropy: bool,
-    squares: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, and lse, largest logit, entropy and Σ w² per row; the last two empty where not asked for."""
-    visibility = Visibility(slot, left, right, start, stop, padding, mask)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
     found = flash_forward(
-        query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
-        seed=seed, entropy=entropy, squares=squares,
+        query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), scale=scale,
+        softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed, entropy=entropy,
     )  # fmt: skip
-    disorder, squared = (found.lse.new_empty(0) if x is None else x for x in (found.entropy, found.squares))
-    return found.out, found.lse, found.max_logit, disorder, squared
+    return found.out, found.lse, found.max_logit, found.lse.new_empty(0) if found.entropy is None else found.entropy
 
 
-@flash_attention_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    query, value, (entropy, squares) = arguments[0], arguments[2], arguments[17:]
+@flash_forward_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
-    optional = (torch.empty_like(rows) if asked else rows.new_empty(0) for asked in (entropy, squares))
-    return query.new_empty(*query.shape[:3], value.shape[-1]), rows, torch.empty_like(rows), *optional
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, rows, torch.empty_like(rows), torch.empty_like(rows) if others[-1] else rows.new_empty(0)
 
 
 @torch.library.custom_op("attnscale_kernels::flash_backward", mutates_args=())
-def flash_attention_backward(
+def flash_backward_op(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     beta: Tensor,
+    slot: int,
+    left: int | None,
+    right: int | None,
     start: Tensor | None,
     stop: Tensor | None,
     padding: Tensor | None,
@@ -118,29 +91,23 @@ def flash_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    slot: int,
-    left: int | None,
-    right: int | None,
     scale: float,
     softcap: float | None,
     dropout_p: float,
     dbeta: bool,
-    score_norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, β [B, H, Tq] and sinks, and the norms; empty where there is nothing to give."""
-    visibility = Visibility(slot, left, right, start, stop, padding, mask)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, β [B, H, Tq] and sinks; the last two empty where there are none."""
     found = flash_backward(
-        gradient, query, key, value, beta, visibility, out, lse, scale=scale, softcap=softcap, sinks=sinks,
-        dropout_p=dropout_p, seed=seed, dbeta=dbeta, score_norm=score_norm,
+        gradient, query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), out, lse,
+        scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed, dbeta=dbeta,
     )  # fmt: skip
-    optional = found.beta, found.sinks, found.score_norm
-    dbeta_rows, dsinks, norms = (lse.new_empty(0) if x is None else x for x in optional)
-    return found.query, found.key, found.value, dbeta_rows, dsinks, norms
+    of_beta, of_sinks = (lse.new_empty(0) if x is None else x for x in (found.beta, found.sinks))
+    return found.query, found.key, found.value, of_beta, of_sinks
 
 
-@flash_attention_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    query, key, value, sinks, (dbeta, score_norm) = *arguments[1:4], arguments[9], arguments[19:]
+@flash_backward_op.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    sinks, dbeta = others[8], others[-1]
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
     return (
         query.new_empty(query.shape),
@@ -148,29 +115,28 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         value.new_empty(value.shape),
         rows if dbeta else rows.new_empty(0),
         rows.new_empty(0 if sinks is None else sinks.shape[0]),
-        torch.empty_like(rows) if score_norm else rows.new_empty(0),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:10], output[0], output[1])
-    ctx.numbers = inputs[11:17]
+    query, key, value, beta, *row_rule = inputs[:7]
+    *tensors, scale, softcap, dropout_p, _ = inputs[7:]
+    ctx.save_for_backward(query, key, value, beta, *tensors, output[0], output[1])
+    ctx.row_rule, ctx.numbers = row_rule, (scale, softcap, dropout_p)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse = ctx.saved_tensors
-    needed = ctx.needs_input_grad
+    query, key, value, beta, *tensors = ctx.saved_tensors
+    sinks, needs_beta = tensors[4], ctx.needs_input_grad[3]
     refuse_others(gradient, query, key, value, beta, sinks)
-    dq, dk, dv, dbeta, dsinks, norm = flash_attention_backward(
-        gradient, query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse, *ctx.numbers,
-        needed[3], needed[10],
-    )  # fmt: skip
-    dbeta = dbeta.sum_to_size(beta.shape).to(beta.dtype) if needed[3] else None
+    dq, dk, dv, dbeta, dsinks = flash_backward_op(
+        gradient, query, key, value, beta, *ctx.row_rule, *tensors, *ctx.numbers, needs_beta
+    )
+    dbeta = dbeta.sum_to_size(beta.shape).to(beta.dtype) if needs_beta else None
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-    rows = (dbeta, None, None, None, None, dsinks, None, norm if needed[10] else None)
-    return (dq, dk, dv, *rows, *(None,) * 8)
+    return (dq, dk, dv, dbeta, *(None,) * 7, dsinks, *(None,) * 5)
 
 
-flash_attention_forward.register_autograd(_backward, setup_context=_save)
-flash_attention_backward.register_autograd(refuse_second)
+flash_forward_op.register_autograd(_backward, setup_context=_save)
+flash_backward_op.register_autograd(refuse_second)

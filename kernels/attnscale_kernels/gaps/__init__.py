@@ -1,0 +1,1 @@
+"""Gap counting: N(t) and a bracket of Λ."""

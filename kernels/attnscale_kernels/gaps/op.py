@@ -1,4 +1,4 @@
-"""Gap counting as operators that torch knows, and adaptive attention made of them; what they return has no gradient."""
+"""Gap counting as operators of torch.library, and adaptive attention built on them. Counts have no gradient."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flash.forward import Forward
+from ..flash.launch import Forward
 from ..flash.op import flash_attention
 from ..visibility import Visibility
-from .kernel import GapBracket, gap_bracket, gap_count
+from .launch import GapBracket, gap_bracket, gap_count
 
 
 def accumulation_bracket(
@@ -21,10 +21,9 @@ def accumulation_bracket(
     *,
     scale: float,
     softcap: float | None = None,
-    bins: int = 15,
 ) -> GapBracket:
-    """`gap_bracket`, for graphs: the best raw score, the gap of the second, and Λ between two bounds, per row."""
-    return GapBracket(*gap_bracket_rows(*_arguments(query, key, visibility), scale, softcap, bins))
+    """`gap_bracket` as an operator: the best raw score, the gap of the second, and Λ between two bounds, per row."""
+    return GapBracket(*gap_bracket_op(*_arguments(query, key, visibility), scale, softcap))
 
 
 def gap_counts(
@@ -36,8 +35,8 @@ def gap_counts(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """`gap_count`, for graphs: N(t) [B, H, Tq, thresholds] in int32."""
-    counts: Tensor = gap_count_rows(*_arguments(query, key, visibility), scale, softcap, list(thresholds))
+    """`gap_count` as an operator: N(t) [B, H, Tq, thresholds] in int32."""
+    counts: Tensor = gap_count_op(*_arguments(query, key, visibility), scale, softcap, list(thresholds))
     return counts
 
 
@@ -56,58 +55,58 @@ def adaptive_attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     entropy: bool = False,
-    squares: bool = False,
-    probe: Tensor | None = None,
-    bins: int = 15,
 ) -> tuple[Forward, Tensor]:
-    """`adaptive_forward` with gradients of query, key, value and sinks; β [B, H, Tq] is a constant to them."""
-    found = accumulation_bracket(query, key, visibility, scale=scale, softcap=softcap, bins=bins)
+    """`flash_attention` at β = r·Λ of each row, between `floor` and `ceiling`; and that β [B, H, Tq].
+
+    β is a constant in gradients. Λ is the upper end of its bracket, so that r > 1 guarantees w_max ≥ 1/ζ(r). A tie at
+    the top gets the ceiling, a row of fewer than two keys the floor.
+    """
+    found = accumulation_bracket(query, key, visibility, scale=scale, softcap=softcap)
     beta = (r * found.upper).clamp(floor, ceiling)
     forward = flash_attention(
         query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed,
-        entropy=entropy, squares=squares, probe=probe,
+        entropy=entropy,
     )  # fmt: skip
     return forward, beta
 
 
 @torch.library.custom_op("attnscale_kernels::gap_bracket", mutates_args=())
-def gap_bracket_rows(
+def gap_bracket_op(
     query: Tensor,
     key: Tensor,
+    slot: int,
+    left: int | None,
+    right: int | None,
     start: Tensor | None,
     stop: Tensor | None,
     padding: Tensor | None,
     mask: Tensor | None,
-    slot: int,
-    left: int | None,
-    right: int | None,
     scale: float,
     softcap: float | None,
-    bins: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Best raw score, gap of the second, and the two bounds of Λ, per row."""
     visibility = Visibility(slot, left, right, start, stop, padding, mask)
-    found = gap_bracket(query, key, visibility, scale=scale, softcap=softcap, bins=bins)
+    found = gap_bracket(query, key, visibility, scale=scale, softcap=softcap)
     return found.top, found.second_gap, found.lower, found.upper
 
 
-@gap_bracket_rows.register_fake
+@gap_bracket_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     query: Tensor = arguments[0]
     return tuple(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4))
 
 
 @torch.library.custom_op("attnscale_kernels::gap_count", mutates_args=())
-def gap_count_rows(
+def gap_count_op(
     query: Tensor,
     key: Tensor,
+    slot: int,
+    left: int | None,
+    right: int | None,
     start: Tensor | None,
     stop: Tensor | None,
     padding: Tensor | None,
     mask: Tensor | None,
-    slot: int,
-    left: int | None,
-    right: int | None,
     scale: float,
     softcap: float | None,
     thresholds: Sequence[float],
@@ -117,14 +116,13 @@ def gap_count_rows(
     return gap_count(query, key, visibility, thresholds, scale=scale, softcap=softcap)
 
 
-@gap_count_rows.register_fake
+@gap_count_op.register_fake
 def _(*arguments: Any) -> Tensor:
     query: Tensor = arguments[0]
     return query.new_empty((*query.shape[:3], len(arguments[11])), dtype=torch.int32)
 
 
 def _arguments(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[Any, ...]:
-    """What both operators begin with; detached, as there is no gradient to give."""
+    """What both operators begin with; detached, as they have no gradient."""
     mask = None if visibility.mask is None else visibility.mask.detach()
-    bounds = visibility.start, visibility.stop, visibility.padding
-    return query.detach(), key.detach(), *bounds, mask, visibility.slot, visibility.left, visibility.right
+    return query.detach(), key.detach(), *visibility._replace(mask=mask)

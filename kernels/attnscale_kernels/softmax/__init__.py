@@ -1,0 +1,1 @@
+"""The softmax of a score matrix that exists."""

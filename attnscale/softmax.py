@@ -1,0 +1,143 @@
+"""The softmax of a score matrix that exists, with a temperature per row and row statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale._util.checks import check_broadcasts, check_scores, read_number
+from attnscale.errors import ArgumentError, BackendError, DtypeError, reject, reject_type
+from attnscale.statistics import RowStats, StatsRequest, checked_request, row_statistics
+from attnscale_kernels import interpreting, why_unavailable
+from attnscale_kernels.derivatives import other_derivative
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HIDDEN_BELOW = -1e29  # a score below this is that of a hidden key
+BIAS_HIDES_BELOW = -1e4  # a bias at or below this hides its key
+
+
+class SoftmaxOutput(NamedTuple):
+    """What `softmax` returns."""
+
+    weights: Tensor  # [..., Tq, Tk]
+    stats: RowStats  # [..., Tq]
+
+
+def softmax(
+    scores: Tensor,
+    beta: Tensor | float = 1.0,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    request: StatsRequest | None = None,
+    backend: Literal["auto", "torch", "triton"] = "auto",
+) -> SoftmaxOutput:
+    """softmax(β·(s + bias)) over the last axis of raw scores s [..., Tq, Tk], with statistics of each row.
+
+    β broadcasts to [..., Tq], the mask (True: visible) and the bias to the scores. A bias at or below −1e4 hides its
+    key, and so does a score of −∞ or the lowest finite number. Weights have the dtype of the scores and are
+    differentiable in scores, β and bias; statistics are detached, as in `row_statistics`. A row that sees nothing gives
+    zeros and lse = −∞. `StatsRequest.rows` does not apply: all rows are measured.
+
+    "auto" takes the fused kernel on CUDA and ROCm devices, where it can, and plain torch elsewhere. The kernel reads
+    and writes the matrix once (twice for rows of more than 8192 keys) and has first derivatives only.
+
+    >>> weights, stats = softmax(torch.tensor([[0.0, 0.0, -1.0]]), beta=2.0)
+    >>> weights
+    tensor([[0.4683, 0.4683, 0.0634]])
+    >>> stats.entropy, stats.visible
+    (tensor([0.8854]), tensor([3]))
+    """
+    request = checked_request(request)
+    check_scores(scores, mask)
+    beta = _checked_beta(beta, scores)
+    if bias is not None:
+        _check_operand("bias", bias, scores, scores.shape)
+    if mask is not None and mask.device != scores.device:
+        raise ArgumentError(f"mask on {mask.device} is not accepted: expected the device of scores, {scores.device}")
+    if backend not in ("auto", "torch", "triton"):
+        reject("backend", backend, "'auto', 'torch' or 'triton'")
+    obstacle = None if backend == "torch" else _why_no_kernel(scores, beta, bias)
+    if backend == "triton" and obstacle is not None:
+        raise BackendError(f"backend='triton' cannot compute this softmax: {obstacle}")
+    if backend == "torch" or obstacle is not None or (backend == "auto" and interpreting()):
+        return _by_torch(scores, beta, mask, bias, request)
+    return _by_kernel(scores, beta, mask, bias, request)
+
+
+def _by_torch(
+    scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, request: StatsRequest
+) -> SoftmaxOutput:
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    raw = scores.to(wide) if bias is None else scores.to(wide) + bias.to(wide)
+    seen = _seen(raw, mask, bias)
+    raw = raw.masked_fill(~seen, 0.0)  # no gradient through a hidden score, and no 0·∞
+    logits = (raw * beta.to(wide)[..., None]).masked_fill(~seen, -math.inf)
+    empty = ~seen.any(-1, keepdim=True)
+    weights = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return SoftmaxOutput(weights.to(scores.dtype), row_statistics(raw, beta, seen, request))
+
+
+def _by_kernel(
+    scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, request: StatsRequest
+) -> SoftmaxOutput:
+    from attnscale_kernels.softmax.op import row_softmax
+
+    found = row_softmax(scores, beta, mask=mask, bias=bias, thresholds=request.gap_thresholds)
+    raw = scores.detach().to(torch.float32)
+    raw = raw if bias is None else raw + bias.detach().to(torch.float32)
+    seen = _seen(raw, mask, bias)
+    # The kernel has no Λ: that and n come from plain torch.
+    rest = StatsRequest(False, False, False, False, accumulation=request.accumulation, min_rank=request.min_rank)
+    return SoftmaxOutput(
+        found.weights,
+        row_statistics(raw, beta, seen, rest)._replace(
+            lse=found.lse if request.lse else None,
+            max_logit=found.max_logit if request.max_logit else None,
+            w_max=found.w_max if request.w_max else None,
+            entropy=found.entropy if request.entropy else None,
+            gap_counts=found.gap_counts,
+        ),
+    )
+
+
+def _seen(raw: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Which scores count, [..., Tq, Tk]; a NaN hides no key."""
+    seen = ~(raw.detach() < HIDDEN_BELOW)
+    if bias is not None:
+        seen = seen & ~(bias.detach() <= BIAS_HIDES_BELOW)
+    return seen if mask is None else seen & mask
+
+
+def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None) -> str | None:
+    reason = why_unavailable(scores.device)
+    if reason is not None:
+        return reason
+    if scores.dtype not in KERNEL_DTYPES:
+        return f"triton kernels take float32, float16 and bfloat16, not {scores.dtype}"
+    derivative = other_derivative(scores, beta, bias)
+    return None if derivative is None else f"triton kernels have one backward pass, and no {derivative}"
+
+
+def _checked_beta(beta: object, scores: Tensor) -> Tensor:
+    """β as a tensor that broadcasts to the rows, in fp32 or wider."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if isinstance(beta, Tensor):
+        _check_operand("beta", beta, scores, scores.shape[:-1])
+        return beta.to(wide)
+    if isinstance(beta, bool):
+        reject_type("beta", beta, "a number or a floating-point tensor")
+    return scores.new_full((), read_number("beta", beta, "a number or a floating-point tensor"), dtype=wide)
+
+
+def _check_operand(name: str, value: object, scores: Tensor, shape: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        reject_type(name, value, "a floating-point tensor")
+    if not value.is_floating_point():
+        raise DtypeError(f"{name} of {value.dtype} is not accepted: expected a floating dtype")
+    if value.device != scores.device:
+        raise ArgumentError(f"{name} on {value.device} is not accepted: expected the device of scores, {scores.device}")
+    check_broadcasts(name, value, shape)

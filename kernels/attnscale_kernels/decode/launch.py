@@ -1,0 +1,155 @@
+"""Host side of decoding: tiles, the number of splits, launches and their results."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from ..flash.launch import Forward, new_forward
+from ..launch import (
+    Launch,
+    Resources,
+    Tile,
+    attention_arguments,
+    attention_constants,
+    block_of,
+    resources_of,
+    strides,
+    unit_stride,
+)
+from ..visibility import Visibility
+from .kernel import decode_merge_kernel, decode_split_kernel
+
+
+def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
+    """For few rows against many keys: no more rows than there are, and many keys in flight to hide memory latency."""
+    widest = max(dim, value_dim)
+    m = min(max(16, 1 << (rows - 1).bit_length()), 32 if size < 4 and widest <= 128 else 16)
+    if size == 4:
+        amd = resources.warp_size == 64
+        return Tile(m, 32, 4, 1 if amd else 2) if widest <= 64 else Tile(m, 16, 4 if amd or widest <= 128 else 8, 1)
+    if resources.warp_size == 64:
+        return Tile(m, 64 if widest <= 128 else 32, 4, 1)
+    if m > 16:
+        return Tile(m, 64 if widest <= 128 else 32, 8, 3)
+    return Tile(m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3)
+
+
+def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
+    """How many parts keys are split into: two programs per multiprocessor, each with at least two tiles of keys."""
+    return max(1, min(2 * multiprocessors // max(programs, 1), tiles // 2, 128))
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    entropy: bool = False,
+    splits: int | None = None,
+    tile: Tile | None = None,
+) -> Forward:
+    """`flash_forward` for few queries [B, H, Tq, D] and many keys [B, Hkv, Tk, D], divided among `splits` programs.
+
+    Correct for any Tq, and meant for 16 or fewer.
+    """
+    launches, result = decode_launches(
+        query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
+        splits=splits, tile=tile,
+    )  # fmt: skip
+    for launch in launches:
+        launch.run(query)
+    return result
+
+
+def decode_launches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    entropy: bool,
+    splits: int | None = None,
+    tile: Tile | None = None,
+) -> tuple[tuple[Launch, Launch], Forward]:
+    """The launches that `decode` makes, in order, and the tensors that they will fill."""
+    batch, heads, queries, dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    beta = beta.to(torch.float32).expand(batch, heads, queries)
+    group_rows, shape = heads // kv_heads * queries, (block_of(dim), block_of(value_dim), query.element_size())
+    tile = tile or decode_tile(group_rows, *shape, resources_of(query.device))
+    programs = batch * kv_heads * triton.cdiv(group_rows, tile.m)
+    splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), _multiprocessors(query.device))
+
+    result = new_forward(query, value, entropy)
+    rows = result.lse.numel()
+    scratch = {
+        "rows_ptr": result.lse.new_empty(splits, rows, 3),
+        "acc_ptr": result.lse.new_empty(splits, rows, value_dim),
+        "beta_ptr": beta,
+        **strides("beta_", beta, "bhm"),
+        "rows": rows,
+        "splits": splits,
+    }
+    constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim), "ENTROPY": entropy}
+    split = Launch(
+        decode_split_kernel,
+        programs * splits,
+        {
+            **attention_arguments(query, key, scale, softcap),
+            "v_ptr": value,
+            **strides("v", value, "bhn"),
+            **scratch,
+            **visibility.arguments(),
+        },
+        {**attention_constants(query, visibility, softcap, tile), **constants},
+        tile.warps,
+        tile.stages,
+    )
+    merged = Launch(
+        decode_merge_kernel,
+        rows,
+        {
+            **scratch,
+            "sinks_ptr": None if sinks is None else sinks.contiguous(),
+            "out_ptr": result.out,
+            "lse_ptr": result.lse,
+            "top_ptr": result.max_logit,
+            "entropy_ptr": result.entropy,
+            "heads": heads,
+            "queries": queries,
+            "factor": scale if visibility.linear_in_products(softcap) else 1.0,
+        },
+        {**constants, "BLOCK_S": min(triton.next_power_of_2(splits), 16), "SINKS": sinks is not None},
+        4,
+        1,
+    )
+    return (split, merged), result
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device, or those of an A100 where there is none."""
+    return _query(device.index or 0) if device.type == "cuda" else 108
+
+
+# Cached per process: the number of multiprocessors is a constant of the machine.
+@functools.cache
+def _query(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -1,0 +1,353 @@
+"""Host side of flash attention, forward and backward: tiles, launches and their results."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..launch import (
+    Launch,
+    Resources,
+    Tile,
+    attention_arguments,
+    attention_constants,
+    block_of,
+    resources_of,
+    strides,
+    unit_stride,
+)
+from ..visibility import Visibility, key_ranges, query_ranges
+from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
+from .forward_kernel import flash_forward_kernel
+
+LOG2E = 1.4426950408889634
+ROWS = 32  # of a program of the kernel that prepares the backward
+
+
+class Forward(NamedTuple):
+    """The output of attention, and statistics per row in fp32 and nats."""
+
+    out: Tensor  # [B, H, Tq, DV]
+    lse: Tensor  # [B, H, Tq]
+    max_logit: Tensor  # [B, H, Tq]
+    entropy: Tensor | None  # [B, H, Tq]; None: not asked for
+
+
+class Backward(NamedTuple):
+    """What `flash_backward` returns; None where not asked for."""
+
+    query: Tensor  # [B, H, Tq, D]
+    key: Tensor  # [B, Hkv, Tk, D]
+    value: Tensor  # [B, Hkv, Tk, DV]
+    beta: Tensor | None  # [B, H, Tq] fp32
+    sinks: Tensor | None  # [H] fp32
+
+
+def forward_tile(
+    dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False, left_edge: bool = False
+) -> Tile:
+    """For the forward, by padded head dimensions and bytes of an element.
+
+    `busy`: more registers are needed for each score (softcap, dropout, a bias, any mask) or for a padded head
+    dimension; `left_edge`: for a third loop. Tiles are the largest that spill nothing, by the table of
+    attnscale/bench/static, among those with the fewest cycles for a score in its model. Products of fp32 are unrolled
+    completely where no matrix unit computes them, so that tiles have to be small.
+    """
+    widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
+    if size == 4:
+        if amd:
+            return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd:
+        return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
+    if widest <= 64:
+        return Tile(128, 64, 8, 3)
+    if widest <= 128 and resources.shared_memory > 200_000:
+        return Tile(128, 32, 8, 3) if busy else Tile(128, 64, 8, 2 if left_edge else 3)
+    if widest <= 128:
+        return Tile(128, 16, 8, 2) if busy else Tile(128, 32, 8, 3)
+    return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
+
+
+def parts_of_sums(value_dim: int, resources: Resources) -> int:
+    """Parts that the sums of a row are kept in where there are statistics; see sum_in_parts of device.py.
+
+    At 128 dimensions 8 parts would take 425 → 413 instructions on sm_90, but 436 → 482 and a spill on sm_100.
+    """
+    return 8 if value_dim <= 64 or resources.warp_size == 64 else 1
+
+
+def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
+    """For the gradient of queries: like the forward, with one product more."""
+    widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
+    if size == 4:
+        if amd:
+            return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(16, 16, 4, 1)
+    if amd:
+        return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
+    if widest <= 64:
+        return Tile(128, 64, 8, 2)
+    return Tile(128, 32, 8, 2) if widest <= 128 else Tile(64, 32, 8, 1)
+
+
+def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False) -> Tile:
+    """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
+
+    Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
+    accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
+    three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Up to 64 dimensions the
+    assembler of sm_100 spills a few bytes to keep two blocks of 8 warps on a multiprocessor; smaller blocks avoid that.
+    """
+    widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
+    large = resources.shared_memory > 200_000
+    if size == 4:
+        return Tile(32, 16, 4 if amd else 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd:
+        return Tile(32, 128, 4, 1) if widest <= 64 else Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
+    if widest <= 64:
+        return Tile(32, 64, 4, 2) if large else Tile(32, 128, 8, 2)
+    if widest <= 128:
+        return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 3)
+    return Tile(32, 64, 8, 1)
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    entropy: bool = False,
+    tile: Tile | None = None,
+) -> Forward:
+    """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
+
+    Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype, β [B|1, H|1, Tq|1] in fp32. A row
+    that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
+    the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`.
+    """
+    launch, result = forward_launch(
+        query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
+        seed=seed, entropy=entropy, tile=tile,
+    )  # fmt: skip
+    launch.run(query)
+    return result
+
+
+def forward_launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    entropy: bool,
+    tile: Tile | None = None,
+) -> tuple[Launch, Forward]:
+    """The launch that `flash_forward` makes, and the tensors that it will fill."""
+    batch, heads, queries, dim = query.shape
+    value_dim = value.shape[-1]
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    beta = beta.to(torch.float32).expand(batch, heads, queries)
+    resources = resources_of(query.device)
+    tile = tile or forward_tile(
+        block_of(dim), block_of(value_dim), query.element_size(), resources,
+        busy=_is_busy(dim, value_dim, visibility, softcap, dropout_p),
+        left_edge=visibility.start is not None or visibility.left is not None,
+    )  # fmt: skip
+    result = new_forward(query, value, entropy)
+    arguments = {
+        **attention_arguments(query, key, scale, softcap),
+        "v_ptr": value,
+        "beta_ptr": beta,
+        "sinks_ptr": None if sinks is None else sinks.contiguous(),
+        "seed_ptr": seed if dropout_p > 0.0 else None,
+        "out_ptr": result.out,
+        "lse_ptr": result.lse,
+        "top_ptr": result.max_logit,
+        "entropy_ptr": result.entropy,
+        **strides("v", value, "bhn"),
+        **strides("o", result.out, "bhm"),
+        **strides("beta_", beta, "bhm"),
+        **visibility.arguments(),
+        **visibility.table(key_ranges(visibility, queries, tile.m)),
+        "dropout_p": dropout_p,
+    }
+    constants = {
+        **attention_constants(query, visibility, softcap, tile),
+        "DV": value_dim,
+        "BLOCK_DV": block_of(value_dim),
+        "SINKS": sinks is not None,
+        "DROPOUT": dropout_p > 0.0,
+        "ENTROPY": entropy,
+        "PARTS": parts_of_sums(block_of(value_dim), resources) if entropy else 1,
+    }
+    grid = batch * heads * triton.cdiv(queries, tile.m)
+    return Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
+
+
+def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
+    """Memory for the result of a forward."""
+    rows = query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return Forward(out, rows, torch.empty_like(rows), torch.empty_like(rows) if entropy else None)
+
+
+def flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    dbeta: bool = False,
+    query_tile: Tile | None = None,
+    key_tile: Tile | None = None,
+) -> Backward:
+    """Gradients for that of the output of `flash_forward`, given its arguments, its output and its lse.
+
+    Deterministic: no two programs add to the same element.
+    """
+    launches, result = backward_launches(
+        gradient, query, key, value, beta, visibility, out, lse, scale=scale, softcap=softcap, dropout_p=dropout_p,
+        seed=seed, dbeta=dbeta, query_tile=query_tile, key_tile=key_tile,
+    )  # fmt: skip
+    for launch in launches:
+        launch.run(query)
+    if sinks is not None:
+        delta = launches[0].arguments["rows_ptr"][..., 3]  # type: ignore[index]
+        share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
+        result = result._replace(sinks=-(share * delta).sum((0, 2)))
+    return result
+
+
+def backward_launches(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    dbeta: bool,
+    query_tile: Tile | None = None,
+    key_tile: Tile | None = None,
+) -> tuple[tuple[Launch, Launch, Launch], Backward]:
+    """The launches that `flash_backward` makes, in order, and the tensors that they will fill."""
+    batch, heads, queries, dim = query.shape
+    kv_heads, keys, value_dim = value.shape[1:]
+    query, key, value, gradient, out = (unit_stride(x) for x in (query, key, value, gradient.to(query.dtype), out))
+    beta = beta.to(torch.float32).expand(batch, heads, queries)
+    shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
+    busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
+    query_tile, key_tile = query_tile or backward_query_tile(*shape), key_tile or backward_key_tile(*shape, busy=busy)
+    rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
+    result = Backward(
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        value.new_empty(value.shape),
+        rows.new_empty(rows.shape[:3]) if dbeta else None,
+        None,
+    )
+    value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
+    per_row = Launch(
+        flash_backward_rows_kernel,
+        batch * heads * triton.cdiv(queries, ROWS),
+        {
+            "do_ptr": gradient,
+            "out_ptr": out,
+            "beta_ptr": beta,
+            "lse_ptr": lse.contiguous(),
+            "rows_ptr": rows,
+            **strides("do", gradient, "bhm"),
+            **strides("o", out, "bhm"),
+            **strides("beta_", beta, "bhm"),
+            "heads": heads,
+            "queries": queries,
+            "factor": LOG2E * (scale if visibility.linear_in_products(softcap) else 1.0),
+        },
+        {**value_constants, "BLOCK_M": ROWS},
+        4,
+        1,
+    )
+    shared = {
+        **attention_arguments(query, key, scale, softcap),
+        "v_ptr": value,
+        "do_ptr": gradient,
+        "rows_ptr": rows,
+        "seed_ptr": seed if dropout_p > 0.0 else None,
+        **strides("v", value, "bhn"),
+        **strides("do", gradient, "bhm"),
+        **visibility.arguments(),
+        "dropout_p": dropout_p,
+    }
+    value_constants["DROPOUT"] = dropout_p > 0.0
+    to_query = Launch(
+        flash_backward_query_kernel,
+        batch * heads * triton.cdiv(queries, query_tile.m),
+        {
+            **shared,
+            **visibility.table(key_ranges(visibility, queries, query_tile.m)),
+            "dq_ptr": result.query,
+            "dbeta_ptr": result.beta,
+            **strides("dq", result.query, "bhm"),
+        },
+        {**attention_constants(query, visibility, softcap, query_tile), **value_constants, "DBETA": dbeta},
+        query_tile.warps,
+        query_tile.stages,
+    )
+    to_key = Launch(
+        flash_backward_key_kernel,
+        batch * kv_heads * triton.cdiv(keys, key_tile.n),
+        {
+            **shared,
+            **visibility.table(query_ranges(visibility, keys, key_tile.n)),
+            "dk_ptr": result.key,
+            "dv_ptr": result.value,
+            **strides("dk", result.key, "bhn"),
+            **strides("dv", result.value, "bhn"),
+        },
+        {**attention_constants(query, visibility, softcap, key_tile), **value_constants},
+        key_tile.warps,
+        key_tile.stages,
+    )
+    return (per_row, to_query, to_key), result
+
+
+def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:
+    """Whether a score needs more registers than usual; see `forward_tile`."""
+    padded = (block_of(dim), block_of(value_dim)) != (dim, value_dim)
+    masked = visibility.padding is not None or visibility.mask is not None
+    return padded or masked or softcap is not None or dropout_p > 0.0

@@ -1,0 +1,166 @@
+"""Host side of gap counting: tiles, launches and their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..launch import (
+    Launch,
+    Resources,
+    Tile,
+    attention_arguments,
+    attention_constants,
+    block_of,
+    resources_of,
+    unit_stride,
+)
+from ..visibility import BIAS, Visibility, key_ranges
+from .kernel import gap_bracket_kernel, gap_count_kernel
+
+LARGEST_TILE = 128  # keys, which a byte can count
+
+# An infinite threshold admits every visible key, and no hidden one.
+FARTHEST = 5e29
+
+
+class GapBracket(NamedTuple):
+    """What `gap_bracket` returns, all [B, H, Tq] in fp32."""
+
+    top: Tensor  # the best raw score, −∞ where a row sees nothing
+    second_gap: Tensor  # how far behind the second best is, ∞ where there is none
+    lower: Tensor  # lower ≤ Λ ≤ upper
+    upper: Tensor
+
+
+def gap_tile(dim: int, size: int, resources: Resources, biased: bool) -> Tile:
+    """For the two passes of gap counting, which hold no accumulator; a byte counts the keys of a tile: 128 at most.
+
+    A bias is a tile more to hold, which wide heads leave no room for. In fp32, heads wider than 128 spill.
+    """
+    amd = resources.warp_size == 64
+    if size == 4:
+        if amd:
+            return Tile(64, 32, 4, 1) if dim <= 64 else Tile(32, 32, 4, 1) if dim <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if dim <= 64 else Tile(16, 16, 8, 1)
+    if amd:
+        return Tile(128, 64, 4, 1) if dim <= 128 else Tile(64, 32, 4, 1)
+    return Tile(128, 32 if biased and dim > 64 else 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
+
+
+def gap_bracket(
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    tile: Tile | None = None,
+) -> GapBracket:
+    """A certified bracket of Λ = max ln k/Δ_k, over ranks k ≥ 2, of the raw scores softcap(scale·q·k) + bias.
+
+    Query [B, H, Tq, D], key [B, Hkv, Tk, D]. upper ≤ 1.25·lower for rows of up to 180,000 keys; beyond that the bracket
+    holds, but widens slowly. Fewer than two visible keys have Λ = 0, a tie at the top has Λ = ∞, both exactly. A
+    visible score that is NaN makes its row NaN.
+    """
+    launch, result = bracket_launch(query, key, visibility, scale=scale, softcap=softcap, tile=tile)
+    launch.run(query)
+    return result
+
+
+def bracket_launch(
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float | None,
+    tile: Tile | None = None,
+) -> tuple[Launch, GapBracket]:
+    """The launch that `gap_bracket` makes, and the tensors that it will fill."""
+    shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
+    result = GapBracket(*(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4)))
+    outputs = {f"{name}_ptr": x for name, x in zip(("top", "gap", "lower", "upper"), result, strict=True)}
+    return Launch(gap_bracket_kernel, grid, {**shared, **outputs}, constants, tile.warps, tile.stages), result
+
+
+def gap_count(
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    thresholds: Sequence[float],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """N(t) [B, H, Tq, thresholds] in int32: visible keys whose raw score is within t of the best, that one included.
+
+    A key at the threshold counts; a threshold of ∞ counts all that a row sees.
+    """
+    launch, counts = count_launch(query, key, visibility, thresholds, scale=scale, softcap=softcap, tile=tile)
+    launch.run(query)
+    return counts
+
+
+def count_launch(
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    thresholds: Sequence[float],
+    *,
+    scale: float,
+    softcap: float | None,
+    tile: Tile | None = None,
+) -> tuple[Launch, Tensor]:
+    """The launch that `gap_count` makes, and the tensor that it will fill."""
+    shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
+    linear = visibility.linear_in_products(softcap)
+    edges = [_in_products(t, scale) if linear else t for t in thresholds]
+    counts = query.new_empty((*query.shape[:3], len(edges)), dtype=torch.int32)
+    arguments = {
+        **shared,
+        "thresholds_ptr": _on_device(edges, query),
+        "counts_ptr": counts,
+    }
+    constants |= {"T": len(edges), "BLOCK_T": triton.next_power_of_2(max(1, len(edges)))}
+    return Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages), counts
+
+
+def _prepare(
+    query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None, tile: Tile | None
+) -> tuple[dict[str, object], dict[str, object], int, Tile]:
+    """What both kernels are given and compiled for, how many programs, and the tile."""
+    batch, heads, queries, dim = query.shape
+    query, key = unit_stride(query.detach()), unit_stride(key.detach())
+    biased = visibility.mask_kind == BIAS
+    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), biased)
+    if tile.n > LARGEST_TILE:
+        raise ValueError(f"tile={tile!r} is not accepted: expected at most {LARGEST_TILE} keys, which a byte can count")
+    arguments = {
+        **attention_arguments(query, key, scale, softcap),
+        **visibility.arguments(),
+        **visibility.table(key_ranges(visibility, queries, tile.m)),
+    }
+    constants = attention_constants(query, visibility, softcap, tile)
+    return arguments, constants, batch * heads * triton.cdiv(queries, tile.m), tile
+
+
+def _in_products(threshold: float, scale: float) -> float:
+    """A threshold in units of q·k; where the scale is 0 every gap is 0."""
+    if scale == 0.0:
+        return math.copysign(math.inf, threshold) if threshold != 0.0 else math.inf
+    return threshold / abs(scale)
+
+
+def _on_device(numbers: list[float], like: Tensor) -> Tensor:
+    """Numbers as fp32 on a tensor's device, by filling: a copy from the host would synchronise."""
+    held = like.new_empty(len(numbers), dtype=torch.float32)
+    for i, number in enumerate(numbers):
+        held[i].fill_(min(number, FARTHEST))
+    return held
