@@ -2,77 +2,73 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from ranks import on_two_ranks
+from torch import distributed, nn
 
 from attnscale import ArgumentTypeError, Monitor, ScaledDotProductAttention
-from attnscale.diagnostics import Record
+from attnscale.diagnostics import MemorySink, Record
+from attnscale.diagnostics.records import collect as collecting
 
-TESTS = Path(__file__).resolve().parents[1]
 
-WORKER = textwrap.dedent(
-    """
-    import datetime, json, sys, warnings
-    import torch
-    from torch import distributed, nn
-    import tiny_gpt
-    from attnscale import Monitor, ScaledDotProductAttention
-    from attnscale.diagnostics import MemorySink
-    from attnscale.diagnostics.records import collect as collecting
+class Layers(nn.Module):
+    """Attention layers by name, called one by one with tensors that differ from process to process."""
 
-    rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    patience = datetime.timedelta(seconds=60)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
-    collectives = []
-    for name in ("all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "all_gather"):
-        def counted(*arguments, act=getattr(distributed, name), **settings):
+    def __init__(self, rank: int, *names: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.layers = nn.ModuleDict({name: ScaledDotProductAttention("log") for name in names})
+
+    def forward(self, *names: str, batch: int = 1, heads: int = 2, length: int = 16, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(self.rank)
+        x = torch.randn(batch, heads, length, 8, generator=generator).mul(scale).requires_grad_()
+        for name in names:
+            self.layers[name](x, x, x, is_causal=True).sum().backward()
+
+
+def every_scenario(rank: int) -> dict[str, Any]:
+    """What one of two processes reports in each scenario."""
+    collectives: list[str] = []
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **settings: Any) -> Any:
             collectives.append(act.__name__)
             return act(*arguments, **settings)
-        setattr(distributed, name, counted)
 
-    found = {}
+        return count
+
+    for name in ("all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "all_gather"):
+        setattr(distributed, name, counted(getattr(distributed, name)))
+
+    found: dict[str, Any] = {}
 
     def report(scenario, monitor, step):
         collectives.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             records = monitor.step(step)
-        found.setdefault(scenario, []).append({
-            "records": [record.as_dict() for record in records],
-            "collectives": list(collectives),
-            "warnings": [f"{warning.category.__name__}: {warning.message}" for warning in caught],
-        })
-
-    class Layers(nn.Module):
-        def __init__(self, *names):
-            super().__init__()
-            self.layers = nn.ModuleDict({name: ScaledDotProductAttention("log") for name in names})
-
-        def forward(self, *names, batch=1, heads=2, length=16, scale=1.0):
-            generator = torch.Generator().manual_seed(rank)
-            x = torch.randn(batch, heads, length, 8, generator=generator).mul(scale).requires_grad_()
-            for name in names:
-                self.layers[name](x, x, x, is_causal=True).sum().backward()
+        found.setdefault(scenario, []).append(
+            {
+                "records": [record.as_dict() for record in records],
+                "collectives": list(collectives),
+                "warnings": [f"{warning.category.__name__}: {warning.message}" for warning in caught],
+            }
+        )
 
     # A layer that a process skips, one that nobody has called yet, and one that is called late.
-    model = Layers("a", "b", "c")
+    model = Layers(rank, "a", "b", "c")
     with Monitor(model, every=1, alerts=None) as monitor:
         for step, called in enumerate([("ab", "a"), ("a", "ab"), ("a", "a"), ("ab", "abc"), ("", "")]):
             model(*called[rank])
             report("skipped", monitor, step)
 
     # Stages of a pipeline, whose layers have names of their own.
-    model, sink = Layers(*("ab" if rank == 0 else "cd")), MemorySink()
+    model, sink = Layers(rank, *("ab" if rank == 0 else "cd")), MemorySink()
     with Monitor(model, every=1, alerts=None, sinks=[sink]) as monitor:
         for step in range(2):
             model(*model.layers, length=16 if rank == 0 else 32)
@@ -80,7 +76,7 @@ WORKER = textwrap.dedent(
     found["written"] = len(sink.records)
 
     # The same names with different numbers of heads.
-    model = Layers("a", "b")
+    model = Layers(rank, "a", "b")
     with Monitor(model, every=1, alerts=None) as monitor:
         for step in range(2):
             model("a", heads=2 + 2 * rank)
@@ -89,7 +85,7 @@ WORKER = textwrap.dedent(
 
     # Each in a group of its own.
     groups = [distributed.new_group([0]), distributed.new_group([1])]
-    model, sink = Layers("a"), MemorySink()
+    model, sink = Layers(rank, "a"), MemorySink()
     with Monitor(model, every=1, alerts=None, process_group=groups[rank], sinks=[sink]) as monitor:
         model("a", batch=1 + rank)
         report("alone", monitor, 0)
@@ -113,7 +109,7 @@ WORKER = textwrap.dedent(
     with Monitor(model, every=1, alerts=None) as monitor:
         model("a")
         if rank == 1:
-            collecting.pack = lambda tallies, sample: 1 / 0
+            collecting.pack = lambda *tallies: 1 / 0
         report("failure", monitor, 0)
         collecting.pack = pack
         model("a")
@@ -134,39 +130,13 @@ WORKER = textwrap.dedent(
     with Monitor(model, every=1, rows=None, alerts=None) as monitor:
         model("a", batch=4 if rank == 0 else 120, length=16 if rank == 0 else 64)
         report("rows", monitor, 0)
-
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(found, file)
-    distributed.destroy_process_group()
-    """
-)
+    return found
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes has reported in every scenario."""
-    folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(port), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=240)
-            assert worker.returncode == 0, errors
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_two_ranks(every_scenario, tmp_path_factory.mktemp("processes"))
 
 
 def rows_of(report: dict) -> dict[str, int]:
