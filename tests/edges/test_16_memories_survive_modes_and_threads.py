@@ -22,9 +22,8 @@ from attnscale import (
     attention_with_stats,
     build_policy,
     scaled_dot_product_attention,
-    scratch,
 )
-from attnscale._util import state
+from attnscale._util import scratch, state
 from attnscale._util.memory import MOST_ELEMENTS, Memory
 from attnscale.policies import FormulaPolicy
 from attnscale.policies.temperature import mark_counted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +29,9 @@ class ScoreTile:
         self.visible = visible
         self._beta = beta
         self._hidden = (visible - 1).mul_(-HIDDEN)
+        # Made when first used. Not cached_property, whose lock in Python 3.10 and 3.11 torch.compile cannot trace.
+        self._masked: Tensor | None = None
+        self._logits: Tensor | None = None
 
     @classmethod
     def without_keys(cls, beta: Tensor) -> ScoreTile:
@@ -37,20 +39,25 @@ class ScoreTile:
         nothing = torch.zeros_like(beta)[..., None]
         return cls(nothing, nothing, beta)
 
-    @cached_property
+    @property
     def sums(self) -> Tensor:
         """Of the visible raw scores of each row."""
         return self.raw.sum(-1)
 
-    @cached_property
+    @property
     def masked(self) -> Tensor:
         """Raw scores, `HIDDEN` where hidden."""
-        return self.compute("masked", torch.add, self.raw, self._hidden)
+        if self._masked is None:
+            self._masked = self.compute("masked", torch.add, self.raw, self._hidden)
+        return self._masked
 
-    @cached_property
+    @property
     def logits(self) -> Tensor:
         """β·s in units of ln 2, `HIDDEN` where hidden."""
-        return self.compute("logits", torch.addcmul, self._hidden, self.raw, (self._beta * LOG2E)[..., None])
+        if self._logits is None:
+            factor = (self._beta * LOG2E)[..., None]
+            self._logits = self.compute("logits", torch.addcmul, self._hidden, self.raw, factor)
+        return self._logits
 
     def compute(self, purpose: str, operator: Callable[..., Tensor], *inputs: Tensor | float) -> Tensor:
         """A result of the shape of the scores; where possible in memory that all tiles share for this purpose."""
