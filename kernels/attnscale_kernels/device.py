@@ -360,16 +360,11 @@ def raise_maximum(m, y, c):
 
 
 @triton.jit
-def add_weights(total, moment, x, p, fall, fade, ENTROPY: tl.constexpr, PARTS: tl.constexpr):
-    """l = Σ 2^x and u = Σ 2^x·x, each [rows, PARTS], with the new x [rows, slots] and p = 2^x added."""
-    if ENTROPY:
-        moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
-    return total * fade[:, None] + sum_in_parts(p, PARTS), moment
-
-
-@triton.jit
 def online_softmax(y, c, m, total, moment, ENTROPY: tl.constexpr, PARTS: tl.constexpr, EDGE: tl.constexpr):
-    """One step: unnormalised weights of the scores y, the factor of all sums so far, and the new m, l and u."""
+    """One step: unnormalised weights of the scores y, the factor of all sums so far, and the new m, l and u.
+
+    l = Σ 2^x and u = Σ 2^x·x are [rows, PARTS], to be summed over the parts at the end.
+    """
     peak, fall, fade = raise_maximum(m, y, c)
     base = peak * c
     if EDGE:
@@ -377,7 +372,9 @@ def online_softmax(y, c, m, total, moment, ENTROPY: tl.constexpr, PARTS: tl.cons
         base = tl.where(peak > SEEN_ABOVE, base, 0.0)
     x = y * c[:, None] - base[:, None]
     p = tl.exp2(x)
-    total, moment = add_weights(total, moment, x, p, fall, fade, ENTROPY, PARTS)
+    if ENTROPY:
+        moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
+    total = total * fade[:, None] + sum_in_parts(p, PARTS)
     return p, fade, peak, total, moment
 
 

@@ -14,16 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device import (
-    HIDDEN,
-    HIDDEN_BELOW,
-    LOG2E,
-    SEEN_ABOVE,
-    add_weights,
-    finish_softmax,
-    program_rows,
-    raise_maximum,
-)
+from ..device import HIDDEN, HIDDEN_BELOW, LOG2E, SEEN_ABOVE, finish_softmax, program_rows, raise_maximum
 
 
 @triton.jit
@@ -145,8 +136,8 @@ def softmax_forward_kernel(
     if LONG:
         m = tl.full([BLOCK_M], HIDDEN, tl.float32)
         best = tl.full([BLOCK_M], HIDDEN, tl.float32)  # of raw scores, whatever the sign of β
-        totals = tl.zeros([BLOCK_M, 1], tl.float32)
-        moments = tl.zeros([BLOCK_M, 1], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        moment = tl.zeros([BLOCK_M], tl.float32)
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
             raw, seen = _raw_scores(
@@ -156,10 +147,10 @@ def softmax_forward_kernel(
             y = tl.where(seen, raw * sign[:, None], HIDDEN)
             m, fall, fade = raise_maximum(m, y, c)
             x, p = _unnormalised(y, m, c, seen)
-            totals, moments = add_weights(totals, moments, x, p, fall, fade, True, 1)
+            moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
+            total = total * fade + tl.sum(p, axis=1)
             if THRESHOLDS:
                 best = tl.maximum(best, tl.max(raw, axis=1))
-        total, moment = tl.sum(totals, axis=1), tl.sum(moments, axis=1)
     else:
         slots = tl.arange(0, BLOCK_N)
         raw, seen = _raw_scores(
@@ -175,11 +166,7 @@ def softmax_forward_kernel(
             best = tl.max(raw, axis=1)
 
     something = (total > 0) | (total != total)  # the largest has 2^0
-    row_at = head_index.to(tl.int64) * queries + row
-    share = finish_softmax(
-        something, m * size, total, moment, beta_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists, False, True
-    )
-    tl.store(w_max_ptr + row_at, share, mask=exists)
+    share = tl.where(something, 1 / tl.where(something, total, 1.0), 0.0)
     if LONG:
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
@@ -196,6 +183,11 @@ def softmax_forward_kernel(
             counts = _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS, BLOCK_T)
         _store_row(weights_ptr, row, exists, slots, keys, stride_wm, p * share[:, None])
 
+    row_at = head_index.to(tl.int64) * queries + row
+    finish_softmax(
+        something, m * size, total, moment, beta_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists, False, True
+    )
+    tl.store(w_max_ptr + row_at, share, mask=exists)
     if THRESHOLDS:
         column = tl.arange(0, BLOCK_T)[None, :]
         counts_at = counts_ptr + row_at[:, None] * THRESHOLDS + column
