@@ -1,4 +1,4 @@
-"""Decoding: keys split over programs and merged, gap counts, and the merge of parts.
+"""Decoding: keys split over programs and merged.
 
 Fresh memory is filled with NaN (and with the largest integer) throughout, so that what is not written shows.
 """
