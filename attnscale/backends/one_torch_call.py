@@ -53,8 +53,8 @@ def attend_in_one_call(
     beta = recurring_temperature(policy, query, key, attn_mask, is_causal, visible)
     if isinstance(beta, float):
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
-    # Other devices have a better backend for float16: dispatch decides.
-    if beta is None or (query.device.type != "cpu" and dtype_of(query) == torch.float16):
+    # Other devices have a better backend for half precision: dispatch decides.
+    if beta is None or (query.device.type != "cpu" and dtype_of(query).itemsize == 2):
         return None
     return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

@@ -16,8 +16,8 @@ from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 
-# Up to logits of this size, by the estimate of `_is_sharp`, β·q is rounded to bfloat16. There the rounding costs about
-# half of the error budget of three times torch's own, measured with many β.
+# Up to logits of this size, by the estimate of `_bears_rounding`, β·q is rounded to bfloat16. There the rounding costs
+# about half of the error budget of three times torch's own, measured with many β.
 SHARPEST_ROUNDED = 12.0
 
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
@@ -27,9 +27,10 @@ TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attenti
 class SdpaBackend:
     """A β shared by all rows goes through `scale` and is not rounded; a β per row goes into q, in fp32.
 
-    In bfloat16 the product is rounded once. On the CPU, calls whose logits are too large for this rounding are computed
-    in float32; on other devices finding out would synchronise. In float16 the product could overflow or vanish, so
-    such calls are computed in float32 on every device, and "auto" prefers the triton backend where it is usable.
+    In bfloat16 the product is rounded once where logits are known to be small enough for it, which takes values that
+    can be read: on the CPU and outside of graphs. Else the CPU computes in float32, and other devices in bfloat16 with
+    the product as a sum of two numbers. In float16 the product could overflow or vanish, so that every device computes
+    in float32. On other devices "auto" prefers the triton backend, which rounds no product, for both.
     """
 
     name = "sdpa"
@@ -68,27 +69,35 @@ def attend_by_row(
     grouped: bool,
 ) -> Tensor:
     """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
-    dtype = autocast.dtype_of(query)
-    if dtype != torch.float16 and not (dtype == torch.bfloat16 and _is_sharp(query, key, beta, scale)):
-        folded = multiply(query, beta.unsqueeze(-1))
-        return attend(folded, key, value, mask, dropout_p, is_causal, scale, grouped)
-    wide = (query.float() * beta.unsqueeze(-1), key.float(), value.float())
+    dtype, options = autocast.dtype_of(query), (mask, dropout_p, is_causal, scale, grouped)
+    if dtype.itemsize > 2 or (dtype == torch.bfloat16 and _bears_rounding(query, key, beta, scale)):
+        return attend(multiply(query, beta.unsqueeze(-1)), key, value, *options)
+    product = query.float() * beta.unsqueeze(-1)
+    if dtype == torch.bfloat16 and query.device.type != "cpu":
+        high = product.to(dtype)
+        low = (product - high).to(dtype)
+        key, value_dim = key.to(dtype), value.shape[-1]
+        # torch's fused kernels want values as wide as keys.
+        value = F.pad(value.to(dtype), (0, max(0, 2 * key.shape[-1] - value_dim)))
+        return attend(torch.cat([high, low], -1), torch.cat([key, key], -1), value, *options)[..., :value_dim]
     with autocast.off(query.device):
-        return attend(*wide, mask, dropout_p, is_causal, scale, grouped).to(dtype)
+        return attend(product, key.float(), value.float(), *options).to(dtype)
 
 
-def _is_sharp(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> bool:
-    """Whether logits are so large that rounding β·q changes them by more than torch's own roundings do.
+def _bears_rounding(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> bool:
+    """Whether logits are known to be so small that rounding β·q changes them by less than torch's own roundings do.
 
     That change is the eps of the dtype times the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of
-    q and k.
+    q and k. Values that would have to be read from a graph, or from a device that would synchronise, are not known.
     """
-    if query.device.type != "cpu" or is_watched() or not query.numel() or not key.numel():
+    if query.device.type != "cpu" or is_watched():
         return False
+    if not query.numel() or not key.numel():
+        return True
     with torch.no_grad():
         sizes = [float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel()) for x in (query, key)]
         largest = float(torch.linalg.vector_norm(beta, ord=math.inf))
-    return largest * sizes[0] * sizes[1] * math.sqrt(key.shape[-1]) * abs(scale) > SHARPEST_ROUNDED
+    return largest * sizes[0] * sizes[1] * math.sqrt(key.shape[-1]) * abs(scale) <= SHARPEST_ROUNDED
 
 
 def attend(

@@ -54,7 +54,9 @@ def test_inductor_agrees(dtype):
     q, k, v = tensors((1, 4, 24, 16), (1, 2, 24, 16), dtype)
     kwargs = {"policy": "log", "is_causal": True, "enable_gqa": True}
     graph = torch.compile(lambda q, k, v: scaled_dot_product_attention(q, k, v, **kwargs), fullgraph=True)
-    torch.testing.assert_close(graph(q, k, v), scaled_dot_product_attention(q, k, v, **kwargs))
+    # A graph cannot tell whether bfloat16 bears the rounding of β·q, as eager can: it computes in fp32.
+    eager = [x.float() for x in (q, k, v)] if dtype == torch.bfloat16 else [q, k, v]
+    torch.testing.assert_close(graph(q, k, v), scaled_dot_product_attention(*eager, **kwargs).to(dtype))
 
 
 def test_growing_lengths_are_one_dynamic_graph():

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import textwrap
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,5 +142,62 @@ def test_other_devices_prefer_a_kernel_that_applies_beta_in_float32():
     q = torch.empty(1, 2, 8, 16, device="meta", dtype=torch.float16)
     half = explain_dispatch(q, q, q, is_causal=True, policy="log")
     assert [verdict.backend for verdict in half.verdicts][:2] == ["triton", "sdpa"]
-    q = q.bfloat16()
-    assert explain_dispatch(q, q, q, is_causal=True, policy="log").verdicts[0].backend == "sdpa"
+    brain = explain_dispatch(*3 * [q.bfloat16()], is_causal=True, policy="log")
+    assert [verdict.backend for verdict in brain.verdicts][:2] == ["triton", "sdpa"]
+    assert explain_dispatch(*3 * [q.float()], is_causal=True, policy="log").verdicts[0].backend == "sdpa"
+
+
+SHARP = [("log_squared", {}), ("power", {"exponent": 0.5}), ("sphere", {"head_dim": 16})]
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0, 40.0])
+@pytest.mark.parametrize(("name", "parameters"), SHARP, ids=[name for name, _ in SHARP])
+def test_sharp_bfloat16_keeps_within_the_budget_in_a_compiled_graph(name, parameters, size):
+    q, k, v = (x.bfloat16() for x in tensors((1, 4, 256, 16), (1, 2, 256, 16)))
+    q = q * size
+    kwargs = {"is_causal": True, "enable_gqa": True, "policy": build_policy(name, **parameters)}
+    graph = torch.compile(partial(scaled_dot_product_attention, **kwargs), fullgraph=True, backend="aot_eager")
+    beta = kwargs["policy"](torch.arange(1, 257))
+    own = torch_error(q, k, v, beta, visibility(256, 256, causal=True), gqa=True)
+    assert_within_budget(differentiate(graph, q, k, v), exact(q, k, v, **kwargs), own, times=3)
+
+
+ELSEWHERE = textwrap.dedent(
+    """
+    import other_device
+    import torch
+    from oracle import assert_within_budget, differentiate, exact, tensors, torch_error, visibility
+    from attnscale import build_policy, scaled_dot_product_attention
+
+    registered = other_device.register()
+
+    def there(q, k, v):
+        q, k, v = (x.to(other_device.PLACE) for x in (q, k, v))
+        other_device.waits.clear()
+        out = scaled_dot_product_attention(q, k, v, backend="sdpa", **kwargs)
+        assert not other_device.waits, other_device.waits
+        return out.to("cpu")
+
+    for name in ("log_squared", "power", "log"):
+        for size in (1e-4, 1.0, 8.0, 40.0):
+            q, k, v = (x.bfloat16() for x in tensors((1, 4, 96, 16), (1, 2, 96, 16)))
+            q = q * size
+            policy = build_policy(name, **({"exponent": 0.5} if name == "power" else {}))
+            kwargs = {"is_causal": True, "enable_gqa": True, "policy": policy}
+            own = torch_error(q, k, v, policy(torch.arange(1, 97)), visibility(96, 96, causal=True), gqa=True)
+            assert_within_budget(differentiate(there, q, k, v), exact(q, k, v, **kwargs), own, times=3)
+    """
+)
+
+
+def test_sharp_bfloat16_keeps_within_the_budget_on_another_device_without_waiting_for_it():
+    tests = Path(__file__).resolve().parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        env={**os.environ, "PYTHONPATH": str(tests)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
