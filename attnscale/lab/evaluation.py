@@ -1,0 +1,306 @@
+"""`attnscale evaluate`: what each temperature law does to a trained model at growing context lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnscale import __version__
+from attnscale._util.files import write_whole
+from attnscale.errors import ArgumentError, AttnScaleWarning, reject
+from attnscale.lab.cells import Cells, Key
+from attnscale.lab.laws import OWN, Law, read_law
+from attnscale.lab.models import EMBEDDED, ModelFolder
+from attnscale.lab.needles import BYTES, NeedleFormat, Retrieval, hide_needles
+from attnscale.lab.tables import write_tables
+from attnscale.lab.tasks import answer_questions, read_window, recall_sequence, seeded, windows_of
+
+Progress = Callable[[int, int, str], None]
+
+TASKS = ("perplexity", "needle", "multi_needle", "recall")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to measure. Retrieval is scored teacher-forced, in one forward a sequence.
+
+    Args:
+        models: folders of HuggingFace models, or "embedded"; several are seeds of one recipe.
+        output: folder for finished cells, tables and page; a run that was interrupted goes on from there.
+        policies: names such as log, with parameters as gap_adaptive:r=4, with a label as argmax=constant:beta=1e6, or
+            YAML files of policies or plans. Length laws without parameters are anchored at the trained length.
+        lengths: of the sequences, in tokens.
+        tasks: of perplexity, needle (one in each sequence), multi_needle and recall (multi-query associative recall).
+        text: file that windows and haystacks are taken from; the embedded model has its own.
+        trained_length: where laws are anchored; by default max_position_embeddings of the config.
+        layers: which layers get the policy, as in attnscale.hf.apply.
+        rope: another rotary embedding, such as yarn:4, without a temperature of its own.
+        windows: pieces of text for perplexity.
+        samples: sequences per length for retrieval.
+        asked: questions in each sequence, at the most.
+        needles_every: one needle per so many tokens in multi_needle, so that competitors grow with the length.
+        needle: how a needle is written, with {key} and {value}.
+        question: how it is asked for, with {key}.
+        answer: how the value follows, with {value}.
+        alphabet: symbols of keys and values.
+        key_symbols: symbols of a key.
+        value_symbols: symbols of a value.
+        num_kv_pairs: pairs of key and value in recall, whose input_seq_len is the length.
+        seed: of all sequences.
+        chunk: tokens of one forward; the cache carries the rest.
+        dtype: of the weights, float32, bfloat16 or float16.
+    """
+
+    models: tuple[str, ...]
+    output: str
+    policies: tuple[str, ...] = ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive")
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    tasks: tuple[str, ...] = ("perplexity", "multi_needle")
+    text: str | None = None
+    trained_length: int | None = None
+    layers: str = "full"
+    rope: str | None = None
+    windows: int = 8
+    samples: int = 8
+    asked: int = 32
+    needles_every: int = 512
+    needle: str = NeedleFormat.needle
+    question: str = NeedleFormat.question
+    answer: str = NeedleFormat.answer
+    alphabet: str = NeedleFormat.alphabet
+    key_symbols: int = NeedleFormat.key_symbols
+    value_symbols: int = NeedleFormat.value_symbols
+    num_kv_pairs: int = 64
+    seed: int = 0
+    chunk: int = 2048
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("models", "policies", "lengths", "tasks"):
+            if not getattr(self, name):
+                reject(name, getattr(self, name), "at least one")
+        for name in ("windows", "samples", "asked", "needles_every", "num_kv_pairs", "chunk"):
+            if getattr(self, name) < 1:
+                reject(name, getattr(self, name), "a number >= 1")
+        for length in self.lengths:
+            if length < 8:
+                reject("lengths", length, "lengths of 8 tokens or more")
+        for task in self.tasks:
+            if task not in TASKS:
+                reject("tasks", task, ", ".join(TASKS))
+
+    @property
+    def style(self) -> NeedleFormat:
+        """How needles are written; the embedded model has a format of its own unless another is given."""
+        given = NeedleFormat(
+            self.needle, self.question, self.answer, self.alphabet, self.key_symbols, self.value_symbols
+        )
+        return BYTES if self.models == (EMBEDDED,) and given == NeedleFormat() else given
+
+
+def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
+    """Compute the cells that the output folder lacks, and write its tables; returns the folder."""
+    output = Path(evaluation.output)
+    folders = [ModelFolder.at(given, evaluation.rope, evaluation.dtype) for given in evaluation.models]
+    if len({folder.name for folder in folders}) < len(folders):
+        reject("models", evaluation.models, "folders of different names")
+    texts = [_Text.read(evaluation, folder) for folder in folders]  # refuses what is missing, before any work
+    laws = {folder.name: _laws(evaluation, folder) for folder in folders}
+    jobs = [
+        _Job(folder, law, text, key)
+        for folder, text in zip(folders, texts, strict=True)
+        for law in laws[folder.name]
+        for key in _keys(evaluation, folder, law, text)
+    ]
+    cells = Cells(output / "cells")
+    try:
+        _fill(evaluation, cells, jobs, progress)
+        write_tables(output, [(job.folder.name, job.law.label, job.key, cells.read(job.key) or {}) for job in jobs])
+        _write_description(evaluation, output, folders, laws)
+    except OSError as error:
+        raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
+    return output
+
+
+def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Progress | None) -> None:
+    """Compute the jobs whose cells are missing, a model with its policy at a time."""
+    missing = [job for job in jobs if cells.read(job.key) is None]
+    done = len(jobs) - len(missing)
+    for folder, law, some in _runs(missing):
+        with _prepared(evaluation, folder, law) as model:
+            for job in some:
+                if progress is not None:
+                    progress(done, len(jobs), f"{folder.name}, {law.label}, {job.key['length']}")
+                started = time.perf_counter()
+                result = _compute(evaluation, model, job)
+                cells.write(job.key, result=result, seconds=round(time.perf_counter() - started, 4))
+                done += 1
+    if progress is not None:
+        progress(done, len(jobs), "writing tables")
+
+
+class _Text(NamedTuple):
+    """The text of an evaluation in the tokens of one model, and how many bytes each token has."""
+
+    tokens: Tensor
+    sizes: Tensor
+    digest: str
+    tokenizer: Any
+
+    @classmethod
+    def read(cls, evaluation: Evaluation, folder: ModelFolder) -> _Text:
+        path = evaluation.text
+        if path is None and folder.name != EMBEDDED and (set(evaluation.tasks) - {"recall"}):
+            reject("text", None, "a text file, except for the embedded model")
+        if path is None:
+            content = files("attnscale.lab").joinpath("embedded", "held_out.txt").read_bytes()
+        elif Path(path).is_file():
+            content = Path(path).read_bytes()
+        else:
+            reject("text", path, "an existing text file")
+        tokenizer = folder.tokenizer()
+        tokens = torch.tensor(tokenizer(content.decode("utf-8", "replace"), add_special_tokens=False).input_ids)
+        sizes = [len(tokenizer.decode([token]).encode()) for token in range(int(tokens.max()) + 1)]
+        return cls(tokens, torch.tensor(sizes), _digest(tokens), tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a piece of text."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+
+class _Job(NamedTuple):
+    folder: ModelFolder
+    law: Law
+    text: _Text
+    key: Key
+
+
+def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
+    trained = evaluation.trained_length or folder.trained_length
+    if trained is None:
+        reject("trained_length", None, f"a length: the config of {folder.name} has no max_position_embeddings")
+    laws = [read_law(entry, trained) for entry in evaluation.policies]
+    if len({law.label for law in laws}) < len(laws):
+        reject("policies", evaluation.policies, "entries with different labels (label=name:key=value)")
+    return laws
+
+
+def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: _Text) -> Iterator[Key]:
+    """The cells of a model and a policy, each with everything that decides its result."""
+    same: Key = {"model": folder.fingerprint, "rope": folder.rope, "dtype": folder.dtype, "layers": evaluation.layers}
+    same |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
+    if "perplexity" in evaluation.tasks:
+        longest = max(evaluation.lengths)
+        windows_of(text.tokens, longest, evaluation.windows)
+        whole = {"text": text.digest, "lengths": sorted(evaluation.lengths), "windows": evaluation.windows}
+        for sample in range(evaluation.windows):
+            yield {"task": "perplexity", "length": longest, "sample": sample, **whole, **same}
+    for task in evaluation.tasks:
+        if task == "perplexity":
+            continue
+        for length in evaluation.lengths:
+            if task == "recall":
+                content: Key = {"num_kv_pairs": evaluation.num_kv_pairs}
+            else:
+                needles = 1 if task == "needle" else max(1, length // evaluation.needles_every)
+                content = {"needles": needles, "asked": min(evaluation.asked, needles), "text": text.digest}
+                content["style"] = dataclasses.asdict(evaluation.style)
+            for sample in range(evaluation.samples):
+                yield {
+                    "task": task,
+                    "length": length,
+                    "sample": sample,
+                    "seed": evaluation.seed,
+                    **content,
+                    **same,
+                }
+
+
+def _runs(jobs: list[_Job]) -> Iterator[tuple[ModelFolder, Law, list[_Job]]]:
+    """Jobs by model and policy, so that each pair is prepared once."""
+    groups: dict[tuple[str, str], list[_Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.folder.name, job.law.label), []).append(job)
+    for some in groups.values():
+        yield some[0].folder, some[0].law, some
+
+
+@contextmanager
+def _prepared(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Iterator[nn.Module]:
+    """The model with a policy."""
+    import attnscale.hf
+
+    if law.policy == {"name": OWN}:
+        yield folder.load_with_policy().model.eval()
+        return
+    model = folder.load()
+    folder.refuse_too_long(model, max(evaluation.lengths))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is what is measured
+        with attnscale.hf.apply(model, law.policy, layers=evaluation.layers):
+            yield model
+
+
+def _compute(evaluation: Evaluation, model: nn.Module, job: _Job) -> dict[str, Any]:
+    key, text = job.key, job.text
+    if key["task"] == "perplexity":
+        window = windows_of(text.tokens, key["length"], evaluation.windows)[key["sample"]]
+        return read_window(model, window, evaluation.lengths, text.sizes, evaluation.chunk)
+    generator = seeded(evaluation.seed, key["task"], key["length"], key["sample"])
+    if key["task"] == "recall":
+        ordinary = sorted(set(range(len(text.tokenizer))) - set(text.tokenizer.all_special_ids))
+        retrieval: Retrieval = recall_sequence(key["length"], evaluation.num_kv_pairs, ordinary, generator)
+    else:
+        retrieval = hide_needles(
+            evaluation.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
+        )
+    return answer_questions(model, retrieval, evaluation.chunk)
+
+
+def _write_description(
+    evaluation: Evaluation, output: Path, folders: list[ModelFolder], laws: dict[str, list[Law]]
+) -> None:
+    """run.json: what was asked, of which models, with which policies."""
+    content = {
+        "attnscale": __version__,
+        "command": _command(evaluation),
+        "spec": dataclasses.asdict(evaluation),
+        "models": {
+            folder.name: {
+                "fingerprint": folder.fingerprint,
+                "trained_length": evaluation.trained_length or folder.trained_length,
+            }
+            for folder in folders
+        },
+        "policies": {law.label: law.policy for law in laws[folders[0].name]},
+    }
+    write_whole(output / "run.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _command(evaluation: Evaluation) -> str:
+    """The command line that gives the same evaluation."""
+    words = ["attnscale", "evaluate", *evaluation.models]
+    for field in dataclasses.fields(evaluation):
+        value = getattr(evaluation, field.name)
+        if field.name != "models" and value != field.default:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{field.name.replace('_', '-')}", text]
+    return shlex.join(words)
+
+
+def _digest(tokens: Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]

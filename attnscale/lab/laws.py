@@ -1,0 +1,58 @@
+"""Policies as the command line writes them: "log", "gap_adaptive:r=4", "argmax=constant:beta=1e6", or a YAML file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnscale._util.yaml_files import read_yaml
+from attnscale.errors import reject
+from attnscale.policies import POLICIES
+
+# Laws of the length, which a trained model is given anchored at its trained length, and never below 1.
+ANCHORED = ("sqrt_log", "log", "log_squared", "power")
+
+OWN = "own"  # the policy that a model was saved with
+_ENTRY = re.compile(r"(?:(?P<label>[\w.+-]+)=)?(?P<name>[^:=]+)(?P<parameters>(?::\w+=[^:=]+)*)")
+
+
+class Law(NamedTuple):
+    """A policy to evaluate: its name in tables, and what `attnscale.hf.apply` is given."""
+
+    label: str
+    policy: dict[str, Any]
+
+
+def read_law(entry: str, trained_length: int) -> Law:
+    """A policy from its text; length laws without parameters are anchored at the trained length.
+
+    >>> read_law("log", 128)
+    Law(label='log', policy={'name': 'log', 'reference_length': 128, 'floor': True})
+    >>> read_law("argmax=constant:beta=1e6", 128)
+    Law(label='argmax', policy={'name': 'constant', 'beta': 1000000.0})
+    """
+    if entry.endswith((".yaml", ".yml")):
+        label, _, path = entry.rpartition("=")
+        return Law(label or Path(path).stem, read_yaml(path))
+    found = _ENTRY.fullmatch(entry)
+    if found is None or found["name"] not in (*POLICIES, OWN):
+        accepted = "a policy such as 'log', 'gap_adaptive:r=4', 'argmax=constant:beta=1e6' or a YAML file"
+        reject("policies", entry, f"{accepted}; known are {', '.join(POLICIES)}")
+    name, given = found["name"], dict(part.split("=") for part in found["parameters"].split(":")[1:])
+    parameters: dict[str, Any] = {key: _number(value) for key, value in given.items()}
+    if name in ANCHORED and not parameters:
+        parameters = {"reference_length": trained_length, "floor": True}
+    label = found["label"] or name + found["parameters"]
+    return Law(label, {"name": name, **parameters})
+
+
+def _number(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

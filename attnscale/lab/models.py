@@ -1,0 +1,126 @@
+"""The models of an evaluation: loaded from a folder, with another RoPE where asked, and named by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnscale._util.optional import need
+from attnscale.errors import ArgumentError, reject
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder that `save_pretrained` wrote; "embedded" is the model in this package."""
+
+    name: str
+    path: Path
+    rope: str | None = None
+    dtype: str = "float32"
+
+    @classmethod
+    def at(cls, given: str, rope: str | None, dtype: str) -> ModelFolder:
+        """The folder that a user names; what cannot be a model is refused before anything is computed."""
+        path = Path(str(files("attnscale.lab").joinpath("embedded"))) if given == EMBEDDED else Path(given)
+        if not (path / "config.json").is_file():
+            reject("model", given, "a folder with the config.json of a HuggingFace model, or 'embedded'")
+        if not any(path.glob("*.safetensors")):
+            reject("model", given, "a folder with weights (*.safetensors) beside its config.json")
+        if rope is not None:
+            _read_rope(rope)
+        if dtype not in ("float32", "bfloat16", "float16"):
+            reject("dtype", dtype, "float32, bfloat16 or float16")
+        return cls(EMBEDDED if given == EMBEDDED else path.resolve().name, path, rope, dtype)
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's config, with the RoPE asked for."""
+        config = need("transformers", "evaluate", "hf").AutoConfig.from_pretrained(self.path)
+        if self.rope is not None:
+            kind, factor = _read_rope(self.rope)
+            trained = config.max_position_embeddings
+            # Temperature is the policy's: YaRN's own factor of the logits is switched off.
+            stretched = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
+            config.rope_parameters = dict(config.rope_parameters) | stretched
+            if kind == "yarn":
+                config.rope_parameters["attention_factor"] = 1.0
+        return config
+
+    @cached_property
+    def trained_length(self) -> int | None:
+        """The length that the config names; None where it names none."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of config and weights."""
+        digest = hashlib.sha256()
+        for path in sorted([self.path / "config.json", *self.path.glob("*.safetensors")]):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def load(self) -> nn.Module:
+        """The model in eval mode, on a GPU where there is one."""
+        transformers = need("transformers", "evaluate", "hf")
+        options = {"config": self.config, "dtype": getattr(torch, self.dtype), "attn_implementation": "sdpa"}
+        model: nn.Module = self._read(lambda: transformers.AutoModelForCausalLM.from_pretrained(self.path, **options))
+        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def load_with_policy(self) -> Any:
+        """The handle of the model with the policy that it was saved with."""
+        import attnscale.hf
+
+        return self._read(lambda: attnscale.hf.load(self.path))
+
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        transformers = need("transformers", "evaluate", "hf")
+        return self._read(lambda: transformers.AutoTokenizer.from_pretrained(self.path))
+
+    def _read(self, read: Callable[[], Any]) -> Any:
+        logging = need("transformers.utils.logging", "evaluate", "hf")
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # the evaluation has its own
+        try:
+            return read()
+        except ArgumentError:
+            raise
+        except Exception as error:  # a broken file surfaces as many kinds of exception
+            text = str(error).strip().splitlines()
+            raise ArgumentError(
+                f"model={str(self.path)!r} cannot be loaded: {text[0] if text else type(error).__name__}"
+            ) from error
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+
+    def refuse_too_long(self, model: nn.Module, length: int) -> None:
+        """Refuse a length beyond a table of learned positions; rotary embeddings have no such end."""
+        inputs = model.get_input_embeddings()  # type: ignore[operator]
+        limit = self.trained_length
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module is not inputs and limit is not None:
+                rows = module.num_embeddings
+                if limit <= rows <= limit + 2 and length > limit:
+                    reject("lengths", length, f"at most {limit}: this model has a table of that many positions")
+
+
+def _read_rope(rope: str) -> tuple[str, float]:
+    kind, _, factor = rope.partition(":")
+    try:
+        number = float(factor)
+    except ValueError:
+        number = 0.0
+    if kind not in ("yarn", "linear", "dynamic") or number < 1:
+        reject("rope", rope, "'yarn:4', 'linear:4' or 'dynamic:4', with a factor >= 1")
+    return kind, number

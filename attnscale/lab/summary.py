@@ -1,0 +1,85 @@
+"""From cells to tables: means with bootstrap intervals, and differences to constant β on the same windows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale._util.files import write_whole
+
+RESAMPLES = 2000
+CONSTANT = "constant"
+
+# Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
+Samples = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def interval(values: Tensor) -> tuple[float, float]:
+    """The middle 95 % of resampled values."""
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    return low, high
+
+
+def resample(samples: Samples, seed: int = 0) -> tuple[float, Tensor]:
+    """The mean over models of Σ numerator / Σ denominator, and its bootstrap values [RESAMPLES].
+
+    Models are drawn first, then samples within each. Two policies measured on the same samples are drawn alike, so that
+    the difference of their bootstrap values is that of pairs.
+
+    >>> value, drawn = resample({"a": (torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]))})
+    >>> value, drawn.shape
+    (0.5, torch.Size([2000]))
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tops = torch.stack([top.double() for top, _ in samples.values()])  # [M, S]
+    bottoms = torch.stack([bottom.double() for _, bottom in samples.values()])
+    models, number = tops.shape
+    value = (tops.sum(1) / bottoms.sum(1)).mean().item()
+    chosen = torch.randint(models, (RESAMPLES, models), generator=generator)
+    index = torch.randint(number, (RESAMPLES, models, number), generator=generator)
+    drawn = [x[chosen].gather(2, index).sum(2) for x in (tops, bottoms)]
+    return value, (drawn[0] / drawn[1]).mean(1)
+
+
+def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[dict[str, Any]]:
+    """Rows of results.csv from (task, metric, length, bin) → policy → samples of each model."""
+    rows = []
+    for (task, metric, length, part), policies in groups.items():
+        models = next(iter(policies.values())).keys()
+        for model in (*models, *(["all"] if len(models) > 1 else [])):
+            base: tuple[float, Tensor] | None = None
+            for policy, samples in policies.items():
+                chosen = samples if model == "all" else {model: samples[model]}
+                value, drawn = resample(chosen)
+                low, high = interval(drawn)
+                row = {"task": task, "metric": metric, "model": model, "policy": policy, "length": length, "bin": part}
+                row |= {"value": value, "low": low, "high": high}
+                if policy == CONSTANT:
+                    base = value, drawn
+                elif base is not None:
+                    ends = interval(drawn - base[1])
+                    row |= {"difference": value - base[0], "difference_low": ends[0], "difference_high": ends[1]}
+                rows.append(row | {"samples": sum(top.numel() for top, _ in chosen.values())})
+    return rows
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as CSV, whole or not at all: floats with six digits, nothing where there is no number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_written(row.get(column, "")) for column in columns] for row in rows)
+    write_whole(path, text.getvalue())
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return value

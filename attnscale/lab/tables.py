@@ -1,0 +1,96 @@
+"""The tables of an evaluation: results.csv, statistics.csv and cost.csv, made of its cells alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from math import log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnscale.lab.attention_rows import QUANTITIES
+from attnscale.lab.cells import Key
+from attnscale.lab.summary import Samples, summarise, write_table
+
+RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high")
+RESULTS += ("difference", "difference_low", "difference_high", "samples")
+STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
+COST = ("task", "model", "policy", "length", "seconds")
+
+DEPTHS = 5  # bins of the depth of a needle
+
+Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
+Group = tuple[str, str, int, str]  # task, metric, length, bin
+
+
+def write_tables(output: Path, cells: Sequence[Cell]) -> None:
+    """Write the three tables; the first two are the same, byte for byte, however often the run was interrupted."""
+    write_table(output / "results.csv", RESULTS, summarise(_samples(cells)))
+    write_table(output / "statistics.csv", STATISTICS, _statistics(cells))
+    costs: dict[tuple[Any, ...], list[float]] = {}
+    for model, policy, key, stored in cells:
+        costs.setdefault((key["task"], model, policy, key["length"]), []).append(stored["seconds"])
+    rows = [dict(zip(COST, (*place, statistics.median(seconds)), strict=True)) for place, seconds in costs.items()]
+    write_table(output / "cost.csv", COST, rows)
+
+
+def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
+    """(task, metric, length, bin) → policy → model → numerators and denominators of the samples."""
+    pairs: dict[Group, dict[str, dict[str, list[tuple[float, float]]]]] = {}
+    for model, policy, key, stored in cells:
+        numbers = _losses(key, stored["result"]) if key["task"] == "perplexity" else _answers(key, stored["result"])
+        for group, pair in numbers:
+            pairs.setdefault(group, {}).setdefault(policy, {}).setdefault(model, []).append(pair)
+    return {
+        group: {
+            policy: {model: _tensors(some) for model, some in models.items()} for policy, models in policies.items()
+        }
+        for group, policies in pairs.items()
+    }
+
+
+def _tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    tops, bottoms = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    return tops, bottoms
+
+
+def _losses(key: Key, result: dict[str, Any]) -> Iterable[tuple[Group, tuple[float, float]]]:
+    """Bits per byte and nats per token: of the second half of each length, and between all edges."""
+    bins = result["bins"]
+    parts = [(length, "", length // 2, length) for length in key["lengths"]]
+    parts += [(key["length"], f"{b['start']}-{b['stop']}", b["start"], b["stop"]) for b in bins]
+    for length, name, start, stop in parts:
+        inside = [b for b in bins if start <= b["start"] and b["stop"] <= stop]
+        nats = sum(b["nats"] for b in inside)
+        yield ("perplexity", "bits_per_byte", length, name), (nats / log(2), sum(b["bytes"] for b in inside))
+        yield ("perplexity", "nats_per_token", length, name), (nats, stop - start)
+
+
+def _answers(key: Key, result: dict[str, Any]) -> Iterable[tuple[Group, tuple[float, float]]]:
+    """Right answers and questions: all of them, and by the depth of their needles."""
+    correct, depths = result["correct"], result["depths"]
+    yield (key["task"], "accuracy", key["length"], ""), (sum(correct), len(correct))
+    for number in range(DEPTHS):
+        inside = [right for right, depth in zip(correct, depths, strict=True) if int(depth * DEPTHS) == number]
+        part = f"{number / DEPTHS:.1f}-{(number + 1) / DEPTHS:.1f}"
+        yield (key["task"], "accuracy", key["length"], part), (sum(inside), len(inside))
+
+
+def _statistics(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Medians over samples of the medians over rows, by task, model, policy, length, layer and head."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for model, policy, key, stored in cells:
+        tables = stored["result"]["statistics"]
+        by_length = tables.items() if isinstance(tables, dict) else [(key["length"], tables)]
+        for length, entries in by_length:
+            for entry in entries:
+                place = (key["task"], model, policy, int(length), entry["layer"], entry["head"])
+                found.setdefault(place, []).append(entry)
+    return [
+        dict(zip(STATISTICS, place, strict=False))
+        | {"rows": sum(entry["rows"] for entry in entries)}
+        | {name: float(statistics.median(entry[name] for entry in entries)) for name in QUANTITIES}
+        for place, entries in found.items()
+    ]

@@ -1,0 +1,126 @@
+"""What one cell of an evaluation computes: the loss of a window of text, or answers to questions about a sequence."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from attnscale.errors import reject
+from attnscale.lab.attention_rows import QUANTITIES, ChosenRows, listen_to_rows
+from attnscale.lab.needles import Retrieval
+from attnscale.lab.streaming import stream
+
+# Rows measured per length where no question says which rows matter.
+ROWS = 16
+
+
+def seeded(*parts: object) -> Generator:
+    """A generator for a cell: the same for all policies and models, so that differences between them are paired."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:
+    """`number` pieces of length + 1 tokens, evenly spread over a text [N]; overlapping ones are refused."""
+    if len(tokens) < number * (length + 1):
+        reject(
+            "text",
+            f"{len(tokens)} tokens",
+            f"at least {number * (length + 1)}, for {number} windows of {length} tokens that do not overlap",
+        )
+    stride = (len(tokens) - length - 1) / max(1, number - 1)
+    return [tokens[round(i * stride) : round(i * stride) + length + 1] for i in range(number)]
+
+
+@torch.inference_mode()
+def read_window(model: nn.Module, window: Tensor, lengths: Sequence[int], sizes: Tensor, chunk: int) -> dict[str, Any]:
+    """Nats, tokens and bytes between the edges of the lengths, in one forward of a window [T + 1].
+
+    `sizes` [256 or more] are the bytes of each token. A length's own figure is that of its second half.
+    """
+    edges = sorted({0, *(length // 2 for length in lengths), *lengths})
+    inputs, targets = window[:-1], window[1:]
+    nats = torch.zeros(len(inputs), dtype=torch.float64)
+    rows = {length: _spread(length // 2, length) for length in lengths}
+    with listen_to_rows(model, [position for some in rows.values() for position in some]) as listener:
+        for positions, logits in stream(model, inputs, chunk, listener=listener):
+            nats[positions] = cross_entropy(logits, targets[positions], reduction="none").double()
+    sized = sizes[targets].double()
+    bins = [
+        {"start": a, "stop": b, "nats": nats[a:b].sum().item(), "bytes": sized[a:b].sum().item()}
+        for a, b in itertools.pairwise(edges)
+    ]
+    return {"bins": bins, "statistics": {str(length): medians(listener, some) for length, some in rows.items()}}
+
+
+@torch.inference_mode()
+def answer_questions(model: nn.Module, retrieval: Retrieval, chunk: int) -> dict[str, Any]:
+    """Which questions of a sequence are answered, every token of an answer the most likely one, in one forward.
+
+    Teacher-forced: the tokens before the one in question are always the right ones.
+    """
+    tokens, answers = retrieval.tokens, retrieval.answers
+    asked = answers >= 0
+    wanted = torch.zeros(len(tokens), dtype=torch.bool)
+    wanted[answers[asked] - 1] = True
+    right = torch.zeros(len(tokens), dtype=torch.bool)
+    rows = (answers[:, 0] - 1).tolist()
+    with listen_to_rows(model, rows) as listener:
+        for positions, logits in stream(model, tokens[:-1], chunk, wanted[:-1], listener):
+            right[positions + 1] = logits.argmax(-1) == tokens[positions + 1]
+    correct = (right[answers.clamp(min=0)] | ~asked).all(1)
+    return {
+        "correct": correct.int().tolist(),
+        "depths": [round(depth, 6) for depth in retrieval.depths.tolist()],
+        "statistics": medians(listener, rows),
+    }
+
+
+def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
+    """Multi-query associative recall (arXiv:2312.04927): pairs of key and value first, then each key again, spread out.
+
+    Keys are of the first half of the vocabulary, values of the second; the value after a repeated key is the answer.
+    """
+    half = len(vocabulary) // 2
+    if not 1 <= num_kv_pairs <= half or 4 * num_kv_pairs > length:
+        reject("num_kv_pairs", num_kv_pairs, f"1 to {min(half, length // 4)} at input_seq_len={length}")
+    symbols = torch.tensor(list(vocabulary))
+    keys = symbols[torch.randperm(half, generator=generator)[:num_kv_pairs]]
+    values = symbols[half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), generator=generator)]
+    tokens = symbols[torch.randint(len(vocabulary), (length,), generator=generator)]
+    pairs = torch.stack([keys, values], -1)
+    tokens[: 2 * num_kv_pairs] = pairs.flatten()
+    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, generator=generator)[:num_kv_pairs]
+    places = 2 * num_kv_pairs + 2 * slots.sort().values
+    order = torch.randperm(num_kv_pairs, generator=generator)
+    tokens[places], tokens[places + 1] = keys[order], values[order]
+    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length)
+
+
+def medians(listener: ChosenRows, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """For each layer and head the medians of the quantities over the rows at these positions."""
+    wanted, layers = set(positions), list(dict.fromkeys(table.layer for table in listener.tables))
+    found = []
+    for layer in layers:
+        parts = []
+        for table in listener.tables:
+            inside = [i for i, position in enumerate(table.positions) if position in wanted]
+            if table.layer == layer and inside:
+                parts.append(table.values[:, inside])
+        if not parts:
+            continue
+        values = torch.cat(parts, 1)  # [H, R, Q]
+        for head, row in enumerate(values.double().nan_to_num(0.0, 1e30, -1e30).quantile(0.5, dim=1).tolist()):
+            rounded = {name: float(f"{value:.6g}") for name, value in zip(QUANTITIES, row, strict=True)}
+            found.append({"layer": layer, "head": head, "rows": values.shape[1], **rounded})
+    return found
+
+
+def _spread(start: int, stop: int) -> list[int]:
+    return sorted({start + (2 * i + 1) * (stop - start) // (2 * ROWS) for i in range(ROWS)})
