@@ -41,7 +41,7 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
-    """Opener: give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
+    """Give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
 
     The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
     model without such attention is refused, with what to do instead.
