@@ -15,10 +15,9 @@ from attnscale.hf.attach import attach
 from attnscale.hf.callback import AttnScaleCallback
 from attnscale.hf.checkpoint import load, load_policy
 from attnscale.hf.inspection import Inspection, inspect
-from attnscale.hf.install import Handle
+from attnscale.hf.install import Handle, apply
 from attnscale.hf.interface import register
 from attnscale.hf.monitoring import find_sites
-from attnscale.hf.patch import apply
 from attnscale.hf.plan import Plan, read_plan
 
 register()

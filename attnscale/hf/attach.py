@@ -12,7 +12,7 @@ from attnscale.errors import ArgumentError
 from attnscale.hf import config_record
 from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
 from attnscale.hf.install import Handle, by_inner_path, install
-from attnscale.hf.plan import build_described_policies, build_policies, read_plan
+from attnscale.hf.plan import build_policies, check_fits, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
 from attnscale.hf.sites import has_site, is_learned, site_at
@@ -80,7 +80,11 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
     if config_record.MODULES in given:
-        return build_described_policies(_located(model, config_record.read_modules(given)))
+        located = _located(model, config_record.read_modules(given))
+        return {
+            layer.path: check_fits(config_record.build_described(entry, **layer.shape), layer)
+            for layer, entry in located
+        }
     # Written by hand: a policy or a plan, and keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}
     plan = read_plan(options.pop("policy"))

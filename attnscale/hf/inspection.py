@@ -17,7 +17,7 @@ from attnscale.hf.attach import described_policies
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
-from attnscale.hf.plan import Plan, beta_at_end, build_policy_of_layer, read_plan
+from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import NAME, has_site, is_called, is_monitored, site_at
@@ -133,7 +133,7 @@ def inspect(
             verdict, detail = "left alone", _why_not(layer, layers, cross, towers)
         judged.append(LayerInspection(layer, existing, verdict, detail))
     selected = [layer.facts for layer in judged if layer.verdict == "selected"]
-    policies = {} if plan is None else {layer.path: build_policy_of_layer(plan, layer) for layer in selected}
+    policies = {} if plan is None else build_policies(plan, selected)
     cautions = tuple(find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
     return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
@@ -200,7 +200,7 @@ def _judge(
     if existing and on_existing == "raise":
         return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
     try:
-        policy = build_policy_of_layer(plan, layer)
+        policy = build_policies(plan, [layer])[layer.path]
     except ArgumentError as error:
         return "refused", str(error)
     then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""

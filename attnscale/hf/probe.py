@@ -18,7 +18,7 @@ from attnscale.hf.sites import site_at
 Inputs = Mapping[str, Any]
 
 
-def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
+def probe_sites(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
     """Run a model once and return those of the layers whose site was not called.
 
     In a model of several towers, layers that its main input does not reach are proven by a forward of their tower. The
