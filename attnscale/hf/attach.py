@@ -15,7 +15,7 @@ from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_policies, check_fits, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import has_site, is_learned, site_at
+from attnscale.hf.sites import is_learned, site_of
 from attnscale.policies import Policy
 
 
@@ -30,7 +30,7 @@ def attach(model: nn.Module) -> Handle:
         handle = attnscale.hf.attach(ema)
     """
     layers = list(routed_layers(model).values())
-    policies = {layer.path: site_at(layer.module).policy for layer in layers if has_site(layer.module)}
+    policies = {layer.path: site.policy for layer in layers if (site := site_of(layer.module)) is not None}
     if not policies:
         policies = described_policies(model)
         learned = [policy for policy in policies.values() if is_learned(policy)]

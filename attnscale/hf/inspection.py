@@ -20,7 +20,7 @@ from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.selection import Layers, OnExisting, Towers
-from attnscale.hf.sites import NAME, has_site, is_called, is_monitored, site_at
+from attnscale.hf.sites import NAME, MonitoredSite, is_called, site_of
 from attnscale.policies import Policy, PolicySpec
 
 LENGTHS = (1024, 8192, 65536)
@@ -180,21 +180,22 @@ def _judge(
     unsupported = selection.why_unsupported(layer, every)
     if unsupported is not None:
         return "refused", unsupported
-    if is_monitored(layer.module):
+    site = site_of(layer.module)
+    if isinstance(site, MonitoredSite):
         monitored = "a Monitor listens to it"
         if plan is None:
             return "free", monitored
         return "refused", f"{monitored}; close it, and attach a new one afterwards"
-    if has_site(layer.module) or pending is not None:
-        policy = site_at(layer.module).policy if pending is None else pending
+    policy = pending if site is None else site.policy
+    if policy is not None:
         has = f"has {_betas(policy, layer, lengths)}"
-        if pending is None and not is_called(layer.module):
+        if site is not None and not is_called(site, layer.module):
             name = layer.config._attn_implementation
             has += f", but is not asked for it: attn_implementation={name!r}, not {NAME!r}"
         return ("free", has) if plan is None else ("refused", f"{has} already; handle.remove() first")
     if plan is None:
         return "free", "takes a policy"
-    if any(has_site(other.module) for other in every):
+    if any(site_of(other.module) is not None for other in every):
         reason = "other layers have a policy from another apply"
         return "refused", f"{reason}; handle.remove() first, and use a plan for both"
     if existing and on_existing == "raise":

@@ -19,7 +19,7 @@ from attnscale.hf.attention_layers import (
 )
 from attnscale.hf.config_record import is_pending
 from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
-from attnscale.hf.sites import NAME, SDPA, MonitoredSite, Site, has_site, remove_site, site_at
+from attnscale.hf.sites import NAME, SDPA, MonitoredSite, remove_site, site_of
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     if is_pending(model):
         for path in attach(model).policies:
-            yield path, site_at(model.get_submodule(path))
+            yield path, model.get_submodule(f"{path}.{NAME}")
     for layer in find_attention_layers(model):
-        site = layer.module._modules.get(NAME)
-        if isinstance(site, Site):
+        site = site_of(layer.module)
+        if site is not None:
             site.cross = layer.cross
 
 
@@ -64,9 +64,8 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
 
 
 def _goes_through_sdpa(layer: AttentionLayer) -> bool:
-    if not layer.routed or layer.sparse or has_site(layer.module):
-        return False
-    return bool(layer.config._attn_implementation == SDPA)
+    free = layer.routed and not layer.sparse and site_of(layer.module) is None
+    return free and bool(layer.config._attn_implementation == SDPA)
 
 
 def _refuse(model: nn.Module, layers: Sequence[AttentionLayer]) -> NoReturn:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import AttentionLayer, transformers_model
-from attnscale.hf.sites import site_at
+from attnscale.hf.sites import site_of
 
 Inputs = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ def probe_sites(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs |
     model and the random number generators stay as they are.
     """
     called: set[nn.Module] = set()
-    sites = [site_at(layer.module) for layer in layers]
+    sites = [site for layer in layers if (site := site_of(layer.module)) is not None]
     hooks = [site.register_forward_hook(lambda site, *_: called.add(site)) for site in sites]
     given = _inputs(model) if inputs is None else dict(inputs)
     try:

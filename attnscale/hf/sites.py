@@ -85,26 +85,16 @@ class SdpaOrSite:
         return self.stock(module, *args, **kwargs)
 
 
-def has_site(module: nn.Module) -> bool:
-    """Whether an attention module has a site."""
-    return module._modules.get(NAME) is not None
+def site_of(module: nn.Module) -> Site | None:
+    """The site of an attention module, if it has one."""
+    return cast("Site | None", module._modules.get(NAME))
 
 
-def site_at(module: nn.Module) -> Site:
-    """The site of an attention module that has one."""
-    return cast(Site, module._modules[NAME])
-
-
-def is_monitored(module: nn.Module) -> bool:
-    """Whether a monitor listens to an attention module that has no policy."""
-    return isinstance(module._modules.get(NAME), MonitoredSite)
-
-
-def is_called(module: nn.Module) -> bool:
+def is_called(site: Site, module: nn.Module) -> bool:
     """Whether the site of an attention module is called, which the implementation in its config decides."""
     implementation = getattr(module.config, "_attn_implementation", None)
-    overridden = site_at(module).override and isinstance(ALL_ATTENTION_FUNCTIONS[SDPA], SdpaOrSite)
-    return implementation == NAME or (implementation == SDPA and overridden)
+    overridden = isinstance(ALL_ATTENTION_FUNCTIONS[SDPA], SdpaOrSite)
+    return implementation == NAME or (implementation == SDPA and overridden and site.override)
 
 
 def is_decided(module: nn.Module) -> bool:
