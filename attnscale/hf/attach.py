@@ -29,8 +29,8 @@ def attach(model: nn.Module) -> Handle:
         ema = torch.optim.swa_utils.AveragedModel(model)
         handle = attnscale.hf.attach(ema)
     """
-    layers = list(routed_layers(model).values())
-    policies = {layer.path: site.policy for layer in layers if (site := site_of(layer.module)) is not None}
+    sites = [(layer.path, site_of(layer.module)) for layer in routed_layers(model).values()]
+    policies = {path: site.policy for path, site in sites if site is not None}
     if not policies:
         policies = described_policies(model)
         learned = [policy for policy in policies.values() if is_learned(policy)]
@@ -46,7 +46,7 @@ def attach(model: nn.Module) -> Handle:
     record = next((config.attnscale for config in configs), None)
     if record is None:
         record = config_record.write_record(by_inner_path(policies, model), "raise")
-    return Handle(model, policies, record, [layer.module for layer in layers], configs)
+    return Handle(model, policies, record, configs)
 
 
 def install_recorded(

@@ -30,7 +30,7 @@ from attnscale.hf.policy_files import save_policies
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.probe import Inputs, probe_sites
 from attnscale.hf.selection import Layers, OnExisting, Towers
-from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site
+from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site, site_of
 from attnscale.policies import Policy, PolicySpec
 
 
@@ -45,13 +45,13 @@ class Handle(Removable):
         model: nn.Module,
         policies: Mapping[str, Policy],
         record: Mapping[str, Any],
-        modules: Sequence[nn.Module],
         configs: Sequence[PreTrainedConfig],
     ) -> None:
         self.model = model
         self.policies = dict(policies)
         self.record = dict(record)
-        self._sites = [(module, module._modules.get(NAME)) for module in modules]
+        modules = [layer.module for layer in routed_layers(model).values()]
+        self._sites = [(module, site_of(module)) for module in modules]
         self._configs = list(configs)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -71,7 +71,7 @@ class Handle(Removable):
 
     def remove(self) -> None:
         """Restore the model as it was, to the bit. Idempotent, also after another handle of the same policies."""
-        if any(site is not None and module._modules.get(NAME) is site for module, site in self._sites):
+        if any(site is not None and site_of(module) is site for module, site in self._sites):
             _take_out([module for module, _ in self._sites], self._configs)
         self._sites, self._configs = [], []
 
@@ -171,7 +171,7 @@ def install(
     except BaseException:
         _take_out(modules, switched)
         raise
-    return Handle(model, policies, record, modules, switched)
+    return Handle(model, policies, record, switched)
 
 
 def by_inner_path(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
@@ -190,7 +190,10 @@ def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig])
 def _make_site(policy: Policy, module: nn.Module, override: bool) -> Site:
     """A site on the device of an attention module; with a learned policy, of the class that PEFT trains and saves."""
     if isinstance(policy, nn.Module):
-        policy.to(_device(module))
+        held = (parameter.device for parameter in module.parameters() if parameter.device.type != "meta")
+        # The parameters of an offloaded module are elsewhere than where it computes.
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        policy.to(next(held, torch.device("cpu")) if device is None else torch.device(device))
     if is_learned(policy) and find_spec("peft") is not None:
         from attnscale.hf.peft_sites import TrainedSite  # imports peft, which is slow and optional
 
@@ -236,11 +239,3 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"what the policy learns; call attnscale.hf.apply first, then {name}(model), then build the "
                     "optimizer"
                 )
-
-
-def _device(module: nn.Module) -> torch.device:
-    """Where a module computes; the parameters of an offloaded one are elsewhere."""
-    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if device is not None:
-        return torch.device(device)
-    return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))

@@ -49,7 +49,8 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     if not holds_transformers_model(model):
         return {}
     layers = find_attention_layers(model)
-    usable = [layer for layer in layers if _goes_through_sdpa(layer)]
+    free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
+    usable = [layer for layer in free if layer.config._attn_implementation == SDPA]
     if not usable:
         _refuse(model, layers)
     others = [layer for layer in layers if layer not in usable]
@@ -61,11 +62,6 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         layer.module.add_module(NAME, site)
         undo.callback(remove_site, layer.module)
     return found
-
-
-def _goes_through_sdpa(layer: AttentionLayer) -> bool:
-    free = layer.routed and not layer.sparse and site_of(layer.module) is None
-    return free and bool(layer.config._attn_implementation == SDPA)
 
 
 def _refuse(model: nn.Module, layers: Sequence[AttentionLayer]) -> NoReturn:

@@ -37,7 +37,12 @@ class Plan:
 
     def build(self, layer: int, *, num_heads: int, head_dim: int) -> Policy:
         """The policy of one layer; a copy, where the plan holds a built policy."""
-        spec, heads = self._specs_of(layer)
+        spec, heads = self.default, self.heads
+        for given, own in self.layers.items():
+            if layer in read_range("layers", given):
+                inner = own if isinstance(own, Plan) else read_plan(own)
+                spec, heads = inner.default, {**self.heads, **inner.heads}
+                break
         shape = {"num_heads": num_heads, "head_dim": head_dim}
         if not heads:
             return build_policy_for(spec, **shape)
@@ -66,13 +71,6 @@ class Plan:
         return {"default": _described(self.default)} | {
             key: {given: _described(spec) for given, spec in part.items()} for key, part in parts.items() if part
         }
-
-    def _specs_of(self, layer: int) -> tuple[Any, Mapping[str, Any]]:
-        for given, spec in self.layers.items():
-            if layer in read_range("layers", given):
-                inner = spec if isinstance(spec, Plan) else read_plan(spec)
-                return inner.default, {**self.heads, **inner.heads}
-        return self.default, self.heads
 
 
 def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:

@@ -49,13 +49,6 @@ class Site(ScaledDotProductAttention):
             AttentionInterface.register(SDPA, SdpaOrSite(entry))
         state.HF_HOLDERS.add(self)
 
-    def release_sdpa(self) -> None:
-        """Undo the override; the last site restores transformers' own "sdpa"."""
-        state.HF_HOLDERS.discard(self)
-        entry = ALL_ATTENTION_FUNCTIONS[SDPA]
-        if not state.HF_HOLDERS and isinstance(entry, SdpaOrSite):
-            AttentionInterface.register(SDPA, entry.stock)
-
 
 class MonitoredSite(Site):
     """A site without a policy of its own, added to a stock model while a monitor listens: plain attention.
@@ -103,14 +96,19 @@ def is_decided(module: nn.Module) -> bool:
 
 
 def remove_site(module: nn.Module) -> None:
-    """Remove the site or note of an attention module, and undo what came with the site."""
+    """Remove the site or note of an attention module, and undo what came with the site.
+
+    The last site that overrides "sdpa" restores transformers' own.
+    """
     site = module._modules.pop(NAME, None)
     if not isinstance(site, Site):
         return
     for undo in reversed(site.undo):
         undo()
-    if site.override:
-        site.release_sdpa()
+    state.HF_HOLDERS.discard(site)
+    entry = ALL_ATTENTION_FUNCTIONS[SDPA]
+    if site.override and not state.HF_HOLDERS and isinstance(entry, SdpaOrSite):
+        AttentionInterface.register(SDPA, entry.stock)
 
 
 def is_learned(policy: Policy) -> bool:
