@@ -24,7 +24,6 @@ CLOSED_FUSED_PATHS: list[Any] = []  # patch_torch: patches that keep torch from 
 TAPS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # call.tap: by number
 TAP_NUMBERS = itertools.count(1)  # call.tap
 FINDERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how attention modules are found
-OPENERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how stock modules are made to report
 FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: tells files of one second apart
 HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
 HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCa
             return run(call)
         if _is_transformed():
             reason = "inside torch.func transforms or forward-mode AD"
-            _report(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
+            _send(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
             return run(call)
     parts, graph = CallParts.of(call), torch.is_grad_enabled()
     if is_watched():
@@ -47,7 +47,7 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCa
     query, key, value = _EagerInputs.apply(eager, parts, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
     out = run(replace(call, query=query, key=key, value=value))
     eager.number = _begin(tap_id, graph)
-    _report_forward(tap_id, CallEvent(parts.to_call(), out, graph), eager.number)
+    _send_forward(out, eager.number, graph, tap_id, *parts)
     if out.requires_grad:
         out.register_hook(eager.keep_gradient)  # type: ignore[no-untyped-call]
     return out
@@ -58,13 +58,13 @@ def _is_transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
+@dataclass(eq=False)
 class _EagerCall:
     """What backward must know of a call: its tap, its number, and the gradient of its output once that is there."""
 
-    def __init__(self, tap_id: Tensor) -> None:
-        self.tap_id = tap_id
-        self.number = UNKNOWN
-        self.gradient: Tensor | None = None
+    tap_id: Tensor
+    number: int = UNKNOWN
+    gradient: Tensor | None = None
 
     def keep_gradient(self, gradient: Tensor) -> None:
         self.gradient = gradient
@@ -87,11 +87,11 @@ class _EagerInputs(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        eager, parts = ctx.eager, CallParts(*ctx.saved_tensors, *ctx.constants)
+        eager = ctx.eager
         arrived, eager.gradient = eager.gradient, None
         if arrived is not None:
-            _report_backward(eager.tap_id, parts, arrived, eager.number)
-            _report_gradients(eager.tap_id, *gradients)
+            _send_backward(arrived, eager.number, eager.tap_id, *ctx.saved_tensors, *ctx.constants)
+            _send_gradients(eager.tap_id, *gradients)
         return None, None, *gradients
 
 
@@ -126,7 +126,7 @@ class _GraphOutput(Function):
         return gradient, *(None,) * (2 + TENSORS + len(ctx.constants))
 
 
-def _report(tap_id: Tensor, device: torch.device, send: Callable[[Listener], T]) -> T | None:
+def _send(tap_id: Tensor, device: torch.device, message: Callable[[Listener], T]) -> T | None:
     """Send something to the listener of a tap; if it raises, the run goes on and the listener gets no more for now."""
     listener = Tap.find(tap_id)
     if listener is None:
@@ -135,29 +135,31 @@ def _report(tap_id: Tensor, device: torch.device, send: Callable[[Listener], T])
         # Only where it is on: some devices have no autocast, and entering the context costs time.
         autocast = torch.is_autocast_enabled(device.type)
         with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-            return send(listener)
+            return message(listener)
     except Exception as error:
         listener.give_up(error)
         return None
 
 
 def _begin(tap_id: Tensor, graph: bool) -> int:
-    number = _report(tap_id, tap_id.device, lambda listener: listener.begin(graph))
+    number = _send(tap_id, tap_id.device, lambda listener: listener.begin(graph))
     return UNKNOWN if number is None else number
 
 
-def _report_forward(tap_id: Tensor, event: CallEvent, number: int) -> None:
+def _send_forward(out: Tensor, number: int | Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
     # A checkpoint runs its forward again inside backward: that is not another call.
     if torch._C._current_graph_task_id() == -1:
-        _report(tap_id, event.out.device, lambda listener: listener.forward(event, number))
+        event = CallEvent(CallParts(*parts).to_call(), out, graph)
+        _send(tap_id, out.device, lambda listener: listener.forward(event, int(number)))
 
 
-def _report_backward(tap_id: Tensor, parts: CallParts, gradient: Tensor, number: int) -> None:
-    _report(tap_id, gradient.device, lambda listener: listener.backward(parts.to_call(), gradient, number))
+def _send_backward(gradient: Tensor, number: int | Tensor, tap_id: Tensor, *parts: Any) -> None:
+    call = CallParts(*parts).to_call()
+    _send(tap_id, gradient.device, lambda listener: listener.backward(call, gradient, int(number)))
 
 
-def _report_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-    _report(tap_id, query.device, lambda listener: listener.gradients(query, key, value))
+def _send_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+    _send(tap_id, query.device, lambda listener: listener.gradients(query, key, value))
 
 
 # An operator of its own: one with both a result and an effect cannot be recomputed in a checkpoint.
@@ -167,40 +169,25 @@ def call_number(out: Tensor, tap_id: Tensor, graph: bool) -> Tensor:
     return torch.tensor(_begin(tap_id, graph))
 
 
-@custom_op(
-    "attnscale::report_forward",
-    mutates_args=(),
-    schema=f"(Tensor out, Tensor number, bool graph, Tensor tap_id, {SCHEMA}) -> ()",
-)
-def report_forward(out: Tensor, number: Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
-    _report_forward(tap_id, CallEvent(CallParts(*parts).to_call(), out, graph), int(number))
-
-
-@custom_op(
-    "attnscale::report_backward",
-    mutates_args=(),
-    schema=f"(Tensor gradient, Tensor number, Tensor tap_id, {SCHEMA}) -> ()",
-)
-def report_backward(gradient: Tensor, number: Tensor, tap_id: Tensor, *parts: Any) -> None:
-    _report_backward(tap_id, CallParts(*parts), gradient, int(number))
-
-
-@custom_op("attnscale::report_gradients", mutates_args=())
-def report_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-    _report_gradients(tap_id, query, key, value)
-
-
 @call_number.register_fake
 def _fake_number(*_: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@report_forward.register_fake
-@report_backward.register_fake
-@report_gradients.register_fake
-def _fake_report(*_: Any) -> None:
-    return None
+def _operator(name: str, send: Callable[..., None], schema: str) -> Any:
+    """A function that sends to a listener, as an operator that graphs keep, and keep in order."""
+    operator = custom_op(f"attnscale::{name}", send, mutates_args=(), schema=f"({schema}) -> ()")
+    operator.register_fake(lambda *_: None)
+    _register_effectful_op(f"attnscale::{name}", EffectType.ORDERED)
+    return operator
 
 
-for _name in ("report_forward", "report_backward", "report_gradients"):
-    _register_effectful_op(f"attnscale::{_name}", EffectType.ORDERED)
+report_forward = _operator(
+    "report_forward", _send_forward, f"Tensor out, Tensor number, bool graph, Tensor tap_id, {SCHEMA}"
+)
+report_backward = _operator(
+    "report_backward", _send_backward, f"Tensor gradient, Tensor number, Tensor tap_id, {SCHEMA}"
+)
+report_gradients = _operator(
+    "report_gradients", _send_gradients, "Tensor tap_id, Tensor query, Tensor key, Tensor value"
+)

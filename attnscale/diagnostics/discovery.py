@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import NoReturn
 
@@ -14,7 +14,6 @@ from attnscale.errors import ArgumentError, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 Finder = Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
-Opener = Callable[[nn.Module, ExitStack], Mapping[str, nn.Module]]
 
 
 def add_finder(finder: Finder) -> None:
@@ -23,27 +22,16 @@ def add_finder(finder: Finder) -> None:
         state.FINDERS.append(finder)
 
 
-def add_opener(opener: Opener) -> None:
-    """Register an opener, which makes another kind of model measurable by a change that the stack undoes.
-
-    It is asked about models without attention of attnscale's. It returns paths and modules as finders do, nothing for
-    models of another kind, and raises for models of its kind that it cannot change.
-    """
-    if opener not in state.OPENERS:
-        state.OPENERS.append(opener)
-
-
 def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     """Every attention of a model that can be measured; a shared one appears once, under its first path."""
     return _find(model) or _raise_nothing_found(model)
 
 
 def open_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
-    """Like `find_attention`, but changes models that have none where an opener can, until `undo` is closed."""
+    """Like `find_attention`, but makes stock attention of transformers measurable, until `undo` is closed."""
     found = _find(model)
-    for opener in state.OPENERS:
-        if not found:
-            found = dict(opener(model, undo))
+    if not found and _is_of_transformers(model):
+        found = importlib.import_module("attnscale.hf.monitoring").open_stock_attention(model, undo)
     return found or _raise_nothing_found(model)
 
 
@@ -51,7 +39,7 @@ def _find(model: nn.Module) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         reject_type("model", model, "a torch.nn.Module")
     if _is_of_transformers(model):
-        importlib.import_module("attnscale.hf")  # registers its finders; not needed for other models
+        importlib.import_module("attnscale.hf")  # registers its finder; not needed for other models
     found: dict[str, nn.Module] = {}
     for finder in (_ours, *state.FINDERS):
         for path, module in finder(model):

@@ -204,16 +204,15 @@ def _sources(call: AttentionCall) -> list[Tensor]:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
-    rows = max(1, NUMBERS // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
-    return reduce(torch.add, (_squares_of(part) for part in torch.split(x, rows, dim=2)))
-
-
-def _squares_of(x: Tensor) -> Tensor:
     # In the order of memory, where projections leave heads side by side: that is twice as fast.
     beside = x.stride(1) < x.stride(2)
     wide = torch.promote_types(x.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(x.transpose(1, 2) if beside else x, dim=-1, dtype=wide)
-    return norms.square_().sum((0, 1) if beside else (0, 2))
+    rows = max(1, NUMBERS // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    sums = []
+    for part in torch.split(x.transpose(1, 2) if beside else x, rows, dim=1 if beside else 2):
+        norms: Tensor = torch.linalg.vector_norm(part, dim=-1, dtype=wide)
+        sums.append(norms.square_().sum((0, 1) if beside else (0, 2)))
+    return reduce(torch.add, sums)
 
 
 def _first_broken(out: Tensor) -> Tensor:

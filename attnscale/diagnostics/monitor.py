@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
+from attnscale._util.files import write_whole
 from attnscale.call.tap import Tap
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.diagnostics.thresholds import Thresholds, find_alerts
-from attnscale.errors import MonitorWarning, reject, reject_type
+from attnscale.errors import MissingDependencyError, MonitorWarning, reject, reject_type
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,8 +78,10 @@ class Monitor:
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
-        if process_group is not None:
-            _check_group(process_group)
+        grouped = distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
+        if process_group is not None and not grouped:
+            accepted = "a torch.distributed.ProcessGroup that this process belongs to, or None"
+            reject_type("process_group", process_group, accepted)
         self.every = every
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
@@ -156,9 +158,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _listen(self, listening: bool, step: int) -> None:
@@ -169,30 +169,24 @@ class Monitor:
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Add the records and alerts of a step to the lists, and pass them on."""
-        from attnscale.diagnostics.alert_dump import dump_rows
         from attnscale.diagnostics.records.collect import collect
 
         records += collect(list(self.layers.values()), step, self._processes, self._notices)
-        alerts += self._new_alerts(records)
+        crossed = [] if self.limits is None else find_alerts(records, self.limits)
+        found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
+        alerts += [alert for place, alert in found.items() if place not in self._raised]
+        self._raised = set(found)
         for alert in alerts if self.dump is not None else ():
             if alert.layer in self.layers:  # else another process has it
-                self._guard("a dump", dump_rows, self.dump, alert, self.layers[alert.layer].captured)
-        if self._processes.rank == 0 and records:
-            self._to_sinks(records, alerts, step)
-            for alert in alerts:
-                log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
-
-    def _new_alerts(self, records: list[Record]) -> list[Alert]:
-        """Alerts that were not there in the last report."""
-        found = [] if self.limits is None else find_alerts(records, self.limits)
-        before, self._raised = self._raised, {(alert.kind, alert.layer, alert.head) for alert in found}
-        return [alert for alert in found if (alert.kind, alert.layer, alert.head) not in before]
-
-    def _to_sinks(self, records: list[Record], alerts: list[Alert], step: int) -> None:
+                self._guard("a dump", _dump_rows, self.dump, alert, self.layers[alert.layer].captured)
+        if self._processes.rank > 0 or not records:
+            return
         for sink in list(self._sinks):
             self._try(sink, sink.log, records, step)
             if alerts and sink in self._sinks and isinstance(sink, AlertSink):
                 self._try(sink, sink.alert, alerts, step)
+        for alert in alerts:
+            log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
 
     def _try(self, sink: Sink, act: Callable[..., object], *arguments: Any) -> None:
         """Use a sink; one that fails is dropped."""
@@ -217,6 +211,24 @@ def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
     return monitor
 
 
-def _check_group(group: object) -> None:
-    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
-        reject_type("process_group", group, "a torch.distributed.ProcessGroup that this process belongs to, or None")
+def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor]) -> None:
+    """Write the sampled query rows of the head and the key rows at their slots as safetensors, if there are any.
+
+    The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
+    """
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise MissingDependencyError("dumps need safetensors: pip install 'attnscale[hf]'") from error
+    if not captured:
+        return
+    query, key = captured["query"], captured["key"]
+    group = query.shape[1] // key.shape[1]
+    rows = {
+        "rows": captured["rows"].cpu().contiguous(),
+        "query": query[:, alert.head].cpu().contiguous(),  # [B, R, D]
+        "key": key[:, alert.head // group].cpu().contiguous(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"step{alert.step}-{alert.layer}-head{alert.head}-{alert.kind}.safetensors"
+    write_whole(folder / name, save(rows, {field: str(value) for field, value in alert.as_dict().items()}))

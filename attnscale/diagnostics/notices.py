@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 
 from attnscale._util.uncopied import Uncopied
@@ -23,10 +24,8 @@ class Notices(Uncopied):
 
     def add_error(self, text: str, error: BaseException) -> None:
         """Add a warning about an exception; its kind is its type and the line that raised it."""
-        place, trace = None, error.__traceback__
-        while trace is not None:
-            place, trace = (trace.tb_frame.f_code, trace.tb_lineno), trace.tb_next
-        self.add((type(error), place), f"{text}: {error!r}")
+        places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        self.add((type(error), *places[-1:]), f"{text}: {error!r}")
 
     def issue(self) -> None:
         """Issue the warnings that were added."""

@@ -10,20 +10,18 @@ try:
 except ImportError as error:
     raise MissingDependencyError("attnscale.hf needs transformers: pip install 'attnscale[hf]'") from error
 
-from attnscale.diagnostics.discovery import add_finder, add_opener
+from attnscale.diagnostics.discovery import add_finder
 from attnscale.hf.attach import attach
 from attnscale.hf.callback import AttnScaleCallback
 from attnscale.hf.checkpoint import load, load_policy
 from attnscale.hf.inspection import Inspection, inspect
-from attnscale.hf.install import Handle
+from attnscale.hf.install import Handle, apply
 from attnscale.hf.interface import register
-from attnscale.hf.monitoring import find_sites, open_stock_attention
-from attnscale.hf.patch import apply
+from attnscale.hf.monitoring import find_sites
 from attnscale.hf.plan import Plan, read_plan
 
 register()
 add_finder(find_sites)
-add_opener(open_stock_attention)
 
 __all__ = [
     "AttnScaleCallback",

@@ -12,10 +12,10 @@ from attnscale.errors import ArgumentError
 from attnscale.hf import config_record
 from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
 from attnscale.hf.install import Handle, by_inner_path, install
-from attnscale.hf.plan import build_described_policies, build_policies, read_plan
+from attnscale.hf.plan import build_policies, check_fits, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import has_site, is_learned, site_at
+from attnscale.hf.sites import is_learned, site_of
 from attnscale.policies import Policy
 
 
@@ -29,8 +29,8 @@ def attach(model: nn.Module) -> Handle:
         ema = torch.optim.swa_utils.AveragedModel(model)
         handle = attnscale.hf.attach(ema)
     """
-    layers = list(routed_layers(model).values())
-    policies = {layer.path: site_at(layer.module).policy for layer in layers if has_site(layer.module)}
+    sites = [(layer.path, site_of(layer.module)) for layer in routed_layers(model).values()]
+    policies = {path: site.policy for path, site in sites if site is not None}
     if not policies:
         policies = described_policies(model)
         learned = [policy for policy in policies.values() if is_learned(policy)]
@@ -46,7 +46,7 @@ def attach(model: nn.Module) -> Handle:
     record = next((config.attnscale for config in configs), None)
     if record is None:
         record = config_record.write_record(by_inner_path(policies, model), "raise")
-    return Handle(model, policies, record, [layer.module for layer in layers], configs)
+    return Handle(model, policies, record, configs)
 
 
 def install_recorded(
@@ -80,7 +80,11 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
     if config_record.MODULES in given:
-        return build_described_policies(_located(model, config_record.read_modules(given)))
+        located = _located(model, config_record.read_modules(given))
+        return {
+            layer.path: check_fits(config_record.build_described(entry, **layer.shape), layer)
+            for layer, entry in located
+        }
     # Written by hand: a policy or a plan, and keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}
     plan = read_plan(options.pop("policy"))

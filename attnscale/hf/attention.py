@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
 from attnscale.call.context import shown
+from attnscale.call.context_parallel import refuse_context_parallel, sequence_is_split
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import CHOSEN_KEYS
-from attnscale.hf.distributed import refuse_split_sequence
 from attnscale.policies.temperature import mark_counted
 
 # How many masks are remembered: a model has full and sliding ones, those of encoder, decoder and cross attention.
@@ -80,6 +80,17 @@ def attend(
         positions=position_ids if windowed else None,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _sequence_is_split() -> bool:
+    return sequence_is_split()
+
+
+def refuse_split_sequence(query: Tensor) -> None:
+    """Refuse attention under context parallelism, compiled or not."""
+    if _sequence_is_split() or type(query) is not Tensor:
+        refuse_context_parallel(query, "train without it (cp_size=1), or call handle.remove() first")
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -91,7 +91,9 @@ def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
 
     def read(inner: PreTrainedModel) -> dict[str, Tensor]:
         tensors = _learned_in_checkpoint(files, inner) if learned is None else learned
-        return _named_as_in(model, inner, tensors)
+        parts = {name: split_name(name) for name in tensors if is_of_policy(name)}
+        paths = locate((path for path, _ in parts.values()), routed_layers(model), inner.base_model_prefix)
+        return {f"{paths[path]}.{NAME}.{rest}": tensors[name] for name, (path, rest) in parts.items() if path in paths}
 
     return install_recorded(model, record, read, str(path))
 
@@ -130,13 +132,6 @@ def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[s
         renamed = rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
         found[name if name in state else renamed] = value
     return found
-
-
-def _named_as_in(model: nn.Module, inner: PreTrainedModel, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of policies under their names in the transformers model."""
-    parts = {name: split_name(name) for name in learned if is_of_policy(name)}
-    paths = locate((path for path, _ in parts.values()), routed_layers(model), inner.base_model_prefix)
-    return {f"{paths[path]}.{NAME}.{rest}": learned[name] for name, (path, rest) in parts.items() if path in paths}
 
 
 @contextlib.contextmanager

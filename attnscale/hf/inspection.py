@@ -17,10 +17,10 @@ from attnscale.hf.attach import described_policies
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
-from attnscale.hf.plan import Plan, beta_at_end, build_policy_of_layer, read_plan
+from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.selection import Layers, OnExisting, Towers
-from attnscale.hf.sites import NAME, has_site, is_called, is_monitored, site_at
+from attnscale.hf.sites import NAME, MonitoredSite, is_called, site_of
 from attnscale.policies import Policy, PolicySpec
 
 LENGTHS = (1024, 8192, 65536)
@@ -133,7 +133,7 @@ def inspect(
             verdict, detail = "left alone", _why_not(layer, layers, cross, towers)
         judged.append(LayerInspection(layer, existing, verdict, detail))
     selected = [layer.facts for layer in judged if layer.verdict == "selected"]
-    policies = {} if plan is None else {layer.path: build_policy_of_layer(plan, layer) for layer in selected}
+    policies = {} if plan is None else build_policies(plan, selected)
     cautions = tuple(find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
     return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
@@ -180,27 +180,28 @@ def _judge(
     unsupported = selection.why_unsupported(layer, every)
     if unsupported is not None:
         return "refused", unsupported
-    if is_monitored(layer.module):
+    site = site_of(layer.module)
+    if isinstance(site, MonitoredSite):
         monitored = "a Monitor listens to it"
         if plan is None:
             return "free", monitored
         return "refused", f"{monitored}; close it, and attach a new one afterwards"
-    if has_site(layer.module) or pending is not None:
-        policy = site_at(layer.module).policy if pending is None else pending
+    policy = pending if site is None else site.policy
+    if policy is not None:
         has = f"has {_betas(policy, layer, lengths)}"
-        if pending is None and not is_called(layer.module):
+        if site is not None and not is_called(site, layer.module):
             name = layer.config._attn_implementation
             has += f", but is not asked for it: attn_implementation={name!r}, not {NAME!r}"
         return ("free", has) if plan is None else ("refused", f"{has} already; handle.remove() first")
     if plan is None:
         return "free", "takes a policy"
-    if any(has_site(other.module) for other in every):
+    if any(site_of(other.module) is not None for other in every):
         reason = "other layers have a policy from another apply"
         return "refused", f"{reason}; handle.remove() first, and use a plan for both"
     if existing and on_existing == "raise":
         return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
     try:
-        policy = build_policy_of_layer(plan, layer)
+        policy = build_policies(plan, [layer])[layer.path]
     except ArgumentError as error:
         return "refused", str(error)
     then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""

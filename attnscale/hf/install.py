@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,18 +13,28 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnscale.errors import reject
-from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
+from attnscale._util.removable import Removable
+from attnscale.errors import ArgumentError, AttnScaleWarning, reject
+from attnscale.hf import selection
+from attnscale.hf.attention_layers import (
+    AttentionLayer,
+    name_layers,
+    reject_model,
+    routed_layers,
+    transformers_model,
+)
 from attnscale.hf.config_record import configs_of, release, save_implementation, switch, write_record
-from attnscale.hf.distributed import refuse_wrapped
 from attnscale.hf.existing import find_existing
+from attnscale.hf.plan import Plan, build_policies, read_plan
 from attnscale.hf.policy_files import save_policies
-from attnscale.hf.selection import refuse_applied
-from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site
-from attnscale.policies import Policy
+from attnscale.hf.pretrained_cautions import find_cautions
+from attnscale.hf.probe import Inputs, probe_sites
+from attnscale.hf.selection import Layers, OnExisting, Towers
+from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site, site_of
+from attnscale.policies import Policy, PolicySpec
 
 
-class Handle:
+class Handle(Removable):
     """The policies of a model. `remove()` takes them out; as a context manager it does so at the end.
 
     `policies` maps the path of each attention module that has a policy to it; `record` is what the config says of them.
@@ -33,13 +45,13 @@ class Handle:
         model: nn.Module,
         policies: Mapping[str, Policy],
         record: Mapping[str, Any],
-        modules: Sequence[nn.Module],
         configs: Sequence[PreTrainedConfig],
     ) -> None:
         self.model = model
         self.policies = dict(policies)
         self.record = dict(record)
-        self._sites = [(module, module._modules.get(NAME)) for module in modules]
+        modules = [layer.module for layer in routed_layers(model).values()]
+        self._sites = [(module, site_of(module)) for module in modules]
         self._configs = list(configs)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -59,15 +71,65 @@ class Handle:
 
     def remove(self) -> None:
         """Restore the model as it was, to the bit. Idempotent, also after another handle of the same policies."""
-        if any(site is not None and module._modules.get(NAME) is site for module, site in self._sites):
+        if any(site is not None and site_of(module) is site for module, site in self._sites):
             _take_out([module for module, _ in self._sites], self._configs)
         self._sites, self._configs = [], []
 
-    def __enter__(self) -> Handle:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
+def apply(
+    model: nn.Module,
+    policy: PolicySpec | Plan,
+    *,
+    layers: Layers = "all",
+    cross: bool = False,
+    towers: Towers = "text",
+    on_existing: OnExisting = "raise",
+    override: bool = False,
+    probe: bool | Inputs = True,
+    **parameters: Any,
+) -> Handle:
+    """Let the attention of a transformers model scale its logits by β(n), from now on and until `handle.remove()`.
+
+    Build the optimizer afterwards: the parameters of a policy belong to the attention modules. If this raises, the
+    model is unchanged. An `AttnScaleWarning` tells of policies that probably harm a pretrained model.
+
+    Args:
+        model: any model, or wrapper of one (PEFT, DDP), whose attention goes through transformers' interface.
+        policy: whatever `build_policy` takes, with its keywords; or a mapping or YAML file with `default`, `layers`
+            ({"4-11": policy}) and `heads` ({"0-3": policy}). Of a finished policy each module gets a copy, with what
+            it has learned.
+        layers: "all"; "full", those without a sliding window; "nope", those without rotary embedding; a range such as
+            "4-11"; a number, or several.
+        cross: also cross attention, whose n is the number of encoder states that a row sees.
+        towers: "text", or "all" for vision and speech encoders too.
+        on_existing: what to do where the model scales its logits by length already: "raise", "compose" (β comes on
+            top) or "replace" (its own scaling is switched off).
+        override: keep the implementation "sdpa", the only one that continuous batching takes, and compute under it.
+        probe: prove with a forward of four tokens that every module calls its policy; pass the model's inputs where
+            they are not tokens, or False to go without.
+    """
+    selection.refuse_model_as_policy(model, policy)
+    plan = read_plan(policy, **parameters)
+    chosen = selection.select(model, layers=layers, cross=cross, towers=towers)
+    selection.refuse_unsupported(model, chosen)
+    selection.refuse_applied(model, chosen)
+    selection.refuse_existing(model, chosen, on_existing)
+    plan.check(max(layer.layer for layer in chosen) + 1)
+    policies = build_policies(plan, chosen)
+    cautions = find_cautions(model, chosen, policies)  # before the config names attnscale
+    handle = install(model, policies, on_existing=on_existing, override=override)
+    try:
+        silent = [] if probe is False else probe_sites(model, chosen, None if probe is True else probe)
+        if silent:
+            advice = "leave it out with layers=..., or pass inputs that reach it as probe={...}"
+            path = name_layers(silent)
+            reject_model(model, f"a forward did not reach {path}, which would stay without a policy; {advice}")
+        for caution in cautions:
+            warnings.warn(caution, AttnScaleWarning, stacklevel=2)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
 def install(
@@ -84,10 +146,10 @@ def install(
     loaded. If this raises, the model is unchanged.
     """
     if any(isinstance(policy, nn.Module) and any(True for _ in policy.parameters()) for policy in policies.values()):
-        refuse_wrapped(model)
+        _refuse_wrapped(model)
     layers = list(routed_layers(model).values())
     chosen = [layer for layer in layers if layer.path in policies]
-    refuse_applied(model, chosen)
+    selection.refuse_applied(model, chosen)
     modules, inner = [layer.module for layer in layers], transformers_model(model)
     record = write_record(by_inner_path(policies, model), on_existing)
     switched: list[PreTrainedConfig] = []
@@ -109,7 +171,7 @@ def install(
     except BaseException:
         _take_out(modules, switched)
         raise
-    return Handle(model, policies, record, modules, switched)
+    return Handle(model, policies, record, switched)
 
 
 def by_inner_path(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
@@ -128,7 +190,10 @@ def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig])
 def _make_site(policy: Policy, module: nn.Module, override: bool) -> Site:
     """A site on the device of an attention module; with a learned policy, of the class that PEFT trains and saves."""
     if isinstance(policy, nn.Module):
-        policy.to(_device(module))
+        held = (parameter.device for parameter in module.parameters() if parameter.device.type != "meta")
+        # The parameters of an offloaded module are elsewhere than where it computes.
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        policy.to(next(held, torch.device("cpu")) if device is None else torch.device(device))
     if is_learned(policy) and find_spec("peft") is not None:
         from attnscale.hf.peft_sites import TrainedSite  # imports peft, which is slow and optional
 
@@ -155,9 +220,22 @@ def _configs(
     ]
 
 
-def _device(module: nn.Module) -> torch.device:
-    """Where a module computes; the parameters of an offloaded one are elsewhere."""
-    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if device is not None:
-        return torch.device(device)
-    return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse to add parameters to a model that a data-parallel wrapper holds, which would not synchronise them."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    own = {id(module) for module in model.modules()}
+    # A model does not know what wraps it, and `wrapper.module` may be what was passed: look through all live modules.
+    live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
+    for kind in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
+        name = "fully_shard" if kind is FSDPModule else kind.__name__
+        for wrapper in (module for module in live if isinstance(module, kind)):
+            if id(wrapper) in own or any(module is model for module in wrapper.modules()):
+                raise ArgumentError(
+                    f"model={type(model).__name__} is not accepted: {name} holds it already and would not synchronise "
+                    f"what the policy learns; call attnscale.hf.apply first, then {name}(model), then build the "
+                    "optimizer"
+                )

@@ -15,7 +15,7 @@ from attnscale.errors import ArgumentError
 from attnscale.hf.attach import attach
 from attnscale.hf.attention import attend
 from attnscale.hf.config_record import is_switched
-from attnscale.hf.sites import NAME, is_decided
+from attnscale.hf.sites import NAME, is_decided, site_of
 from attnscale.module import ScaledDotProductAttention
 
 _STOCK = ScaledDotProductAttention("constant")
@@ -32,11 +32,9 @@ def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Ten
 
     A model that was loaded with our name is given its policies at its first forward.
     """
-    site = module._modules.get(NAME)
     if not is_decided(module) and not is_switched(module.config):
         _give_policies(module)
-        site = module._modules.get(NAME)
-    return attend(_STOCK if site is None else site, module, *args, **kwargs)
+    return attend(site_of(module) or _STOCK, module, *args, **kwargs)
 
 
 @torch.compiler.disable(reason="call attnscale.hf.attach(model) before torch.compile")  # type: ignore[untyped-decorator, no-untyped-call]

@@ -19,7 +19,7 @@ from attnscale.hf.attention_layers import (
 )
 from attnscale.hf.config_record import is_pending
 from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
-from attnscale.hf.sites import NAME, SDPA, MonitoredSite, Site, has_site, remove_site, site_at
+from attnscale.hf.sites import NAME, SDPA, MonitoredSite, remove_site, site_of
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,15 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     if is_pending(model):
         for path in attach(model).policies:
-            yield path, site_at(model.get_submodule(path))
+            yield path, model.get_submodule(f"{path}.{NAME}")
     for layer in find_attention_layers(model):
-        site = layer.module._modules.get(NAME)
-        if isinstance(site, Site):
+        site = site_of(layer.module)
+        if site is not None:
             site.cross = layer.cross
 
 
 def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
-    """Opener: give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
+    """Give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
 
     The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
     model without such attention is refused, with what to do instead.
@@ -49,7 +49,8 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     if not holds_transformers_model(model):
         return {}
     layers = find_attention_layers(model)
-    usable = [layer for layer in layers if _goes_through_sdpa(layer)]
+    free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
+    usable = [layer for layer in free if layer.config._attn_implementation == SDPA]
     if not usable:
         _refuse(model, layers)
     others = [layer for layer in layers if layer not in usable]
@@ -61,12 +62,6 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         layer.module.add_module(NAME, site)
         undo.callback(remove_site, layer.module)
     return found
-
-
-def _goes_through_sdpa(layer: AttentionLayer) -> bool:
-    if not layer.routed or layer.sparse or has_site(layer.module):
-        return False
-    return bool(layer.config._attn_implementation == SDPA)
 
 
 def _refuse(model: nn.Module, layers: Sequence[AttentionLayer]) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from attnscale._util.ranges import read_range, write_range
 from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attention_layers import AttentionLayer
-from attnscale.hf.config_record import build_described, describe
-from attnscale.hf.sites import is_learned
-from attnscale.policies import FormulaPolicy, Policy, PolicySpec, build_policy, build_policy_for
+from attnscale.hf.config_record import describe
+from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 
 _KEYS = ("default", "layers", "heads")
 
@@ -38,7 +37,12 @@ class Plan:
 
     def build(self, layer: int, *, num_heads: int, head_dim: int) -> Policy:
         """The policy of one layer; a copy, where the plan holds a built policy."""
-        spec, heads = self._specs_of(layer)
+        spec, heads = self.default, self.heads
+        for given, own in self.layers.items():
+            if layer in read_range("layers", given):
+                inner = own if isinstance(own, Plan) else read_plan(own)
+                spec, heads = inner.default, {**self.heads, **inner.heads}
+                break
         shape = {"num_heads": num_heads, "head_dim": head_dim}
         if not heads:
             return build_policy_for(spec, **shape)
@@ -52,11 +56,6 @@ class Plan:
                 heads = {**heads, write_range(rest): spec}
             spec = {"name": "constant"}
         return build_policy_for({"name": "per_head", "default": spec, "heads": heads}, **shape)
-
-    def finished(self, layer: int) -> Policy | None:
-        """The built policy that the plan holds for all heads of a layer, if any."""
-        spec, heads = self._specs_of(layer)
-        return None if heads or isinstance(spec, Mapping) else spec
 
     def check(self, layers: int) -> None:
         """Refuse ranges beyond the layers of a model."""
@@ -72,13 +71,6 @@ class Plan:
         return {"default": _described(self.default)} | {
             key: {given: _described(spec) for given, spec in part.items()} for key, part in parts.items() if part
         }
-
-    def _specs_of(self, layer: int) -> tuple[Any, Mapping[str, Any]]:
-        for given, spec in self.layers.items():
-            if layer in read_range("layers", given):
-                inner = spec if isinstance(spec, Plan) else read_plan(spec)
-                return inner.default, {**self.heads, **inner.heads}
-        return self.default, self.heads
 
 
 def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
@@ -104,17 +96,7 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
 
 def build_policies(plan: Plan, layers: Iterable[AttentionLayer]) -> dict[str, Policy]:
     """Path → policy, from a plan."""
-    return _share((layer, plan.finished(layer.layer), build_policy_of_layer(plan, layer)) for layer in layers)
-
-
-def build_policy_of_layer(plan: Plan, layer: AttentionLayer) -> Policy:
-    """The policy that a plan has for a layer."""
-    return _fitting(plan.build(layer.layer, **layer.shape), layer)
-
-
-def build_described_policies(layers: Iterable[tuple[AttentionLayer, Mapping[str, Any]]]) -> dict[str, Policy]:
-    """Path → policy, from layers and the descriptions of their policies."""
-    return _share((layer, None, _fitting(build_described(entry, **layer.shape), layer)) for layer, entry in layers)
+    return {layer.path: check_fits(plan.build(layer.layer, **layer.shape), layer) for layer in layers}
 
 
 def beta_at_end(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> Tensor:
@@ -127,22 +109,8 @@ def beta_at_end(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -
         return policy(visible, positions=position).broadcast_to(1, -1, len(lengths))[0]
 
 
-def _share(built: Iterable[tuple[AttentionLayer, Policy | None, Policy]]) -> dict[str, Policy]:
-    """Path → policy, of layers with the policy of the plan, if that was built, and their own copy of it.
-
-    Layers with equal policies that have no state share one object, and so its β of a length.
-    """
-    shared: dict[Hashable, Policy] = {}
-    found: dict[str, Policy] = {}
-    for layer, original, policy in built:
-        stateless = not is_learned(policy) and (original is None or isinstance(policy, FormulaPolicy))
-        key = repr(policy) if original is None else id(original)
-        found[layer.path] = shared.setdefault(key, policy) if stateless else policy
-    return found
-
-
-def _fitting(policy: Policy, layer: AttentionLayer) -> Policy:
-    """The policy, unless it was built for another number or size of heads than the layer has."""
+def check_fits(policy: Policy, layer: AttentionLayer) -> Policy:
+    """The policy; refused if it was built for another number or size of heads than the layer has."""
     for name, own in (("num_heads", layer.num_heads), ("head_dim", layer.head_dim)):
         built = getattr(policy, name, None)
         if isinstance(built, int) and own is not None and built != own:

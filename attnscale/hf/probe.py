@@ -13,19 +13,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import AttentionLayer, transformers_model
-from attnscale.hf.sites import site_at
+from attnscale.hf.sites import site_of
 
 Inputs = Mapping[str, Any]
 
 
-def probe(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
+def probe_sites(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
     """Run a model once and return those of the layers whose site was not called.
 
     In a model of several towers, layers that its main input does not reach are proven by a forward of their tower. The
     model and the random number generators stay as they are.
     """
     called: set[nn.Module] = set()
-    sites = [site_at(layer.module) for layer in layers]
+    sites = [site for layer in layers if (site := site_of(layer.module)) is not None]
     hooks = [site.register_forward_hook(lambda site, *_: called.add(site)) for site in sites]
     given = _inputs(model) if inputs is None else dict(inputs)
     try:

@@ -11,7 +11,7 @@ from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, reject_model, transformers_model
 from attnscale.hf.existing import find_existing
-from attnscale.hf.sites import has_site, is_monitored
+from attnscale.hf.sites import MonitoredSite, site_of
 from attnscale.policies import Policy
 
 Layers = Literal["all", "full", "nope"] | str | int | Sequence[int]
@@ -104,10 +104,10 @@ def refuse_unsupported(model: nn.Module, chosen: Sequence[AttentionLayer]) -> No
 
 def refuse_applied(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
     """Refuse a model that has policies already, or that a monitor has changed in order to listen."""
-    applied = [layer for layer in find_attention_layers(model) if has_site(layer.module)]
-    if any(is_monitored(layer.module) for layer in applied):
+    applied = [layer for layer in find_attention_layers(model) if site_of(layer.module) is not None]
+    if any(isinstance(site_of(layer.module), MonitoredSite) for layer in applied):
         reject_model(model, "a Monitor listens to it; close it, apply the policy, and attach a new one")
-    again = [layer for layer in chosen if has_site(layer.module)]
+    again = [layer for layer in chosen if site_of(layer.module) is not None]
     if again:
         reject_model(model, "has a policy already; handle.remove() first", again)
     if applied:

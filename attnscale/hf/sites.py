@@ -49,13 +49,6 @@ class Site(ScaledDotProductAttention):
             AttentionInterface.register(SDPA, SdpaOrSite(entry))
         state.HF_HOLDERS.add(self)
 
-    def release_sdpa(self) -> None:
-        """Undo the override; the last site restores transformers' own "sdpa"."""
-        state.HF_HOLDERS.discard(self)
-        entry = ALL_ATTENTION_FUNCTIONS[SDPA]
-        if not state.HF_HOLDERS and isinstance(entry, SdpaOrSite):
-            AttentionInterface.register(SDPA, entry.stock)
-
 
 class MonitoredSite(Site):
     """A site without a policy of its own, added to a stock model while a monitor listens: plain attention.
@@ -85,26 +78,16 @@ class SdpaOrSite:
         return self.stock(module, *args, **kwargs)
 
 
-def has_site(module: nn.Module) -> bool:
-    """Whether an attention module has a site."""
-    return module._modules.get(NAME) is not None
+def site_of(module: nn.Module) -> Site | None:
+    """The site of an attention module, if it has one."""
+    return cast("Site | None", module._modules.get(NAME))
 
 
-def site_at(module: nn.Module) -> Site:
-    """The site of an attention module that has one."""
-    return cast(Site, module._modules[NAME])
-
-
-def is_monitored(module: nn.Module) -> bool:
-    """Whether a monitor listens to an attention module that has no policy."""
-    return isinstance(module._modules.get(NAME), MonitoredSite)
-
-
-def is_called(module: nn.Module) -> bool:
+def is_called(site: Site, module: nn.Module) -> bool:
     """Whether the site of an attention module is called, which the implementation in its config decides."""
     implementation = getattr(module.config, "_attn_implementation", None)
-    overridden = site_at(module).override and isinstance(ALL_ATTENTION_FUNCTIONS[SDPA], SdpaOrSite)
-    return implementation == NAME or (implementation == SDPA and overridden)
+    overridden = isinstance(ALL_ATTENTION_FUNCTIONS[SDPA], SdpaOrSite)
+    return implementation == NAME or (implementation == SDPA and overridden and site.override)
 
 
 def is_decided(module: nn.Module) -> bool:
@@ -113,14 +96,19 @@ def is_decided(module: nn.Module) -> bool:
 
 
 def remove_site(module: nn.Module) -> None:
-    """Remove the site or note of an attention module, and undo what came with the site."""
+    """Remove the site or note of an attention module, and undo what came with the site.
+
+    The last site that overrides "sdpa" restores transformers' own.
+    """
     site = module._modules.pop(NAME, None)
     if not isinstance(site, Site):
         return
     for undo in reversed(site.undo):
         undo()
-    if site.override:
-        site.release_sdpa()
+    state.HF_HOLDERS.discard(site)
+    entry = ALL_ATTENTION_FUNCTIONS[SDPA]
+    if site.override and not state.HF_HOLDERS and isinstance(entry, SdpaOrSite):
+        AttentionInterface.register(SDPA, entry.stock)
 
 
 def is_learned(policy: Policy) -> bool:

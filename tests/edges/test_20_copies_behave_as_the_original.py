@@ -20,7 +20,7 @@ from tiny_models import TOKENS, llama, logits
 import attnscale
 import attnscale.hf
 from attnscale import ArgumentError
-from attnscale.hf.sites import has_site
+from attnscale.hf.sites import site_of
 
 LAW = {"name": "log", "reference_length": 4}
 DECODER = {"is_decoder": True, "add_cross_attention": True}
@@ -63,7 +63,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved_whol
 
 
 def sites(model):
-    return {path.removeprefix("module.") for path, module in model.named_modules() if has_site(module)}
+    return {path.removeprefix("module.") for path, module in model.named_modules() if site_of(module) is not None}
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper", "bert decoder"])

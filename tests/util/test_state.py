@@ -30,7 +30,6 @@ LISTED = {
     "TAPS",
     "TAP_NUMBERS",
     "FINDERS",
-    "OPENERS",
     "FILE_NUMBERS",
     "HF_HOLDERS",
     "HF_KNOWN_CAUSALITY",

@@ -37,7 +37,7 @@ class Processes(Uncopied):
         self._names = list(names)
         self._group = group
         self._notices = notices
-        self._heads: dict[str, int] | None = None  # of all processes' layers; 0: not known yet
+        self._heads: dict[str, int] = {}  # of all processes' layers; 0: not known yet
 
     @property
     def number(self) -> int:
@@ -60,7 +60,7 @@ class Processes(Uncopied):
         """The parts of all processes, from those of this one, each [1, H, width]."""
         if self.number == 1:
             return list(here.values())
-        if self._heads is None:
+        if not self._heads:
             self._heads = self._gather_layers(here)
         while True:
             gathered = self._gather(self._message(step, here, width))
@@ -69,7 +69,8 @@ class Processes(Uncopied):
                 self._warn("steps", f"they are at the steps {', '.join(f'{step:.0f}' for step in steps)}")
                 return list(here.values())
             heads, modes = header.to(torch.int64).view(len(gathered), 2, -1).unbind(1)
-            if not self._learn(heads):
+            known, self._heads = self._heads, self._learned(heads)
+            if self._heads == known:  # all processes find the same answer
                 return self._parts(gathered[:, 1 + header.shape[1] :], heads, modes, here, width)
 
     def _gather_layers(self, here: Mapping[str, Part]) -> dict[str, int]:
@@ -84,12 +85,11 @@ class Processes(Uncopied):
 
     def _message(self, step: int, here: Mapping[str, Part], width: int) -> Tensor:
         """Step, heads and modes of all layers, and the numbers of layers with as many heads as expected."""
-        layers = self._heads or {}
-        heads = [here[name].rows.shape[1] if name in here else 0 for name in layers]
-        modes = [int(here[name].training) if name in here else 0 for name in layers]
+        heads = [here[name].rows.shape[1] if name in here else 0 for name in self._heads]
+        modes = [int(here[name].training) if name in here else 0 for name in self._heads]
         rows = [
             here[name].rows.flatten() if name in here and own == expected else torch.zeros(expected * width)
-            for (name, expected), own in zip(layers.items(), heads, strict=True)
+            for (name, expected), own in zip(self._heads.items(), heads, strict=True)
         ]
         return torch.cat([torch.tensor([step % STEP_MODULUS, *heads, *modes], dtype=torch.float32), *rows])
 
@@ -100,22 +100,18 @@ class Processes(Uncopied):
         distributed.all_gather(everywhere, sent, group=self._group)
         return torch.stack(everywhere).to(message.device)
 
-    def _learn(self, heads: Tensor) -> bool:
-        """Take over numbers of heads [P, layers]; whether any was new. All processes find the same answer."""
-        known = self._heads or {}
-        found = {
+    def _learned(self, heads: Tensor) -> dict[str, int]:
+        """What is known of numbers of heads once the processes have told theirs, [P, layers]."""
+        return {
             name: max(column) if len(set(column) - {0}) == 1 else expected
-            for (name, expected), column in zip(known.items(), heads.T.tolist(), strict=True)
+            for (name, expected), column in zip(self._heads.items(), heads.T.tolist(), strict=True)
         }
-        self._heads = found
-        return found != known
 
     def _parts(self, rows: Tensor, heads: Tensor, modes: Tensor, here: Mapping[str, Part], width: int) -> list[Part]:
         """Each layer that was called, from the processes that trained it, or else from those that evaluated it."""
         found: list[Part] = []
-        layers = self._heads or {}
-        bodies = torch.split(rows, [expected * width for expected in layers.values()], dim=1)
-        for index, ((name, expected), body) in enumerate(zip(layers.items(), bodies, strict=True)):
+        bodies = torch.split(rows, [expected * width for expected in self._heads.values()], dim=1)
+        for index, ((name, expected), body) in enumerate(zip(self._heads.items(), bodies, strict=True)):
             column, trained = heads[:, index], modes[:, index] == 1
             if len(set(column.tolist()) - {0}) > 1:
                 self._warn("heads", f"{name} has {', '.join(map(str, column.tolist()))} heads there")

@@ -72,8 +72,6 @@ class Tally(Uncopied):
         noted = self._noted.get(name)
         if not noted:
             return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
-        if len(noted) == 1:
-            return noted[0]
         together = torch.stack(noted)
         return together.sum(0) if name in SUMS else together.amax(0)
 
@@ -114,8 +112,12 @@ def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:
     for tally in tallies:
         by_device.setdefault(tally.device, []).append(tally)
     packed: dict[int, Tensor] = {}
-    for group in by_device.values():  # each of which the host waits for once
-        parts = torch.split(_pack(group, sample).cpu(), [tally.heads for tally in group])
+    for group in by_device.values():
+        phases = zip(*(tally.spreads() for tally in group), strict=True)
+        rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
+        scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in group])
+        whole = torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)
+        parts = torch.split(whole.cpu(), [tally.heads for tally in group])  # the host waits once for each device
         packed |= zip(map(id, group), parts, strict=True)
     return [packed[id(tally)] for tally in tallies]
 
@@ -131,10 +133,3 @@ def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
     rows, sums, largest = torch.split(packed, [quantities * (4 + sample), len(SUMS), len(LARGEST)], dim=-1)
     flats = rows.reshape(*rows.shape[:2], quantities, 4 + sample).movedim(2, 1)
     return flats, torch.cat([sums.sum(0), largest.amax(0)], dim=-1).T
-
-
-def _pack(tallies: Sequence[Tally], sample: int) -> Tensor:
-    phases = zip(*(tally.spreads() for tally in tallies), strict=True)
-    rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
-    scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in tallies])
-    return torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)

@@ -8,43 +8,34 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnscale.diagnostics.records.jsonl import read_jsonl
-    from attnscale.diagnostics.sinks.base import AlertSink, Sink
-    from attnscale.diagnostics.sinks.console import ConsoleSink
-    from attnscale.diagnostics.sinks.jsonl import JsonlSink
-    from attnscale.diagnostics.sinks.memory import MemorySink
-    from attnscale.diagnostics.sinks.mlflow import MlflowSink
-    from attnscale.diagnostics.sinks.tensorboard import TensorBoardSink
-    from attnscale.diagnostics.sinks.tracker import TrackerSink
-
-__all__ = [
-    "AlertSink",
-    "ConsoleSink",
-    "JsonlSink",
-    "MemorySink",
-    "MlflowSink",
-    "Sink",
-    "TensorBoardSink",
-    "TrackerSink",
-    "read_jsonl",
-]
+    from attnscale.diagnostics.records.jsonl import read_jsonl as read_jsonl
+    from attnscale.diagnostics.sinks.base import AlertSink as AlertSink
+    from attnscale.diagnostics.sinks.base import Sink as Sink
+    from attnscale.diagnostics.sinks.console import ConsoleSink as ConsoleSink
+    from attnscale.diagnostics.sinks.jsonl import JsonlSink as JsonlSink
+    from attnscale.diagnostics.sinks.memory import MemorySink as MemorySink
+    from attnscale.diagnostics.sinks.tensorboard import TensorBoardSink as TensorBoardSink
+    from attnscale.diagnostics.sinks.trackers import MlflowSink as MlflowSink
+    from attnscale.diagnostics.sinks.trackers import TrackerSink as TrackerSink
 
 _HOMES = {
-    "base": ("AlertSink", "Sink"),
-    "console": ("ConsoleSink",),
-    "jsonl": ("JsonlSink",),
-    "memory": ("MemorySink",),
-    "mlflow": ("MlflowSink",),
-    "tensorboard": ("TensorBoardSink",),
-    "tracker": ("TrackerSink",),
+    "AlertSink": "sinks.base",
+    "ConsoleSink": "sinks.console",
+    "JsonlSink": "sinks.jsonl",
+    "MemorySink": "sinks.memory",
+    "MlflowSink": "sinks.trackers",
+    "Sink": "sinks.base",
+    "TensorBoardSink": "sinks.tensorboard",
+    "TrackerSink": "sinks.trackers",
+    "read_jsonl": "records.jsonl",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'attnscale.diagnostics.sinks' has no attribute {name!r}")
-    home = next((f"sinks.{home}" for home, names in _HOMES.items() if name in names), "records.jsonl")
-    return getattr(importlib.import_module(f"attnscale.diagnostics.{home}"), name)
+    return getattr(importlib.import_module(f"attnscale.diagnostics.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

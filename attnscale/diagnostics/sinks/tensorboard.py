@@ -61,7 +61,9 @@ class TensorBoardSink:
         for grid in main_grids(records):
             values += self._scalars(records, grid.quantity)
             values += self._histogram(grid)
-            values += self._image(grid) if with_images else []
+            if with_images:
+                picture = draw(grid, "TensorBoardSink")
+                values += self._summary.image(f"attn.{grid.quantity.name}/map", picture, dataformats="HWC").value
         self._write(values, step)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
@@ -90,22 +92,16 @@ class TensorBoardSink:
                 if (x := quantity.of(record)) is not None:
                     yield from self._summary.scalar(f"{tag}.heads/{layer}/h{record.head}", x).value
 
-    def _histogram(self, grid: Grid) -> Sequence[Any]:
+    def _histogram(self, grid: Grid) -> Iterator[Any]:
         finite = [x for row in grid.values for x in row if math.isfinite(x)]
         if not finite:
-            return ()
+            return
         low, high = min(finite), max(finite)
         # Bins need a width, even if all heads are equal up to rounding.
         pad = max(abs(low), abs(high), 1e-30) * 1e-6 if high - low <= 1e-6 * max(abs(low), abs(high)) else 0.0
         edges = self._numpy.linspace(low - pad, high + pad, BINS + 1)
         tag = f"attn.{grid.quantity.name}/heads"
-        values: Sequence[Any] = self._summary.histogram(tag, self._numpy.asarray(finite), bins=edges).value
-        return values
-
-    def _image(self, grid: Grid) -> Sequence[Any]:
-        picture = draw(grid, "TensorBoardSink")
-        values: Sequence[Any] = self._summary.image(f"attn.{grid.quantity.name}/map", picture, dataformats="HWC").value
-        return values
+        yield from self._summary.histogram(tag, self._numpy.asarray(finite), bins=edges).value
 
     def _write(self, values: list[Any], step: int) -> None:
         if self._closed:

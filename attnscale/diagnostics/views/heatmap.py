@@ -88,10 +88,10 @@ def cell_size(layers: int, heads: int) -> int:
     return max(2, min(24, LARGEST // max(layers, heads, 1)))
 
 
-def draw(grid: Grid, what: str = "attention heat maps", extra: str = "log") -> Any:
+def draw(grid: Grid, what: str = "attention heat maps") -> Any:
     """An RGB array [height, width, 3] of uint8: a cell per layer and head, names on the left, the scale above."""
-    numpy, image = need("numpy", what, extra), need("PIL.Image", what, extra)
-    canvas, font = need("PIL.ImageDraw", what, extra), need("PIL.ImageFont", what, extra).load_default()
+    numpy, image = need("numpy", what, "log"), need("PIL.Image", what, "log")
+    canvas, font = need("PIL.ImageDraw", what, "log"), need("PIL.ImageFont", what, "log").load_default()
     size = cell_size(len(grid.layers), len(grid.values[0]))
     gap = 1 if size > 4 else 0
     step = 1 if size >= LINE - 4 else -(-LINE // size)  # names only where they do not overlap
@@ -102,20 +102,19 @@ def draw(grid: Grid, what: str = "attention heat maps", extra: str = "log") -> A
     top = MARGIN + 2 * LINE + MARGIN
     body = size * len(grid.values[0])
     width = left + max(body, math.ceil(font.getlength(head))) + MARGIN
-    picture = numpy.full((top + size * len(grid.layers) + LINE + MARGIN, width, 3), BACKGROUND, dtype=numpy.uint8)
+    bottom = top + size * len(grid.layers)
+    picture = image.new("RGB", (width, bottom + LINE + MARGIN), BACKGROUND)
+    pen = canvas.Draw(picture)
     bar = width - MARGIN - left
     for x in range(bar):
-        picture[MARGIN + LINE : MARGIN + 2 * LINE - 4, left + x] = colour(x / max(bar - 1, 1))
+        pen.line((left + x, MARGIN + LINE, left + x, MARGIN + 2 * LINE - 5), fill=colour(x / max(bar - 1, 1)))
     for row, shares in enumerate(grid.shares()):
         for column, share in enumerate(shares):
             y, x = top + row * size, left + column * size
-            picture[y : y + size - gap, x : x + size - gap] = colour(share)
-    finished = image.fromarray(picture)
-    pen = canvas.Draw(finished)
+            pen.rectangle((x, y, x + size - gap - 1, y + size - gap - 1), fill=colour(share))
     pen.text((left, MARGIN), head, fill=INK, font=font)
     for row, name in names.items():
         pen.text((MARGIN, top + row * size + max(0, (size - LINE) // 2)), name, fill=INK, font=font)
-    bottom = top + size * len(grid.layers)
     for column in range(0, len(grid.values[0]), step):
         pen.text((left + column * size + gap, bottom), str(column), fill=INK, font=font)
-    return numpy.asarray(finished)
+    return numpy.asarray(picture)
