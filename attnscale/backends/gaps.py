@@ -15,7 +15,6 @@ from attnscale.call.attention_call import AttentionCall, UnscaledCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import (
     Accumulation,
-    Contact,
     Spectrum,
     bracket,
     count_gaps,
@@ -36,7 +35,7 @@ def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Row
         stats = stats._replace(gap_counts=gap_counts(*_scores(call), list(request.gap_thresholds)))
     if request.accumulation is not None:
         if request.accumulation == "exact":
-            exact = find_contacts(call, request.min_rank).value
+            exact = contacts(*_scores(call), request.min_rank)[0]
             found = Accumulation(exact, exact)
         else:
             found = Accumulation(*accumulation_bracket(*_scores(call), request.min_rank))
@@ -44,9 +43,30 @@ def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Row
     return stats
 
 
-def find_contacts(call: UnscaledCall, min_rank: int) -> Contact:
-    """Λ, its rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
-    return Contact(*contacts(*_scores(call), min_rank))
+def differentiable_accumulation(call: UnscaledCall, min_rank: int) -> Tensor:
+    """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of these two scores; none where Λ is 0 or ∞."""
+    value, rank, *slots = contacts(*_scores(call), min_rank)
+    usable = (value > 0) & torch.isfinite(value)
+    first, other = (_score_of(call, slot, usable) for slot in slots)
+    gap = torch.where(usable, first - other, 1.0)
+    return torch.where(usable, rank.to(gap.dtype).log() / gap, value)
+
+
+def _score_of(call: UnscaledCall, slot: Tensor, usable: Tensor) -> Tensor:
+    """The raw score of each row [B, H, Tq] with the key in one slot; 0·q where that slot is not usable.
+
+    A slot that is not usable may hold a hidden key, whose values must not enter a product.
+    """
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    key = call.key.repeat_interleave(call.group, dim=1)
+    key = key.gather(2, slot[..., None].expand(-1, -1, -1, key.shape[-1])).masked_fill(~usable[..., None], 0.0)
+    score = (call.query.to(dtype) * key.to(dtype)).sum(-1) * call.scale
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
+    if call.bias is not None:
+        bias = call.bias.expand(*call.query.shape[:3], -1).gather(-1, slot[..., None])[..., 0]
+        score = score + bias.to(dtype)
+    return score
 
 
 def _over_scores(parameter: str, result: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -87,7 +107,7 @@ def accumulation_bracket(query: Tensor, key: Tensor, *arguments: Any) -> tuple[T
 
 @_over_scores("int min_rank", "(Tensor, Tensor, Tensor, Tensor)")
 def contacts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `find_contacts`."""
+    """Λ, its rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
     *of_scores, min_rank = arguments
     value = _rows(arguments[0])
     rank, first, other = (torch.zeros_like(value, dtype=torch.int64) for _ in range(3))
