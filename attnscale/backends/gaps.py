@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from attnscale.backends.blockwise.logits import leaves_of, logit_tile
-from attnscale.backends.blockwise.tiles import Scores, Tile, cut, store, workspace_for
+from attnscale.backends.blockwise.tiles import SCORE_TENSORS, Scores, Tile, cut, store, workspace_for
 from attnscale.call.attention_call import AttentionCall, UnscaledCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import (
@@ -24,9 +24,6 @@ from attnscale.statistics.gaps import (
 )
 
 ROWS_AT_ONCE = 4096
-SCORES = (
-    "Tensor query, Tensor key, Tensor start, Tensor stop, Tensor? padding, Tensor? mask, float scale, float? softcap"
-)
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
@@ -73,7 +70,7 @@ def _over_scores(parameter: str, result: str) -> Callable[[Callable[..., Any]], 
     """Make a function of the `_scores` of a call, and of one parameter more, an operator of its name."""
 
     def register(function: Callable[..., Any]) -> CustomOpDef:
-        schema = f"({SCORES}, {parameter}) -> {result}"
+        schema = f"({SCORE_TENSORS}, float scale, float? softcap, {parameter}) -> {result}"
         return torch.library.custom_op(f"attnscale::{function.__name__}", function, mutates_args=(), schema=schema)
 
     return register
@@ -122,7 +119,7 @@ def contacts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @gap_counts.register_fake
 def _(*arguments: Any) -> Tensor:
-    return _rows(arguments[0], torch.int64, len(arguments[8]))
+    return _rows(arguments[0], torch.int64, len(arguments[-1]))
 
 
 @accumulation_bracket.register_fake
@@ -142,11 +139,11 @@ def _scores(call: UnscaledCall) -> tuple[Any, ...]:
     start, stop = call.context.bounds()
     mask = None if call.context.mask is None else call.context.mask.detach()
     query, key = call.query.detach(), call.key.detach()
-    return query, key, start, stop, call.context.padding, mask, call.scale, call.softcap
+    return query, key, None, start, stop, call.context.padding, mask, call.scale, call.softcap
 
 
-def _raw_tiles(query: Tensor, key: Tensor, *visibility_and_scale: Any) -> Iterator[tuple[Tile, Tensor]]:
-    scores = Scores(query, key, None, *visibility_and_scale).wide().folded(1.0)
+def _raw_tiles(*of_scores: Any) -> Iterator[tuple[Tile, Tensor]]:
+    scores = Scores(*of_scores).wide().folded(1.0)
     room = workspace_for(scores, whole_rows=True)
     for tile in cut(scores, whole_rows=True):
         yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room)

@@ -21,6 +21,9 @@ KEYS = 2048
 WHOLE = 2**22
 LOG2E = 1 / math.log(2)
 
+# The tensors of `Scores` in the schema of an operator.
+SCORE_TENSORS = "Tensor query, Tensor key, Tensor? beta, Tensor start, Tensor stop, Tensor? padding, Tensor? mask"
+
 
 class Scores(NamedTuple):
     """All that logits ℓ = β·(softcap(scale·q·k) + bias) depend on; `start`, `stop` bound the slots a row may see."""
