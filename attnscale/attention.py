@@ -16,7 +16,7 @@ from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.one_torch_call import attend_in_one_call
 from attnscale.backends.sdpa import TORCH_ATTENTION, attend
-from attnscale.call.attention_call import AttentionCall, UnscaledCall
+from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.layout import Layout, read_layout
 from attnscale.call.nested import attend_nested
@@ -303,20 +303,21 @@ def _bind(
     given = rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
     check_sinks(layout, sinks, query.device)
-    call = UnscaledCall(
-        query=layout.flatten_query(query),
+    rows = layout.flatten_query(query)
+    context = describe(
+        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
+    )
+    call = AttentionCall(
+        query=rows,
         key=layout.flatten_key(key),
         value=layout.flatten_key(value),
-        context=describe(
-            layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
-        ),
+        context=context,
         scale=default_scale(query) if scale is None else scale,
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
+        beta=1.0 if reads_scores(chosen) else temperature(chosen, context, rows),
     )
     if reads_scores(chosen):
-        beta: float | Tensor = check_beta(dispatch.score_beta(chosen, call, backend), call.query)
-    else:
-        beta = temperature(chosen, call)
-    return layout, call.at(beta), backend, chosen
+        call = replace(call, beta=check_beta(dispatch.score_beta(chosen, call, backend), rows))
+    return layout, call, backend, chosen

@@ -14,7 +14,7 @@ from attnscale.backends.gaps import differentiable_accumulation
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
-from attnscale.call.attention_call import AttentionCall, UnscaledCall
+from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
 from attnscale.policies.adaptive import ScorePolicy
 from attnscale.statistics import AttentionOutput, StatsRequest
@@ -76,9 +76,9 @@ def measure(call: AttentionCall, request: StatsRequest, backend: str) -> Attenti
     return AttentionOutput(run(call, backend), measure_sampled_rows(cast(call), request))
 
 
-def score_beta(policy: ScorePolicy, call: UnscaledCall, backend: str) -> Tensor:
-    """β [B, H, Tq] in fp32 of a policy that reads the call's own scores, without its sinks."""
-    request, raw = policy.request, replace(call, sinks=None).at(1.0)
+def score_beta(policy: ScorePolicy, call: AttentionCall, backend: str) -> Tensor:
+    """β [B, H, Tq] in fp32 of a policy that reads the scores of a call at β = 1, without its sinks."""
+    request, raw = policy.request, replace(call, sinks=None)
     stats = _score_backend(raw, backend).statistics(cast(raw).detached(), request)
     through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
     return policy.from_stats(stats, through)

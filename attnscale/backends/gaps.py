@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from attnscale.backends.blockwise.logits import leaves_of, logit_tile
+from attnscale.backends.blockwise.logits import logit_tile
 from attnscale.backends.blockwise.tiles import SCORE_TENSORS, Scores, Tile, cut, store, workspace_for
-from attnscale.call.attention_call import AttentionCall, UnscaledCall
+from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import (
     Accumulation,
@@ -40,7 +40,7 @@ def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Row
     return stats
 
 
-def differentiable_accumulation(call: UnscaledCall, min_rank: int) -> Tensor:
+def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
     """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of these two scores; none where Λ is 0 or ∞."""
     value, rank, *slots = contacts(*_scores(call), min_rank)
     usable = (value > 0) & torch.isfinite(value)
@@ -49,7 +49,7 @@ def differentiable_accumulation(call: UnscaledCall, min_rank: int) -> Tensor:
     return torch.where(usable, rank.to(gap.dtype).log() / gap, value)
 
 
-def _score_of(call: UnscaledCall, slot: Tensor, usable: Tensor) -> Tensor:
+def _score_of(call: AttentionCall, slot: Tensor, usable: Tensor) -> Tensor:
     """The raw score of each row [B, H, Tq] with the key in one slot; 0·q where that slot is not usable.
 
     A slot that is not usable may hold a hidden key, whose values must not enter a product.
@@ -134,7 +134,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return rows, *(torch.empty_like(rows, dtype=torch.int64) for _ in range(3))
 
 
-def _scores(call: UnscaledCall) -> tuple[Any, ...]:
+def _scores(call: AttentionCall) -> tuple[Any, ...]:
     """The arguments that the operators share."""
     start, stop = call.context.bounds()
     mask = None if call.context.mask is None else call.context.mask.detach()
@@ -146,7 +146,7 @@ def _raw_tiles(*of_scores: Any) -> Iterator[tuple[Tile, Tensor]]:
     scores = Scores(*of_scores).wide().folded(1.0)
     room = workspace_for(scores, whole_rows=True)
     for tile in cut(scores, whole_rows=True):
-        yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room)
+        yield tile, logit_tile(scores, tile, room)
 
 
 def _rows(query: Tensor, dtype: torch.dtype | None = None, *more: int) -> Tensor:

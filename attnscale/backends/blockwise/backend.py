@@ -17,7 +17,7 @@ from torch import Tensor
 from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.backends.backend import no_derivative
-from attnscale.backends.blockwise.logits import leaves_of, logit_tile, logit_tile_backward
+from attnscale.backends.blockwise.logits import logit_tile, logit_tile_backward
 from attnscale.backends.blockwise.softmax import Partial, add_keys
 from attnscale.backends.blockwise.tiles import (
     HIDDEN,
@@ -104,7 +104,7 @@ def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Te
     for tile in cut(scores):
         found: Partial | None = None
         for piece in tile.pieces():
-            logits = logit_tile(scores, leaves_of(scores, piece), piece, room, LOG2E)
+            logits = logit_tile(scores, piece, room, LOG2E)
             kept = None if seed is None else _kept(logits, seed, next(number), dropout_p)
             powers = room.of("powers", logits.shape)
             found = add_keys(found, logits, keys_of(value, piece), powers, moment=entropy, kept=kept)
@@ -173,7 +173,7 @@ def blockwise_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
     dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
     room = workspace_for(scores)
     for number, tile in enumerate(piece for whole in cut(scores) for piece in whole.pieces()):
-        weights = logit_tile(folded, leaves_of(folded, tile), tile, room, LOG2E)
+        weights = logit_tile(folded, tile, room, LOG2E)
         weights = weights.sub_(rows_of(lse_in_bits, tile, scores.group)[..., None]).exp2_()
         upstream = rows_of(gradient, tile, scores.group)
         dweights = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.of("powers", weights.shape))
@@ -183,7 +183,7 @@ def blockwise_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
             kept, dweights = weights * scaled, dweights * scaled
         keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
         dweights = dweights.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
-        found = logit_tile_backward(scores, leaves_of(scores, tile), dweights)
+        found = logit_tile_backward(scores, tile, dweights)
         add(dq, tile, found.query)
         keys_of(dk, tile).add_(found.key)
         if found.beta is not None:
