@@ -85,9 +85,13 @@ def score_beta(policy: ScorePolicy, call: AttentionCall, backend: str) -> Tensor
 
 
 def _score_backend(call: AttentionCall, backend: str) -> MeasuringBackend:
-    """Who measures the scores that a policy reads: the backend asked for if it ever measures, else the first usable."""
+    """Who measures the scores that a policy reads: the backend asked for if it can, else the first that can.
+
+    A backend that cannot compute the call at all is refused, or explained, where its output is asked for.
+    """
     needs = Needs(statistics=True, derivative=None)
-    return MEASURING[_choose(call, backend if backend in MEASURING else "auto", needs).name]
+    can = backend in MEASURING and _why_not(backend, call, needs) is None
+    return MEASURING[_choose(call, backend if can else "auto", needs).name]
 
 
 def needs_of(call: AttentionCall, *, statistics: bool) -> Needs:

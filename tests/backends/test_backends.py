@@ -83,6 +83,13 @@ def test_what_a_policy_reads_is_measured_by_the_backend_that_is_explained(backen
     assert "measures the scores" not in str(explain_dispatch(q, k, v, policy="log", backend=backend))
 
 
+def test_a_backend_that_cannot_compute_a_call_is_explained_also_where_scores_are_read():
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))  # fp64, which triton does not take
+    assert explain_dispatch(q, k, v, policy="gap_adaptive", backend="triton").chosen == "none"
+    with pytest.raises(BackendError, match="backend='triton' cannot compute this call"):
+        scaled_dot_product_attention(q, k, v, policy="gap_adaptive", backend="triton")
+
+
 def test_softcap_bends_the_score_and_beta_multiplies_what_comes_out():
     q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))
     scores = 2.0 * torch.tanh(q @ k.mT / 8**0.5 / 2.0)
