@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from typing_extensions import Unpack
 
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.one_torch_call import attend_in_one_call
-from attnscale.backends.score_beta import score_beta
 from attnscale.backends.sdpa import TORCH_ATTENTION, attend
-from attnscale.call.attention_call import AttentionCall, UnscaledCall
+from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.layout import Layout, read_layout
 from attnscale.call.nested import attend_nested
 from attnscale.call.parse import KeyRules, Packing, describe
 from attnscale.call.score_options import check_sinks, default_scale, read_numbers
-from attnscale.call.tap import Tap, listen
+from attnscale.call.tap import Tap
 from attnscale.errors import ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies.adaptive import reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import check_beta, refuse_unknown_length, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
+from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
 
 
 class ScoreRules(KeyRules, total=False):
@@ -98,36 +97,30 @@ def scaled_dot_product_attention(
     """
     chosen = resolve(policy)
     dispatch.check_backend(backend)
-    rules = (window, softcap, sinks, positions, key_padding, document_ids, cu_seqlens, cache_offset)
-    only_torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules)  # arguments of torch's function
+    rules: ScoreRules = {
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "positions": positions,
+        "key_padding": key_padding,
+        "document_ids": document_ids,
+        "cu_seqlens": cu_seqlens,
+        "cache_offset": cache_offset,
+    }
+    torchs = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    only_torchs = backend in ("auto", "sdpa") and all(rule is None for rule in rules.values())
     if getattr(query, "is_nested", False):
         if only_torchs and visible is None and chosen.uniform == 1.0:
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        dense_only: dict[str, Any] = {"attn_mask": attn_mask, "positions": positions, "key_padding": key_padding}
-        dense_only |= {"document_ids": document_ids, "cu_seqlens": cu_seqlens, "cache_offset": cache_offset}
-        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa, "policy": chosen}
-        options |= {"window": window, "softcap": softcap, "sinks": sinks, "backend": backend}
-        attend_dense = functools.partial(scaled_dot_product_attention, **options)
-        return attend_nested(attend_dense, query, key, value, is_causal, dense_only | {"visible": visible})
+            return attend(*torchs)
+        options: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "scale": scale}
+        options |= {"enable_gqa": enable_gqa, "policy": chosen, "backend": backend, "visible": visible, **rules}
+        return attend_nested(scaled_dot_product_attention, query, key, value, is_causal=is_causal, **options)
     if only_torchs:
-        out = attend_in_one_call(chosen, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, visible)
+        out = attend_in_one_call(chosen, *torchs, visible)
         if out is not None:
             return out
-    torchs = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    layout, call, _, _ = _bind(
-        *torchs,
-        policy=chosen,
-        backend=backend,
-        softcap=softcap,
-        sinks=sinks,
-        window=window,
-        positions=positions,
-        key_padding=key_padding,
-        document_ids=document_ids,
-        cu_seqlens=cu_seqlens,
-        cache_offset=cache_offset,
-        visible=visible,
-    )
+    rules["visible"] = visible
+    layout, call, _, _ = _bind(*torchs, policy=chosen, backend=backend, **rules)
     return layout.restore(dispatch.run(call, backend))
 
 
@@ -165,11 +158,13 @@ def attention_with_stats(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
     output, stats = dispatch.measure(call, request, backend)
-    ceiling = getattr(chosen, "ceiling", None)
+    rows, ceiling = stats.rows, getattr(chosen, "ceiling", None)
     if ceiling is not None and isinstance(call.beta, Tensor):
-        rows = call.row_beta().detach()
-        stats = stats._replace(at_ceiling=(rows if stats.rows is None else rows[..., stats.rows]) >= ceiling)
-    return AttentionOutput(layout.restore(output), _restore_stats(layout, stats))
+        beta = call.row_beta().detach()
+        stats = stats._replace(at_ceiling=(beta if rows is None else beta[..., rows]) >= ceiling)
+    if len(layout.lead) != 2:
+        stats = tree_map_only(Tensor, layout.restore, stats._replace(rows=None))._replace(rows=rows)
+    return AttentionOutput(layout.restore(output), stats)
 
 
 def explain_dispatch(
@@ -199,10 +194,10 @@ def explain_dispatch(
     blockwise  yes     chosen: the first usable one
     reference  yes     usable, where asked for by name
     """
-    _, call, backend, _ = _bind(
+    _, call, backend, chosen = _bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    return dispatch.explain(call, backend, None if request is None else checked_request(request))
+    return dispatch.explain(call, backend, None if request is None else checked_request(request), reads_scores(chosen))
 
 
 def attention_weights(
@@ -262,24 +257,18 @@ def attention_and_weights(
     """Output and the weights [..., H, Tq, Tk], after dropout, that it is made of; reported to a tap that is open."""
     layout, call, _, _ = _bind(query, key, value, **arguments)
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
-    if tap is None or not tap.open:
-        output = reference.mix(weights, call)
-    else:
-        output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
+    output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
     return layout.restore(output), layout.restore(weights)
 
 
-def _listen(tap: Tap, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]) -> Tensor:
-    """`run(call)`, reported to a tap with the slots in which the rows' own keys lie."""
+def _listen(
+    tap: Tap | None, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]
+) -> Tensor:
+    """`run(call)`, reported to a tap that is open with the slots in which the rows' own keys lie."""
+    if tap is None or not tap.open:
+        return run(call)
     reported = replace(call, context=call.context.with_own_slots(own_keys))
-    return listen(tap, reported, lambda passed: run(replace(passed, context=call.context)))
-
-
-class _Bound(NamedTuple):
-    layout: Layout
-    call: AttentionCall
-    backend: str
-    policy: Policy
+    return tap.report(tap.id, reported, lambda passed: run(replace(passed, context=call.context)))
 
 
 def _bind(
@@ -297,8 +286,8 @@ def _bind(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     **rules: Unpack[KeyRules],
-) -> _Bound:
-    """The arguments of `scaled_dot_product_attention` as a call: lengths first, then β."""
+) -> tuple[Layout, AttentionCall, str, Policy]:
+    """The arguments of `scaled_dot_product_attention` as a call with its β, and as names resolved: backend, policy."""
     unknown = rules.keys() - KeyRules.__optional_keys__
     if unknown:
         name, known = min(unknown), AttentionRules.__optional_keys__ | {"policy"}
@@ -314,33 +303,21 @@ def _bind(
     given = rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
     check_sinks(layout, sinks, query.device)
-    call = UnscaledCall(
-        query=layout.flatten_query(query),
+    rows = layout.flatten_query(query)
+    context = describe(
+        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
+    )
+    call = AttentionCall(
+        query=rows,
         key=layout.flatten_key(key),
         value=layout.flatten_key(value),
-        context=describe(
-            layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
-        ),
+        context=context,
         scale=default_scale(query) if scale is None else scale,
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
+        beta=1.0 if reads_scores(chosen) else temperature(chosen, context, rows),
     )
-    if isinstance(chosen, ScorePolicy) and chosen.needs_scores:
-        beta: float | Tensor = check_beta(score_beta(chosen, call), call.query)
-    else:
-        beta = temperature(chosen, call)
-    return _Bound(layout, call.at(beta), backend, chosen)
-
-
-def _restore_stats(layout: Layout, stats: RowStats) -> RowStats:
-    """Statistics [B, H, Tq, ...] with the leading dimensions of the result."""
-
-    def shaped(x: Any) -> Any:
-        if x is None or x is stats.rows or isinstance(x, bool):
-            return x
-        if isinstance(x, Tensor):
-            return x.reshape(*layout.lead, *x.shape[2:])
-        return type(x)(*(shaped(part) for part in x))
-
-    return stats if len(layout.lead) == 2 else RowStats(*(shaped(x) for x in stats))
+    if reads_scores(chosen):
+        call = replace(call, beta=check_beta(dispatch.score_beta(chosen, call, backend), rows))
+    return layout, call, backend, chosen

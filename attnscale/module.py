@@ -147,11 +147,13 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
                 "accepted: expected 2 dimensions each, or 3 with a batch"
             )
-        batched, own_keys = query.dim() == 3, query is key
-        if query is key is value:
-            query = key = value = self._batch_first(query, batched)  # still one tensor: one projection
-        else:
-            query, key, value = (self._batch_first(x, batched) for x in (query, key, value))
+        batched, own_keys, one_tensor = query.dim() == 3, query is key, query is key is value
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if one_tensor:
+            key = value = query  # as before, so that there is one projection
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask[None]
         self._check_shapes(query, key, value, attn_mask, key_padding_mask)
@@ -184,11 +186,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return out[0], weights
         return out if self.batch_first else out.transpose(0, 1), weights
-
-    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
-        if not batched:
-            return x[None]
-        return x if self.batch_first else x.transpose(0, 1)
 
     def _check_shapes(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, padding: Tensor | None
@@ -241,14 +238,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = rearrange(attn_mask, "(n h) q k -> n h q k", h=self.num_heads)
-            attn_mask = F.pad(attn_mask, (0, added), value=False if attn_mask.dtype == torch.bool else 0.0)
+            attn_mask = F.pad(attn_mask, (0, added))  # with False, or 0
         if padding is not None:
-            padding = F.pad(padding, (0, added), value=False if padding.dtype == torch.bool else 0.0)
+            padding = F.pad(padding, (0, added))
         if padding is not None and padding.dtype != torch.bool:
             # A float padding mask is added to the scores: it joins the other one.
-            padding = padding[:, None, None]
-            attn_mask = padding if attn_mask is None else padding + _additive(attn_mask, dtype)
-            padding = None
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(attn_mask, -math.inf)
+            bias = padding[:, None, None]
+            attn_mask, padding = bias if attn_mask is None else bias + attn_mask, None
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
         return attn_mask, padding
@@ -256,9 +254,3 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def _close_fused_path(module: nn.Module, inputs: Any) -> None:
     """Does nothing; its presence makes `nn.TransformerEncoderLayer` call the module."""
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attnscale.errors import DtypeError, TensorError, reject_type
+from attnscale.errors import DtypeError, TensorError, reject, reject_type
 
 
 def read_number(argument: str, value: object, accepted: str = "a number") -> float:
@@ -58,11 +59,18 @@ def check_scores(scores: object, mask: object) -> None:
     check_broadcasts("mask", mask, scores.shape)
 
 
-def check_broadcasts(argument: str, value: Tensor, shape: torch.Size) -> None:
+def check_broadcasts(argument: str, value: Tensor, shape: Sequence[int]) -> None:
     """Refuse a tensor that does not broadcast to a shape."""
     missing = len(shape) - value.dim()
     pairs = zip(value.shape, shape[missing:], strict=True) if missing >= 0 else ()
-    if missing < 0 or any(extent not in (1, full) for extent, full in pairs):
+    # Equality first: a data-dependent extent is known to equal itself, but not whether it is 1.
+    if missing < 0 or not all(extent == full or extent == 1 for extent, full in pairs):
         raise TensorError(
             f"{argument} of shape {list(value.shape)} is not accepted: expected one that broadcasts to {list(shape)}"
         )
+
+
+def check_int(argument: str, value: object, accepted: str, *, least: int) -> None:
+    """Refuse anything but an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
+        reject(argument, value, accepted)

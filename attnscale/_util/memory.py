@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,19 +60,6 @@ class Memory(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-class BetaMemory(Memory[Any]):
-    """β of policies that are formulas, by the policy's `identity` and the rule that gives n."""
-
-    def beta(
-        self, identity: Hashable | None, rule: tuple[Hashable, ...], device: torch.device, make: Callable[[], Value]
-    ) -> Value:
-        """β, remembered unless the policy has no identity, which says that β depends on more than the rule."""
-        if identity is None:
-            return make()
-        remembered: Value = self.recall((identity, *rule), device, make)
-        return remembered
 
 
 def _is_ordinary(made: object, device: torch.device) -> bool:

@@ -11,12 +11,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from attnscale._util.memory import BetaMemory, Memory
+from attnscale._util.memory import Memory
 
 SCRATCH = threading.local()  # _util.scratch: a few buffers a thread
-CAUSAL_BOUNDS: Memory[Any] = Memory(most=8)  # call.context: the slots that rows of a causal call may see
 SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.sampling: which rows a request samples
-BETAS = BetaMemory(most=64)  # policies.temperature: β of policies that are formulas
+BETAS: Memory[Any] = Memory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
 REGISTERED_POLICIES: dict[str, type] = {}  # policies.build: classes added by `register_policy`
 TORCH_REPLACED: list[Callable[..., Any]] = []  # backends.sdpa, patch_torch: torch's attention beneath patches

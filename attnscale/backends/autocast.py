@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import ArgumentTypeError
 
-Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
@@ -46,15 +45,13 @@ def off(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if _is_on(device) else nullcontext()
 
 
-def without(
-    function: Callable[Concatenate[Tensor, Given], Found],
-) -> Callable[Concatenate[Tensor, Given], Found]:
+def without(function: Callable[..., Found]) -> Callable[..., Found]:
     """The same function with autocast off, on the device of its first argument."""
 
     @wraps(function)
-    def run(first: Tensor, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def run(first: Tensor, *others: Any) -> Found:
         with off(first.device):
-            return function(first, *args, **kwargs)
+            return function(first, *others)
 
     return run
 

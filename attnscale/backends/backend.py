@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -30,7 +30,6 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
 class MeasuringBackend(Backend, Protocol):
     """A backend that gives row statistics too."""
 

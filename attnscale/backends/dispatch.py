@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,21 +10,22 @@ from torch import Tensor
 from attnscale.backends.autocast import cast, dtype_of
 from attnscale.backends.backend import Backend, MeasuringBackend, no_derivative
 from attnscale.backends.blockwise.backend import BlockwiseBackend
+from attnscale.backends.gaps import differentiable_accumulation
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.statistics import AttentionOutput, StatsRequest
 from attnscale.statistics.rows.sampled_rows import measure_sampled_rows
 from attnscale_kernels.derivatives import other_derivative
 
 # In order of preference for "auto", but for what `_preference` says.
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (SdpaBackend(), TritonBackend(), BlockwiseBackend(), ReferenceBackend())
+MEASURING: dict[str, MeasuringBackend] = {
+    backend.name: backend for backend in (TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
-# Once: checking a runtime protocol is slower than choosing a backend.
-MEASURING = {name: backend for name, backend in BACKENDS.items() if isinstance(backend, MeasuringBackend)}
+BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), **MEASURING}
 
 
 class Needs(NamedTuple):
@@ -69,24 +71,33 @@ def run(call: AttentionCall, backend: str) -> Tensor:
 def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
     """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics."""
     if not _is_sampled(call, request):
-        return _choose_measuring(call, backend, needs_of(call, statistics=True)).measure(cast(call), request)
+        chosen = MEASURING[_choose(call, backend, needs_of(call, statistics=True)).name]
+        return chosen.measure(cast(call), request)
     return AttentionOutput(run(call, backend), measure_sampled_rows(cast(call), request))
 
 
-def statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
-    """The statistics of all rows of a call, without its output and without derivatives."""
-    chosen = _choose_measuring(call, "auto", Needs(statistics=True, derivative=None))
-    return chosen.statistics(cast(call).detached(), request)
+def score_beta(policy: ScorePolicy, call: AttentionCall, backend: str) -> Tensor:
+    """β [B, H, Tq] in fp32 of a policy that reads the scores of a call at β = 1, without its sinks."""
+    request, raw = policy.request, replace(call, sinks=None)
+    stats = _score_backend(raw, backend).statistics(cast(raw).detached(), request)
+    through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
+    return policy.from_stats(stats, through)
+
+
+def _score_backend(call: AttentionCall, backend: str) -> MeasuringBackend:
+    """Who measures the scores that a policy reads: the backend asked for if it can, else the first that can.
+
+    A backend that cannot compute the call at all is refused, or explained, where its output is asked for.
+    """
+    needs = Needs(statistics=True, derivative=None)
+    can = backend in MEASURING and _why_not(backend, call, needs) is None
+    return MEASURING[_choose(call, backend if can else "auto", needs).name]
 
 
 def needs_of(call: AttentionCall, *, statistics: bool) -> Needs:
     """What a call needs, with the derivative that is being taken of its tensors at the moment."""
     tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
     return Needs(statistics, other_derivative(*tensors))
-
-
-def _choose_measuring(call: AttentionCall, backend: str, needs: Needs) -> MeasuringBackend:
-    return MEASURING[_choose(call, backend, needs).name]
 
 
 def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
@@ -123,10 +134,13 @@ def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
     return BACKENDS[name].why_not(call)
 
 
-def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None) -> Dispatch:
+def explain(
+    call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None, reads_scores: bool = False
+) -> Dispatch:
     """Which backend would compute a call, and why; `chosen` is "none" where `run` or `measure` would fail.
 
-    With a request, that of `measure`; for sampled rows, the one that computes the output.
+    With a request, that of `measure`; for sampled rows, the one that computes the output. `reads_scores` says that β
+    comes from `score_beta`: the reason then names the backend that measures the scores.
     """
     sampled = request is not None and _is_sampled(call, request)
     verdicts = []
@@ -147,6 +161,8 @@ def explain(call: AttentionCall, backend: str = "auto", request: StatsRequest | 
             why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
             if sampled:
                 why += "; statistics.rows measures the sampled rows"
+            if reads_scores:
+                why += f"; {_score_backend(call, backend).name} measures the scores that β is made of"
             verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
 

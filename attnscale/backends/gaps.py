@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from attnscale.backends.blockwise.logits import leaves_of, logit_tile
-from attnscale.backends.blockwise.tiles import Scores, Tile, cut, store, workspace_for
-from attnscale.call.attention_call import AttentionCall, UnscaledCall
+from attnscale.backends.blockwise.logits import logit_tile
+from attnscale.backends.blockwise.tiles import SCORE_TENSORS, Scores, Tile, cut, store, workspace_for
+from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import (
     Accumulation,
-    Contact,
     Spectrum,
     bracket,
     count_gaps,
@@ -25,9 +24,6 @@ from attnscale.statistics.gaps import (
 )
 
 ROWS_AT_ONCE = 4096
-SCORES = (
-    "Tensor query, Tensor key, Tensor start, Tensor stop, Tensor? padding, Tensor? mask, float scale, float? softcap"
-)
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
@@ -36,7 +32,7 @@ def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Row
         stats = stats._replace(gap_counts=gap_counts(*_scores(call), list(request.gap_thresholds)))
     if request.accumulation is not None:
         if request.accumulation == "exact":
-            exact = find_contacts(call, request.min_rank).value
+            exact = contacts(*_scores(call), request.min_rank)[0]
             found = Accumulation(exact, exact)
         else:
             found = Accumulation(*accumulation_bracket(*_scores(call), request.min_rank))
@@ -44,16 +40,37 @@ def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Row
     return stats
 
 
-def find_contacts(call: UnscaledCall, min_rank: int) -> Contact:
-    """Λ, its rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
-    return Contact(*contacts(*_scores(call), min_rank))
+def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
+    """Λ = ln k* / (s_(1) − s_(k*)) with the gradient of these two scores; none where Λ is 0 or ∞."""
+    value, rank, *slots = contacts(*_scores(call), min_rank)
+    usable = (value > 0) & torch.isfinite(value)
+    first, other = (_score_of(call, slot, usable) for slot in slots)
+    gap = torch.where(usable, first - other, 1.0)
+    return torch.where(usable, rank.to(gap.dtype).log() / gap, value)
+
+
+def _score_of(call: AttentionCall, slot: Tensor, usable: Tensor) -> Tensor:
+    """The raw score of each row [B, H, Tq] with the key in one slot; 0·q where that slot is not usable.
+
+    A slot that is not usable may hold a hidden key, whose values must not enter a product.
+    """
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    key = call.key.repeat_interleave(call.group, dim=1)
+    key = key.gather(2, slot[..., None].expand(-1, -1, -1, key.shape[-1])).masked_fill(~usable[..., None], 0.0)
+    score = (call.query.to(dtype) * key.to(dtype)).sum(-1) * call.scale
+    if call.softcap is not None:
+        score = call.softcap * torch.tanh(score / call.softcap)
+    if call.bias is not None:
+        bias = call.bias.expand(*call.query.shape[:3], -1).gather(-1, slot[..., None])[..., 0]
+        score = score + bias.to(dtype)
+    return score
 
 
 def _over_scores(parameter: str, result: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Make a function of the `_scores` of a call, and of one parameter more, an operator of its name."""
 
     def register(function: Callable[..., Any]) -> CustomOpDef:
-        schema = f"({SCORES}, {parameter}) -> {result}"
+        schema = f"({SCORE_TENSORS}, float scale, float? softcap, {parameter}) -> {result}"
         return torch.library.custom_op(f"attnscale::{function.__name__}", function, mutates_args=(), schema=schema)
 
     return register
@@ -87,7 +104,7 @@ def accumulation_bracket(query: Tensor, key: Tensor, *arguments: Any) -> tuple[T
 
 @_over_scores("int min_rank", "(Tensor, Tensor, Tensor, Tensor)")
 def contacts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `find_contacts`."""
+    """Λ, its rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
     *of_scores, min_rank = arguments
     value = _rows(arguments[0])
     rank, first, other = (torch.zeros_like(value, dtype=torch.int64) for _ in range(3))
@@ -102,7 +119,7 @@ def contacts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @gap_counts.register_fake
 def _(*arguments: Any) -> Tensor:
-    return _rows(arguments[0], torch.int64, len(arguments[8]))
+    return _rows(arguments[0], torch.int64, len(arguments[-1]))
 
 
 @accumulation_bracket.register_fake
@@ -117,19 +134,19 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return rows, *(torch.empty_like(rows, dtype=torch.int64) for _ in range(3))
 
 
-def _scores(call: UnscaledCall) -> tuple[Any, ...]:
+def _scores(call: AttentionCall) -> tuple[Any, ...]:
     """The arguments that the operators share."""
     start, stop = call.context.bounds()
     mask = None if call.context.mask is None else call.context.mask.detach()
     query, key = call.query.detach(), call.key.detach()
-    return query, key, start, stop, call.context.padding, mask, call.scale, call.softcap
+    return query, key, None, start, stop, call.context.padding, mask, call.scale, call.softcap
 
 
-def _raw_tiles(query: Tensor, key: Tensor, *visibility_and_scale: Any) -> Iterator[tuple[Tile, Tensor]]:
-    scores = Scores(query, key, None, *visibility_and_scale).wide().folded(1.0)
+def _raw_tiles(*of_scores: Any) -> Iterator[tuple[Tile, Tensor]]:
+    scores = Scores(*of_scores).wide().folded(1.0)
     room = workspace_for(scores, whole_rows=True)
     for tile in cut(scores, whole_rows=True):
-        yield tile, logit_tile(scores, leaves_of(scores, tile), tile, room)
+        yield tile, logit_tile(scores, tile, room)
 
 
 def _rows(query: Tensor, dtype: torch.dtype | None = None, *more: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnscale._util.tracing import is_watched
 from attnscale.backends.autocast import dtype_of
 from attnscale.backends.sdpa import attend, attend_by_row
-from attnscale.call.causal_bias import is_causal_bias, read_causal_bias
+from attnscale.call.causal_bias import read_causal_bias
 from attnscale.call.layout import Layout, read_layout
 from attnscale.call.parse import check_mask, per_row
 from attnscale.call.score_options import default_scale, read_numbers
@@ -35,9 +35,9 @@ def attend_in_one_call(
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, _ = read_numbers(scale, dropout_p, None, is_causal, enable_gqa)
     queries, keys = query.shape[-2], key.shape[-2]
-    if is_causal_bias(attn_mask):
-        rule = read_causal_bias(attn_mask, queries, keys, query.device, is_causal=is_causal, aligned=False)
-        if rule is None or not isinstance(rule.slot, int) or rule.slot != 0:
+    rule = read_causal_bias(attn_mask, queries, keys, query.device, is_causal=is_causal, aligned=False)
+    if rule is not None:
+        if not isinstance(rule.slot, int) or rule.slot != 0:
             return None
         attn_mask, is_causal = None, True
     if not _is_torchs_mask(layout, query, key, attn_mask, is_causal):
@@ -63,7 +63,7 @@ def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | N
     """Whether torch's function takes the mask as it is; a mask that cannot be used at all is refused."""
     if mask is None:
         return True
-    if is_causal or is_causal_bias(mask):
+    if is_causal:
         return False
     check_mask(layout, mask, query.shape[-2], key.shape[-2], query.device)
     return mask.dim() >= 2 and mask.dtype in (torch.bool, query.dtype, torch.float32)

@@ -11,8 +11,8 @@ from attnscale.call.context import Context
 
 
 @dataclass(frozen=True)
-class UnscaledCall:
-    """A call whose temperature is not known yet. Raw scores are softcap(scale·q·k) + bias.
+class AttentionCall:
+    """A call with logits β·s, and raw scores s = softcap(scale·q·k) + bias.
 
     Key and value may have fewer heads than the query (grouped-query attention).
     """
@@ -25,6 +25,7 @@ class UnscaledCall:
     dropout_p: float
     softcap: float | None
     sinks: Tensor | None  # [H]: one more logit per head, which β does not scale
+    beta: float | Tensor  # a float where all rows share it, else fp32 [B|1, H|1, Tq]
 
     @property
     def group(self) -> int:
@@ -36,27 +37,6 @@ class UnscaledCall:
         """The mask, if it is additive."""
         mask = self.context.mask
         return None if mask is None or mask.dtype == torch.bool else mask
-
-    def at(self, beta: float | Tensor) -> AttentionCall:
-        """The call at a temperature."""
-        return AttentionCall(
-            self.query,
-            self.key,
-            self.value,
-            self.context,
-            self.scale,
-            self.dropout_p,
-            self.softcap,
-            self.sinks,
-            beta=beta,
-        )
-
-
-@dataclass(frozen=True)
-class AttentionCall(UnscaledCall):
-    """A call with logits β·(softcap(scale·q·k) + bias)."""
-
-    beta: float | Tensor  # a float where all rows share it, else fp32 [B|1, H|1, Tq]
 
     def row_beta(self) -> Tensor:
         """β as a tensor [B, H, Tq]."""

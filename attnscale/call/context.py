@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnscale._util import state
-
 # An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
 HIDDEN_BELOW = -1e4
 
@@ -94,18 +92,7 @@ class Context:
         return start, stop
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk], without regard to padding.
-
-        Shared between calls: not to be changed in place.
-        """
-        if self.is_causal_alone and not torch.compiler.is_compiling():
-            bounds: tuple[Tensor, Tensor] = state.CAUSAL_BOUNDS.recall(
-                (self.queries, self.keys), self.device, self._bounds
-            )
-            return bounds
-        return self._bounds()
-
-    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk], without regard to padding."""
         if self.left is None and self.right is None and self.first is not None and self.last is not None:
             start, stop = self.first, self.last
         else:
@@ -152,11 +139,6 @@ class Context:
 def shown(mask: Tensor) -> Tensor:
     """A mask as bool, True where the key may be seen. A NaN does not hide a key: it has to reach the row."""
     return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN_BELOW)
-
-
-def hidden(mask: Tensor) -> Tensor:
-    """A mask as bool, True where the key may not be seen."""
-    return ~mask if mask.dtype == torch.bool else mask <= HIDDEN_BELOW
 
 
 def _both(a: Tensor | None, b: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,15 +97,8 @@ def read_layout(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
             return Layout((query.shape[0], heads), True, key_heads)
     if enable_gqa:
         return _grouped_layout(query, key, value)
-    shapes = [x.shape[:-2] for x in (query, key, value)]
-    lead = _broadcast(*shapes)
-    if lead is None:
-        reject(
-            "leading dimensions of query, key, value",
-            [list(shape) for shape in shapes],
-            "ones that broadcast (for fewer heads of keys than of queries: enable_gqa=True)",
-            TensorError,
-        )
+    hint = " (for fewer heads of keys than of queries: enable_gqa=True)"
+    lead = _broadcast("leading", [x.shape[:-2] for x in (query, key, value)], hint)
     head_axis = len(lead) >= 2
     shared = head_axis and all(x.dim() < 3 or x.shape[-3] == 1 for x in (key, value))
     return Layout(lead, head_axis, 1 if shared or not head_axis else lead[-1])
@@ -116,15 +108,7 @@ def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 3:
             reject(f"{name}.shape", list(x.shape), "[..., heads, tokens, dimension] with enable_gqa=True", TensorError)
-    shapes = [x.shape[:-3] for x in (query, key, value)]
-    batch = _broadcast(*shapes)
-    if batch is None:
-        reject(
-            "batch dimensions of query, key, value",
-            [list(shape) for shape in shapes],
-            "ones that broadcast",
-            TensorError,
-        )
+    batch = _broadcast("batch", [x.shape[:-3] for x in (query, key, value)])
     heads, of_key, of_value = (x.shape[-3] for x in (query, key, value))
     for extent in (of_key, of_value):
         if extent != heads and (extent == 0 or heads % extent):
@@ -132,20 +116,13 @@ def _grouped_layout(query: Tensor, key: Tensor, value: Tensor) -> Layout:
     return Layout((*batch, heads), True, max(of_key, of_value))
 
 
-def broadcasts_to(shape: Sequence[int], full: tuple[int, ...]) -> bool:
-    """Whether a shape broadcasts to exactly `full`."""
-    if len(shape) == len(full):
-        # Equality first: a data-dependent extent is known to equal itself, but not whether it is 1.
-        return all(extent == other or extent == 1 for extent, other in zip(shape, full, strict=True))
-    return _broadcast(shape, full) == full
-
-
-def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape to which all broadcast; None if there is none."""
+def _broadcast(dimensions: str, shapes: list[torch.Size], hint: str = "") -> tuple[int, ...]:
+    """The shape to which those of query, key and value broadcast."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return None
+        given = [list(shape) for shape in shapes]
+    reject(f"{dimensions} dimensions of query, key, value", given, f"ones that broadcast{hint}", TensorError)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

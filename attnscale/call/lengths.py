@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Unpack
 
-from attnscale._util.checks import check_flag
+from attnscale._util.checks import check_flag, check_int
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.call.context import Context
 from attnscale.call.layout import Layout
 from attnscale.call.parse import VisibilityRules, describe
-from attnscale.errors import reject
 
 
 def visible_keys(
@@ -31,8 +30,7 @@ def visible_keys(
     tensor([[[6]]])
     """
     for name, extent in (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads)):
-        if isinstance(extent, bool) or not isinstance(extent, (int, torch.SymInt)) or extent < 0:
-            reject(name, extent, "an int >= 0")
+        check_int(name, extent, "an int >= 0", least=0)
     check_flag("is_causal", rules.get("is_causal", False))
     parts = [part for rule in rules.values() for part in (rule if isinstance(rule, (tuple, list)) else (rule,))]
     # A causal bias of torch holds no values, so that its device means nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,22 +12,18 @@ from torch.nn.utils.rnn import pad_sequence
 from attnscale.errors import ArgumentTypeError, reject
 
 ACCEPTED = "jagged nested tensors [B, H, tokens, D] without holes, as torch.nested makes them with layout=torch.jagged"
+DENSE_ONLY = ("attn_mask", "positions", "key_padding", "document_ids", "cu_seqlens", "cache_offset", "visible")
 
 
 def attend_nested(
-    attend: Callable[..., Tensor],
-    query: Any,
-    key: Any,
-    value: Any,
-    is_causal: bool,
-    dense_only: Mapping[str, Any],
+    attend: Callable[..., Tensor], query: Any, key: Any, value: Any, *, is_causal: bool, **arguments: Any
 ) -> Tensor:
     """Attention within each sequence of jagged tensors [B, H, tokens, D], as a jagged tensor.
 
-    `attend` is given dense tensors and `cu_seqlens`; `dense_only` are the rules that must be None here.
+    `attend` is given dense tensors, `cu_seqlens` and the other arguments.
     """
-    for name, rule in dense_only.items():
-        if rule is not None:
+    for name in DENSE_ONLY:
+        if arguments[name] is not None:
             raise ArgumentTypeError(f"{name} is not accepted beside nested tensors: expected dense ones and cu_seqlens")
     packed = [_packed(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     edges = [x.offsets() for x in (query, key, value)]
@@ -41,7 +37,8 @@ def attend_nested(
             "False for nested queries and keys of different lengths, whose alignment is not known: pass dense tensors, "
             "and cu_seqlens as a pair",
         )
-    out = attend(*packed, is_causal=is_causal, cu_seqlens=edges[0] if alike else (edges[0], edges[1]))
+    arguments["cu_seqlens"] = edges[0] if alike else (edges[0], edges[1])
+    out = attend(*packed, is_causal=is_causal, **arguments)
     tokens = out[0].transpose(0, 1)  # [tokens, H, Dv]
     return torch.nested.nested_tensor_from_jagged(tokens, edges[0]).transpose(1, 2)
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnscale._util.checks import check_broadcasts
 from attnscale._util.tracing import is_watched
 from attnscale.call.causal_bias import read_causal_bias
 from attnscale.call.context import Context, Window
-from attnscale.call.layout import Layout, broadcasts_to
+from attnscale.call.layout import Layout
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 Packing = Tensor | tuple[Tensor, Tensor]
@@ -124,11 +125,7 @@ def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: to
             f"attn_mask of {mask.dtype} is not accepted: expected bool (True: visible) or floating (added)"
         )
     _check_device("attn_mask", mask, device)
-    full = (*layout.lead, queries, keys)
-    if not broadcasts_to(mask.shape, full):
-        raise TensorError(
-            f"attn_mask of shape {list(mask.shape)} is not accepted: expected one that broadcasts to {list(full)}"
-        )
+    check_broadcasts("attn_mask", mask, (*layout.lead, queries, keys))
 
 
 def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device) -> Tensor:

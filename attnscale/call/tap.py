@@ -1,7 +1,7 @@
 """The place in an attention module where its calls can be listened to, forward and backward.
 
-Modules send their calls through `listen`. How a call is reported is given to the tap by its owner:
-for the monitor, `attnscale.diagnostics.autograd`.
+Modules send their calls through `Tap.report`. How a call is reported is given to the tap by its owner: for the monitor,
+`attnscale.diagnostics.autograd`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,3 @@ class Tap:
         """The listener of a tap, if it is listening now."""
         tap = state.TAPS.get(int(tap_id))
         return tap.listener if tap is not None and tap.listener.listening and not tap.listener.failed else None
-
-
-def listen(tap: Tap, call: AttentionCall, run: Run) -> Tensor:
-    """`run(call)`, reported to the tap's listener."""
-    return tap.report(tap.id, call, run)

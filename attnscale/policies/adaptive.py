@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
 from attnscale.errors import ArgumentError, reject
-from attnscale.policies.base import LengthPolicy, ln
+from attnscale.policies.base import LengthPolicy, Policy, ln
 from attnscale.policies.fields import check_length, check_number, flag, length, not_negative, number, positive
 from attnscale.statistics import RowStats, StatsRequest
 
@@ -39,6 +39,11 @@ class ScorePolicy(LengthPolicy):
 
     def longest_beta(self) -> float:
         return 1.0  # of no length: `from_stats` bounds it
+
+
+def reads_scores(policy: Policy) -> TypeGuard[ScorePolicy]:
+    """Whether a policy needs the scores of a call at the moment."""
+    return isinstance(policy, ScorePolicy) and policy.needs_scores
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

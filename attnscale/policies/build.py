@@ -188,11 +188,7 @@ def _names() -> str:
     return ", ".join((*POLICIES, *state.REGISTERED_POLICIES))
 
 
-def _build_part(spec: PolicySpec, heads: int) -> Policy:
-    return build_policy_for(spec, num_heads=heads, head_dim=1)
-
-
-per_head.PerHead.build_part = staticmethod(_build_part)
+per_head.PerHead.build_part = staticmethod(lambda spec, heads: build_policy_for(spec, num_heads=heads, head_dim=1))
 
 # Built ahead, so that a name costs a look-up, also under torch.compile.
 _BUILT: Mapping[str, Policy] = MappingProxyType({name: build_policy(name) for name in STATELESS})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,6 @@ from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
 from attnscale.policies.base import LengthPolicy, Policy
 from attnscale.policies.fields import length
-
-
-class Run(NamedTuple):
-    """Neighbouring heads: `length` of them, from `start` on."""
-
-    start: int
-    length: int
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -61,7 +54,9 @@ class PerHead(LengthPolicy):
                 owner[head] = given
         rest = [head for head in range(self.num_heads) if head not in owner]
         # In an order of their own: a config that is saved sorts its keys, and parameters are kept by place.
-        groups = [(read_range("heads", given), spec) for given, spec in sorted(self.heads.items(), key=_as_text)]
+        # As text, since YAML reads the key 3 as an int.
+        by_name = sorted(self.heads.items(), key=lambda item: str(item[0]))
+        groups = [(read_range("heads", given), spec) for given, spec in by_name]
         groups += [(rest, self.default)] if rest else []
         self.parts = nn.ModuleList(self._part(spec, len(heads)) for heads, spec in groups)
         order = [head for heads, _ in groups for head in heads]
@@ -91,7 +86,7 @@ class PerHead(LengthPolicy):
     def longest_beta(self) -> float:
         return max(part.longest_beta() for part in self._policies())
 
-    def _of(self, n: Tensor, heads: Sequence[Run]) -> Tensor:
+    def _of(self, n: Tensor, heads: Sequence[slice]) -> Tensor:
         """The lengths or positions of some heads: all of them where heads share them."""
         if n.dim() < 2 or n.shape[-2] == 1:
             return n
@@ -103,26 +98,22 @@ class PerHead(LengthPolicy):
         return [part for part in self.parts if isinstance(part, LengthPolicy)]
 
 
-def runs(heads: Sequence[int]) -> list[Run]:
-    """The fewest runs that give these heads in their order.
+def runs(heads: Sequence[int]) -> list[slice]:
+    """The fewest runs of neighbours that give these heads in their order.
 
     >>> runs([4, 5, 6, 0])
-    [Run(start=4, length=3), Run(start=0, length=1)]
+    [slice(4, 7, None), slice(0, 1, None)]
     """
-    found: list[Run] = []
+    found: list[slice] = []
     for head in heads:
-        if found and head == found[-1].start + found[-1].length:
-            found[-1] = found[-1]._replace(length=found[-1].length + 1)
+        if found and head == found[-1].stop:
+            found[-1] = slice(found[-1].start, head + 1)
         else:
-            found.append(Run(head, 1))
+            found.append(slice(head, head + 1))
     return found
 
 
-def take(x: Tensor, heads: Sequence[Run]) -> Tensor:
+def take(x: Tensor, heads: Sequence[slice]) -> Tensor:
     """Some heads of a tensor [..., H, T], by slices: nothing is read from the host."""
-    slices = [x.narrow(-2, run.start, run.length) for run in heads]
+    slices = [x[..., run, :] for run in heads]
     return slices[0] if len(slices) == 1 else torch.cat(slices, -2)
-
-
-def _as_text(item: tuple[Any, Any]) -> str:
-    return str(item[0])  # YAML reads 3 as an int

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
-from attnscale.call.attention_call import UnscaledCall
 from attnscale.call.context import Context
 from attnscale.call.context_parallel import refuse_context_parallel
 from attnscale.call.lengths import count_visible, find_positions, same_for_every_row
@@ -17,13 +19,14 @@ from attnscale.policies.base import FormulaPolicy, Policy
 _HOST = torch.device("cpu")
 _COUNT = "_attnscale_count"
 
+Beta = TypeVar("Beta")
 
-def temperature(policy: Policy, call: UnscaledCall) -> float | Tensor:
+
+def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tensor:
     """β from lengths: a float where all rows share it and the host knows it, else fp32 [B|1, H|1, Tq].
 
     A policy with parameters or buffers is evaluated exactly once.
     """
-    context, query = call.context, call.query
     if policy.uniform is not None:
         return policy.uniform
     shared_n = None
@@ -37,8 +40,7 @@ def temperature(policy: Policy, call: UnscaledCall) -> float | Tensor:
             return check_beta(_of_counted(policy, context.visible), query)
         if isinstance(policy, FormulaPolicy) and context.is_causal_alone:
             return check_beta(_of_causal(policy, context.queries, context.keys, context.device), query)
-    arguments = {"query": query} if policy.needs_query else {}
-    rows = policy(count_visible(context), positions=find_positions(context), **arguments)
+    rows = _of_lengths(policy, context, **({"query": query} if policy.needs_query else {}))
     shared = None if shared_n is None else _as_number(rows)
     return check_beta(rows, query) if shared is None else shared
 
@@ -105,13 +107,13 @@ def check_beta(beta: Tensor, query: Tensor) -> Tensor:
     return beta
 
 
-def _of_causal(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
-    def make() -> Tensor:
-        context = Context(queries, keys, device, causal=True)
-        beta: Tensor = policy(count_visible(context), positions=find_positions(context))
-        return beta
+def _of_lengths(policy: Policy, context: Context, **query: Tensor) -> Tensor:
+    return policy(count_visible(context), positions=find_positions(context), **query)
 
-    return state.BETAS.beta(policy.identity, ("causal", queries, keys), device, make)
+
+def _of_causal(policy: FormulaPolicy, queries: int, keys: int, device: torch.device) -> Tensor:
+    rule = ("causal", queries, keys)
+    return _remembered(policy, rule, device, lambda: _of_lengths(policy, Context(queries, keys, device, causal=True)))
 
 
 def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
@@ -120,19 +122,24 @@ def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
     def make() -> float | None:
         return _as_number(policy(n, positions=None if position is None else torch.tensor(position, device="cpu")))
 
-    identity = policy.identity if isinstance(policy, FormulaPolicy) else None
-    return state.BETAS.beta(identity, ("one row", n, position), _HOST, make)
+    return _remembered(policy, ("one row", n, position), _HOST, make)
 
 
-def _of_counted(policy: FormulaPolicy, visible: Tensor) -> Tensor:
+def _of_counted(policy: Policy, visible: Tensor) -> Tensor:
     """β of a given n, remembered if `mark_counted` declared that it cannot change."""
-
-    def make() -> Tensor:
-        beta: Tensor = policy(visible)
-        return beta
-
     number = getattr(visible, _COUNT, None)
-    return state.BETAS.beta(None if number is None else policy.identity, ("counted", number), visible.device, make)
+    if number is None:
+        return policy(visible)
+    return _remembered(policy, ("counted", number), visible.device, lambda: policy(visible))
+
+
+def _remembered(policy: Policy, rule: tuple[Hashable, ...], device: torch.device, make: Callable[[], Beta]) -> Beta:
+    """`make()`; remembered where β depends on nothing but the policy's `identity` and the rule that gives n."""
+    identity = policy.identity if isinstance(policy, FormulaPolicy) else None
+    if identity is None:
+        return make()
+    beta: Beta = state.BETAS.recall((identity, *rule), device, make)
+    return beta
 
 
 def _as_number(beta: Tensor) -> float | None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnscale._util.checks import check_scores
-from attnscale.errors import reject
+from attnscale._util.checks import check_int, check_scores
 
 # For the bracket: ranks taken exactly, and the bins behind them, sixteen to the octave. A bin is at most 1/16 wide, so
 # the upper end of a bracket is at most 6.25 % above the lower one.
@@ -59,7 +58,7 @@ def accumulation_scale(scores: Tensor, min_rank: int = 2, mask: Tensor | None = 
 
 def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Contact:
     """Λ with its point of contact, by sorting; `first` and `key` index the last axis."""
-    _check_rank(min_rank)
+    check_int("min_rank", min_rank, "an int >= 2", least=2)
     scores = prepared(scores, mask)
     if scores.shape[-1] < min_rank:
         nothing = scores.new_zeros(scores.shape[:-1])
@@ -93,9 +92,7 @@ class Spectrum(NamedTuple):
     """What a bracket of Λ needs of a row: its best scores, and a histogram of the gaps of all keys."""
 
     best: Tensor  # [..., ranks] in falling order, −∞ where there are no more
-    counts: (
-        Tensor  # [..., bins + 2]: keys up to the gap t of the last of these, in each bin beyond t, and beyond the bins
-    )
+    counts: Tensor  # [..., bins + 2]: keys up to the gap t of the last of these, in each bin beyond, and beyond all
 
 
 def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Accumulation:
@@ -104,7 +101,7 @@ def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None 
     >>> bracket_accumulation(torch.tensor([[0.0, -1.0, -1.0, -1.0]])).upper
     tensor([1.3863])
     """
-    _check_rank(min_rank)
+    check_int("min_rank", min_rank, "an int >= 2", least=2)
     return bracket(take_spectrum(prepared(scores, mask).clone(), min_rank, scores.shape[-1]), min_rank)
 
 
@@ -217,8 +214,3 @@ def _slopes(ordered: Tensor, min_rank: int) -> Tensor:
     later = ordered[..., min_rank - 1 :]
     gaps = (ordered[..., :1] - later).abs()  # never negative, but −0.0 − 0.0 is −0.0 and would give −∞ for a tie
     return torch.where(later <= -FAR, 0.0, ranks.log() / gaps)
-
-
-def _check_rank(min_rank: object) -> None:
-    if isinstance(min_rank, bool) or not isinstance(min_rank, int) or min_rank < 2:
-        reject("min_rank", min_rank, "an int >= 2")

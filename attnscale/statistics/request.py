@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from attnscale._util.checks import read_number
+from attnscale._util.checks import check_flag, check_int, read_number
 from attnscale.errors import reject, reject_type
 
 
@@ -31,8 +31,7 @@ class StatsRequest:
 
     def __post_init__(self) -> None:
         for name in ("w_max", "entropy", "lse", "max_logit"):
-            if not isinstance(getattr(self, name), bool):
-                reject_type(name, getattr(self, name), "True or False")
+            check_flag(name, getattr(self, name))
         if self.gap_thresholds is not None:
             given = self.gap_thresholds
             if isinstance(given, str) or not isinstance(given, Iterable):
@@ -43,10 +42,9 @@ class StatsRequest:
             object.__setattr__(self, "gap_thresholds", thresholds)
         if self.accumulation not in (None, "bracket", "exact"):
             reject("accumulation", self.accumulation, "None, 'bracket' or 'exact'")
-        if isinstance(self.min_rank, bool) or not isinstance(self.min_rank, int) or self.min_rank < 2:
-            reject("min_rank", self.min_rank, "an int >= 2")
-        if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
-            reject("rows", self.rows, "an int >= 1 or None for all rows")
+        check_int("min_rank", self.min_rank, "an int >= 2", least=2)
+        if self.rows is not None:
+            check_int("rows", self.rows, "an int >= 1 or None for all rows", least=1)
 
     @property
     def softmax(self) -> bool:

@@ -17,8 +17,6 @@ def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Ten
     True
     """
     rows = min(rows, queries)
-    if torch.compiler.is_compiling():
-        return _draw_rows(queries, rows, seed, device)
     found: Tensor = state.SAMPLED_ROWS.recall(
         (queries, rows, seed), device, lambda: _draw_rows(queries, rows, seed, device)
     )

@@ -66,6 +66,30 @@ def test_what_is_explained_is_what_runs(monkeypatch):
         assert ran.pop() == explain_dispatch(q, k, v, **kwargs).chosen
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "blockwise", "reference"])
+def test_what_a_policy_reads_is_measured_by_the_backend_that_is_explained(backend, monkeypatch):
+    from attnscale.backends.dispatch import MEASURING
+
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))
+    measured = []
+    for name, one in MEASURING.items():
+        own = one.statistics
+        monkeypatch.setattr(one, "statistics", lambda *a, name=name, own=own: measured.append(name) or own(*a))
+    scaled_dot_product_attention(q, k, v, policy="gap_adaptive", backend=backend)
+    assert measured == ["reference" if backend == "reference" else "blockwise"]
+    explained = explain_dispatch(q, k, v, policy="gap_adaptive", backend=backend)
+    reason = next(verdict.reason for verdict in explained.verdicts if verdict.backend == explained.chosen)
+    assert f"{measured[0]} measures the scores" in reason
+    assert "measures the scores" not in str(explain_dispatch(q, k, v, policy="log", backend=backend))
+
+
+def test_a_backend_that_cannot_compute_a_call_is_explained_also_where_scores_are_read():
+    q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))  # fp64, which triton does not take
+    assert explain_dispatch(q, k, v, policy="gap_adaptive", backend="triton").chosen == "none"
+    with pytest.raises(BackendError, match="backend='triton' cannot compute this call"):
+        scaled_dot_product_attention(q, k, v, policy="gap_adaptive", backend="triton")
+
+
 def test_softcap_bends_the_score_and_beta_multiplies_what_comes_out():
     q, k, v = tensors((1, 2, 4, 8), (1, 2, 4, 8))
     scores = 2.0 * torch.tanh(q @ k.mT / 8**0.5 / 2.0)

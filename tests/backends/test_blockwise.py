@@ -110,7 +110,7 @@ def test_gradients_reach_beta_bias_and_sinks():
     start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
 
     def attend(q, k, v, beta, bias, sinks):
-        return blockwise_forward(q, k, v, beta, start, stop, None, bias, sinks, None, 0.7, 3.0, 0.0, False)[0]
+        return blockwise_forward(q, k, beta, start, stop, None, bias, v, sinks, None, 0.7, 3.0, 0.0, False)[0]
 
     assert torch.autograd.gradcheck(attend, (q, k, v, beta, bias, sinks))
 
@@ -121,7 +121,7 @@ def test_gradients_reach_beta_where_it_is_folded():
     start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
 
     def attend(q, k, v, beta):
-        return blockwise_forward(q, k, v, beta, start, stop, None, None, None, None, 0.7, None, 0.0, False)[0]
+        return blockwise_forward(q, k, beta, start, stop, None, None, v, None, None, 0.7, None, 0.0, False)[0]
 
     assert torch.autograd.gradcheck(attend, (q, k, v, beta))
 
@@ -144,7 +144,7 @@ def test_dropout_replays_in_backward():
 
     def attend(q, k, v):
         return blockwise_forward(
-            q, k, v, beta, start, stop, None, None, None, torch.tensor(123), 0.3, None, 0.4, False
+            q, k, beta, start, stop, None, None, v, None, torch.tensor(123), 0.3, None, 0.4, False
         )[0]
 
     assert torch.autograd.gradcheck(attend, (q, k, v))
@@ -276,4 +276,4 @@ def test_the_operators_pass_torchs_own_check():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 5, 4), (1, 2, 5, 4)))
     start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
     beta = torch.ones(1, 2, 5, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(blockwise_forward, (q, k, v, beta, start, stop, None, None, None, None, 0.5, None, 0.0, True))
+    torch.library.opcheck(blockwise_forward, (q, k, beta, start, stop, None, None, v, None, None, 0.5, None, 0.0, True))

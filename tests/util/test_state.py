@@ -20,7 +20,6 @@ STATE = Path(state.__file__)
 
 LISTED = {
     "SCRATCH",
-    "CAUSAL_BOUNDS",
     "SAMPLED_ROWS",
     "BETAS",
     "COUNT_NUMBERS",
@@ -39,7 +38,7 @@ LISTED = {
 # Calls whose result can change after the import.
 MUTABLE_CALLS = {
     "dict", "list", "set", "bytearray", "OrderedDict", "defaultdict", "deque", "Counter", "ChainMap", "count", "cycle",
-    "local", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "Memory", "BetaMemory", "Lock", "RLock", "Queue",
+    "local", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "Memory", "Lock", "RLock", "Queue",
 }  # fmt: skip
 MUTABLE_LITERALS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 MUTATING_METHODS = {

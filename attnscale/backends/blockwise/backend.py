@@ -17,11 +17,12 @@ from torch import Tensor
 from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.backends.backend import no_derivative
-from attnscale.backends.blockwise.logits import leaves_of, logit_tile, logit_tile_backward
+from attnscale.backends.blockwise.logits import logit_tile, logit_tile_backward
 from attnscale.backends.blockwise.softmax import Partial, add_keys
 from attnscale.backends.blockwise.tiles import (
     HIDDEN,
     LOG2E,
+    SCORE_TENSORS,
     Scores,
     add,
     cut,
@@ -76,32 +77,21 @@ def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tenso
     # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
     forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
-    visibility = start, stop, call.context.padding, call.context.mask
+    tensors = call.query, call.key, call.row_beta(), start, stop, call.context.padding, call.context.mask
     numbers = call.scale, call.softcap, call.dropout_p
-    out, lse, top, entropies = forward(
-        call.query, call.key, call.value, call.row_beta(), *visibility, call.sinks, seed, *numbers, entropy
-    )
+    out, lse, top, entropies = forward(*tensors, call.value, call.sinks, seed, *numbers, entropy)
     return out, lse.detach(), top.detach(), entropies.detach()
 
 
+# What forward and backward are given: the tensors of `Scores` and three more; its numbers and one more.
+TENSORS = f"{SCORE_TENSORS}, Tensor value, Tensor? sinks, Tensor? seed"
+NUMBERS = "float scale, float? softcap, float dropout_p"
+
+
 @autocast.without
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output in the query's dtype; lse, largest logit and entropy (or nothing) [B, H, Tq], in fp32 at least."""
+    key, beta, start, stop, padding, mask, value, sinks, seed, scale, softcap, dropout_p, entropy = arguments
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
     scores, value = scores.without_broken(value.to(scores.query.dtype), keys=False)
     scores = scores.folded(LOG2E)
@@ -114,7 +104,7 @@ def _forward(
     for tile in cut(scores):
         found: Partial | None = None
         for piece in tile.pieces():
-            logits = logit_tile(scores, leaves_of(scores, piece), piece, room, LOG2E)
+            logits = logit_tile(scores, piece, room, LOG2E)
             kept = None if seed is None else _kept(logits, seed, next(number), dropout_p)
             powers = room.of("powers", logits.shape)
             found = add_keys(found, logits, keys_of(value, piece), powers, moment=entropy, kept=kept)
@@ -144,39 +134,33 @@ def _forward(
     return out, lse, top, entropies.clamp_(min=0.0)
 
 
-blockwise_forward = torch.library.custom_op("attnscale::blockwise_forward", _forward, mutates_args=())
+blockwise_forward = torch.library.custom_op(
+    "attnscale::blockwise_forward",
+    _forward,
+    mutates_args=(),
+    schema=f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @blockwise_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, value, entropy = arguments[0], arguments[2], arguments[13]
+def _(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    value, entropy = arguments[6], arguments[-1]
     lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
     out = query.new_empty(*query.shape[:3], value.shape[-1])
     return out, lse, torch.empty_like(lse), torch.empty_like(lse) if entropy else lse.new_empty(0)
 
 
-@torch.library.custom_op("attnscale::blockwise_backward", mutates_args=())
+@torch.library.custom_op(
+    "attnscale::blockwise_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, {TENSORS}, Tensor out, Tensor lse, {NUMBERS}, bool wants_mask)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 @autocast.without
-def blockwise_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    wants_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, β, sinks and mask; the last two empty where there is nothing to give."""
+def blockwise_backward(gradient: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, β, value, mask and sinks; the last two empty where there is nothing to give."""
+    query, key, beta, start, stop, padding, mask, value, sinks, seed, out, lse, *numbers, wants_mask = arguments
+    scale, softcap, dropout_p = numbers
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
     scores, value = scores.without_broken(value.to(scores.query.dtype))
     scores = scores.without_unseeing(lse, sinks)
@@ -189,7 +173,7 @@ def blockwise_backward(
     dmask = value.new_zeros(mask.shape if wants_mask and mask is not None else 0)
     room = workspace_for(scores)
     for number, tile in enumerate(piece for whole in cut(scores) for piece in whole.pieces()):
-        weights = logit_tile(folded, leaves_of(folded, tile), tile, room, LOG2E)
+        weights = logit_tile(folded, tile, room, LOG2E)
         weights = weights.sub_(rows_of(lse_in_bits, tile, scores.group)[..., None]).exp2_()
         upstream = rows_of(gradient, tile, scores.group)
         dweights = torch.bmm(upstream, keys_of(value, tile).transpose(-1, -2), out=room.of("powers", weights.shape))
@@ -199,7 +183,7 @@ def blockwise_backward(
             kept, dweights = weights * scaled, dweights * scaled
         keys_of(dv, tile).add_(kept.transpose(-1, -2) @ upstream)
         dweights = dweights.sub_(rows_of(delta, tile, scores.group)[..., None]).mul_(weights)
-        found = logit_tile_backward(scores, leaves_of(scores, tile), dweights)
+        found = logit_tile_backward(scores, tile, dweights)
         add(dq, tile, found.query)
         keys_of(dk, tile).add_(found.key)
         if found.beta is not None:
@@ -211,21 +195,16 @@ def blockwise_backward(
     if sinks is not None:
         dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
     dmask = dmask.to(mask.dtype) if wants_mask and mask is not None else dmask
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(query.dtype), dbeta.to(beta.dtype), dsinks, dmask
+    return dq.to(query.dtype), dk.to(key.dtype), dbeta.to(beta.dtype), dv.to(query.dtype), dmask, dsinks
 
 
 @blockwise_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    query, key, value, beta, mask, sinks = (arguments[i] for i in (1, 2, 3, 4, 8, 9))
+def _(gradient: Tensor, query: Tensor, key: Tensor, beta: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    mask, value, sinks, wants_mask = arguments[3], arguments[4], arguments[5], arguments[-1]
     nothing = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
-    return (
-        torch.empty_like(query, memory_format=torch.contiguous_format),
-        torch.empty_like(key, memory_format=torch.contiguous_format),
-        torch.empty_like(value, memory_format=torch.contiguous_format),
-        beta.new_empty(query.shape[:3]),
-        nothing if sinks is None else torch.empty_like(sinks),
-        mask.new_empty(mask.shape) if arguments[16] else nothing,
-    )
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dmask = mask.new_empty(mask.shape) if wants_mask else nothing
+    return dq, dk, beta.new_empty(query.shape[:3]), dv, dmask, nothing if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -235,16 +214,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse = ctx.saved_tensors
+    query, key, beta, _, _, _, mask, value, sinks, *_ = saved = ctx.saved_tensors
     derivative = other_derivative(gradient, query, key, value, beta, mask, sinks)
     if derivative is not None:
         raise BackendError(f"backend='blockwise' cannot compute this backward: {no_derivative(derivative)}")
-    wants_mask = ctx.needs_input_grad[7]
-    dq, dk, dv, dbeta, dsinks, dmask = blockwise_backward(
-        gradient, query, key, value, beta, start, stop, padding, mask, sinks, seed, out, lse, *ctx.numbers, wants_mask
-    )
-    masks = (None, None, None, dmask if wants_mask else None, None if sinks is None else dsinks)
-    return (dq, dk, dv, dbeta, *masks, None, None, None, None, None)
+    wants_mask = ctx.needs_input_grad[6]
+    dq, dk, dbeta, dv, dmask, dsinks = blockwise_backward(gradient, *saved, *ctx.numbers, wants_mask)
+    visibility = None, None, None, dmask if wants_mask else None
+    return dq, dk, dbeta, *visibility, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
 def _refuse_second(*_: Any) -> NoReturn:

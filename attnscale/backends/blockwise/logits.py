@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.backends.blockwise.tiles import HIDDEN, Scores, Tile, Workspace, keys_of, mask_of, rows_of
-from attnscale.call.context import hidden
+from attnscale.call.context import shown
 
 
 class Leaves(NamedTuple):
@@ -31,12 +31,12 @@ def leaves_of(scores: Scores, tile: Tile) -> Leaves:
     return Leaves(rows_of(scores.query, tile, scores.group), keys_of(scores.key, tile), beta, bias)
 
 
-def logit_tile(scores: Scores, leaves: Leaves, tile: Tile, room: Workspace, unit: float = 1.0) -> Tensor:
+def logit_tile(scores: Scores, tile: Tile, room: Workspace, unit: float = 1.0) -> Tensor:
     """The logits of a tile, [h, g·r, K], in its workspace; hidden ones are `HIDDEN`. Multiplied by `unit` here unless
     `Scores.folded` has done it.
     """
-    query, key, beta, bias = leaves
-    factor = _factor(scores, leaves)
+    query, key, beta, bias = leaves_of(scores, tile)
+    factor = _factor(scores, beta)
     query = query if factor is None else query * factor
     logits = room.of("logits", (query.shape[0], query.shape[1], key.shape[1]))
     torch.bmm(query, key.transpose(-1, -2), out=logits)
@@ -51,13 +51,13 @@ def logit_tile(scores: Scores, leaves: Leaves, tile: Tile, room: Workspace, unit
     return logits
 
 
-def logit_tile_backward(scores: Scores, leaves: Leaves, upstream: Tensor) -> Leaves:
+def logit_tile_backward(scores: Scores, tile: Tile, upstream: Tensor) -> Leaves:
     """The gradients of a tile's leaves for those of its logits [h, g·r, K], which are 0 where hidden.
 
     ℓ = β·y, y = c·tanh(x/c) + bias, x = scale·q·k: so dβ = Σ dℓ·y, dbias = β·dℓ, dx = β·dℓ·(1 − tanh²). Where ℓ is
     linear, Σ dℓ·y is scale·⟨q, dℓ·K⟩ and no y is needed.
     """
-    query, key, beta, bias = leaves
+    query, key, beta, bias = leaves_of(scores, tile)
     dbeta = dbias = None
     if not scores.linear:
         capped = torch.bmm(query * scores.scale, key.transpose(-1, -2))
@@ -73,7 +73,7 @@ def logit_tile_backward(scores: Scores, leaves: Leaves, upstream: Tensor) -> Lea
             dbias = _by_row(upstream, scores.group)
         if slope is not None:
             upstream = upstream * slope
-    factor = _factor(scores, leaves)
+    factor = _factor(scores, beta)
     factor = 1.0 if factor is None else factor
     mixed = torch.bmm(upstream, key)
     if beta is not None and dbeta is None:
@@ -81,10 +81,10 @@ def logit_tile_backward(scores: Scores, leaves: Leaves, upstream: Tensor) -> Lea
     return Leaves(mixed * factor, torch.bmm(upstream.transpose(-1, -2), query * factor), dbeta, dbias)
 
 
-def _factor(scores: Scores, leaves: Leaves) -> Tensor | float | None:
-    """What the query is still to be multiplied by."""
-    if leaves.beta is not None and scores.linear:
-        return (leaves.beta * scores.scale)[..., None]
+def _factor(scores: Scores, beta: Tensor | None) -> Tensor | float | None:
+    """What the query of a tile is still to be multiplied by."""
+    if beta is not None and scores.linear:
+        return (beta * scores.scale)[..., None]
     return None if scores.scale == 1.0 else scores.scale
 
 
@@ -106,23 +106,16 @@ def _hide(by_row: Tensor, scores: Scores, tile: Tile, room: Workspace) -> None:
     """Overwrite what a row of [h, g, r, K] may not see."""
     for left, right in ((tile.left, tile.clear_left), (max(tile.clear_left, tile.clear_right), tile.right)):
         if left < right:
-            marks = _out_of_bounds(scores, tile, left, right, room)
-            _overwrite(by_row[..., left - tile.left : right - tile.left], marks)
+            kept = _inside_bounds(scores, tile, left, right, room)
+            _overwrite(by_row[..., left - tile.left : right - tile.left], kept)
     if scores.padding is not None:
         padding = scores.padding[tile.batch if scores.padding.shape[0] > 1 else 0, tile.left : tile.right]
-        _overwrite(by_row, _marks(padding, by_row.dtype))
+        _overwrite(by_row, _bits(~padding, by_row.dtype))
     if scores.mask is not None:
-        _overwrite(by_row, _marks(hidden(mask_of(scores.mask, tile, scores.group)), by_row.dtype))
+        _overwrite(by_row, _bits(shown(mask_of(scores.mask, tile, scores.group)), by_row.dtype))
     if scores.broken is not None:
         broken = scores.broken[tile.batch, tile.first : tile.last, tile.left : tile.right]
         by_row.masked_fill_(broken[:, None, None] & (by_row > HIDDEN / 2), math.nan)
-
-
-class _Marks(NamedTuple):
-    """The bits to keep of each score, all or none, and those to set: none, or those of `HIDDEN`."""
-
-    keep: Tensor
-    write: Tensor
 
 
 # How `HIDDEN` is written in the dtypes that tiles are computed in.
@@ -132,38 +125,33 @@ _PATTERNS = {
 }
 
 
-def _marks(where: Tensor, dtype: torch.dtype) -> _Marks:
-    return _to_marks(where.to(_PATTERNS[dtype][0]) - 1, dtype)
+def _bits(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """All bits of an integer as wide as the dtype where a key is seen, else none."""
+    return seen.to(_PATTERNS[dtype][0]).neg_()
 
 
-def _to_marks(keep: Tensor, dtype: torch.dtype) -> _Marks:
-    return _Marks(keep, torch.bitwise_not(keep).bitwise_and_(_PATTERNS[dtype][1]))
+def _overwrite(x: Tensor, kept: Tensor) -> None:
+    """Write `HIDDEN` where no bit is kept, also over a NaN; on the CPU several times faster than masked_fill."""
+    x.view(kept.dtype).bitwise_and_(kept).bitwise_or_(kept.bitwise_not().bitwise_and_(_PATTERNS[x.dtype][1]))
 
 
-def _overwrite(x: Tensor, marks: _Marks) -> None:
-    """Write `HIDDEN` where marked, also over a NaN; on the CPU several times faster than masked_fill."""
-    x.view(marks.keep.dtype).bitwise_and_(marks.keep).bitwise_or_(marks.write)
-
-
-def _out_of_bounds(scores: Scores, tile: Tile, left: int, right: int, room: Workspace) -> _Marks:
-    """The slots [left, right) of a tile outside its rows' bounds; shared by tiles with the same ones."""
+def _inside_bounds(scores: Scores, tile: Tile, left: int, right: int, room: Workspace) -> Tensor:
+    """The bits to keep in the slots [left, right) of a tile: those inside its rows' bounds. Shared by tiles alike."""
     only_stop = left >= tile.clear_left
     alike = (
         (left - tile.rising, right - left, tile.bottom - tile.top) if only_stop and tile.rising is not None else None
     )
-    if alike is not None and alike in room.marks:
-        found: _Marks = room.marks[alike]
-        return found
+    if alike is not None and alike in room.bounds:
+        return room.bounds[alike]
     integer, sign = _PATTERNS[scores.query.dtype][0], 8 * scores.query.element_size() - 1
     slot = torch.arange(left, right, dtype=integer, device=scores.query.device)
     start, stop = (
         bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None].to(integer)
         for bound in (scores.start, scores.stop)
     )
-    keep = (slot - stop).bitwise_right_shift_(sign)  # the sign of a difference, in every bit
+    kept = (slot - stop).bitwise_right_shift_(sign)  # the sign of a difference, in every bit
     if not only_stop:
-        keep &= (start - 1 - slot).bitwise_right_shift_(sign)
-    marks = _to_marks(keep, scores.query.dtype)
+        kept &= (start - 1 - slot).bitwise_right_shift_(sign)
     if alike is not None:
-        room.marks[alike] = marks
-    return marks
+        room.bounds[alike] = kept
+    return kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ ROWS_PER_HEAD = 128
 KEYS = 2048
 WHOLE = 2**22
 LOG2E = 1 / math.log(2)
+
+# The tensors of `Scores` in the schema of an operator.
+SCORE_TENSORS = "Tensor query, Tensor key, Tensor? beta, Tensor start, Tensor stop, Tensor? padding, Tensor? mask"
 
 
 class Scores(NamedTuple):
@@ -214,7 +217,7 @@ class Workspace(NamedTuple):
     """Buffers that the tiles of a call share: allocating for each would cost more than the tile."""
 
     memory: dict[str, Tensor]
-    marks: dict[tuple[int, int, int], Any]  # what is hidden at the end of tiles, where it is the same for many
+    bounds: dict[tuple[int, int, int], Tensor]  # what is seen at the end of tiles, where it is the same for many
 
     def of(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
         """An uninitialised tensor of that shape."""
