@@ -20,7 +20,7 @@ from ..launch import (
     resources_of,
     unit_stride,
 )
-from ..visibility import BIAS, Visibility, key_ranges
+from ..visibility import Visibility, key_ranges
 from .kernel import gap_bracket_kernel, gap_count_kernel
 
 LARGEST_TILE = 128  # keys, which a byte can count
@@ -138,17 +138,12 @@ def _prepare(
     """What both kernels are given and compiled for, how many programs, and the tile."""
     batch, heads, queries, dim = query.shape
     query, key = unit_stride(query.detach()), unit_stride(key.detach())
-    biased = visibility.mask_kind == BIAS
-    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), biased)
+    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), visibility.biased)
     if tile.n > LARGEST_TILE:
         raise ValueError(f"tile={tile!r} is not accepted: expected at most {LARGEST_TILE} keys, which a byte can count")
-    arguments = {
-        **attention_arguments(query, key, scale, softcap),
-        **visibility.arguments(),
-        **visibility.table(key_ranges(visibility, queries, tile.m)),
-    }
-    constants = attention_constants(query, visibility, softcap, tile)
-    return arguments, constants, batch * heads * triton.cdiv(queries, tile.m), tile
+    arguments = attention_arguments(query, key, scale, softcap)
+    arguments["rule"] = visibility.rule(key_ranges(visibility, queries, tile.m))
+    return arguments, attention_constants(query, tile), batch * heads * triton.cdiv(queries, tile.m), tile
 
 
 def _in_products(threshold: float, scale: float) -> float:
