@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -135,6 +135,13 @@ def precision_of(x: Tensor) -> str:
 def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Makes the device of a tensor the current one, which a launch goes to."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Numbers as fp32 [k] on a tensor's device, by filling: a copy from the host would synchronise."""
+    if not numbers:
+        return like.new_empty(0, dtype=torch.float32)
+    return torch.stack([like.new_full((), float(number), dtype=torch.float32) for number in numbers])
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -35,6 +35,10 @@ class Forward(NamedTuple):
     max_logit: Tensor  # [B, H, Tq]
     entropy: Tensor | None  # [B, H, Tq]; None: not asked for
 
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
+        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
+
 
 class Backward(NamedTuple):
     """What `flash_backward` returns; None where not asked for."""
@@ -185,7 +189,7 @@ def forward_launch(
         "beta": view(beta),
         "out": view(result.out),
         "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "seed_ptr": seed if dropout_p > 0.0 else None,
+        "seed_ptr": _seed(seed, dropout_p),
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
@@ -303,7 +307,7 @@ def backward_launches(
         "v": view(value),
         "grad_out": view(gradient),
         "rows_ptr": rows,
-        "seed_ptr": seed if dropout_p > 0.0 else None,
+        "seed_ptr": _seed(seed, dropout_p),
         "dropout_p": dropout_p,
     }
     to_query = Launch(
@@ -333,6 +337,13 @@ def backward_launches(
         key_tile.stages,
     )
     return (per_row, to_query, to_key), result
+
+
+def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
+    """The seed where there is dropout: without one, kernels drop nothing."""
+    if dropout_p > 0.0 and seed is None:
+        raise ValueError(f"seed=None is not accepted with dropout_p={dropout_p!r}: expected an int64 scalar tensor")
+    return seed if dropout_p > 0.0 else None
 
 
 def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:

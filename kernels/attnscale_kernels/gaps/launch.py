@@ -17,6 +17,7 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    on_device,
     resources_of,
     unit_stride,
 )
@@ -123,11 +124,8 @@ def count_launch(
     linear = visibility.linear_in_products(softcap)
     edges = [_in_products(t, scale) if linear else t for t in thresholds]
     counts = query.new_empty((*query.shape[:3], len(edges)), dtype=torch.int32)
-    arguments = {
-        **shared,
-        "thresholds_ptr": _on_device(edges, query),
-        "counts_ptr": counts,
-    }
+    held = on_device([min(edge, FARTHEST) for edge in edges], query)
+    arguments = {**shared, "thresholds_ptr": held, "counts_ptr": counts}
     constants |= {"T": len(edges), "BLOCK_T": triton.next_power_of_2(max(1, len(edges)))}
     return Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages), counts
 
@@ -151,11 +149,3 @@ def _in_products(threshold: float, scale: float) -> float:
     if scale == 0.0:
         return math.copysign(math.inf, threshold) if threshold != 0.0 else math.inf
     return threshold / abs(scale)
-
-
-def _on_device(numbers: list[float], like: Tensor) -> Tensor:
-    """Numbers as fp32 on a tensor's device, by filling: a copy from the host would synchronise."""
-    held = like.new_empty(len(numbers), dtype=torch.float32)
-    for i, number in enumerate(numbers):
-        held[i].fill_(min(number, FARTHEST))
-    return held

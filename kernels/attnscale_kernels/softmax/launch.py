@@ -27,7 +27,7 @@ class RowSoftmax(NamedTuple):
 
 
 class SoftmaxGradient(NamedTuple):
-    """What `softmax_backward` returns."""
+    """What `backward_launch` will fill."""
 
     scores: Tensor  # [..., Tq, Tk]
     beta: Tensor | None  # [..., Tq] fp32; None: not asked for
@@ -40,25 +40,6 @@ def softmax_tile(queries: int, keys: int, resources: Resources) -> Tile:
     return Tile(m, n, min(max(m * n // (8 * resources.warp_size), 1), 16), 1)
 
 
-def softmax_forward(
-    scores: Tensor,
-    beta: Tensor,
-    *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    thresholds: Tensor | None = None,
-) -> RowSoftmax:
-    """softmax(β·(s + bias)) over what the mask lets each row see, with statistics of its rows.
-
-    Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
-    Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
-    zeros, and lse = max = −∞.
-    """
-    launch, result = forward_launch(scores, beta, mask=mask, bias=bias, thresholds=thresholds)
-    launch.run(scores)
-    return result
-
-
 def forward_launch(
     scores: Tensor,
     beta: Tensor,
@@ -68,7 +49,12 @@ def forward_launch(
     thresholds: Tensor | None,
     tile: Tile | None = None,
 ) -> tuple[Launch, RowSoftmax]:
-    """The launch that `softmax_forward` makes, and the tensors that it will fill."""
+    """softmax(β·(s + bias)) over what the mask lets each row see: the launch, and the tensors that it will fill.
+
+    Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
+    Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
+    zeros, and lse = max = −∞.
+    """
     shape = scores.shape
     rows = scores.new_empty(shape[:-1], dtype=torch.float32)
     wanted = 0 if thresholds is None else thresholds.shape[0]
@@ -84,7 +70,7 @@ def forward_launch(
     batch, heads, queries, keys = given.shape
     beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
     tile = tile or softmax_tile(queries, keys, resources_of(scores.device))
-    arguments = {
+    arguments: dict[str, object] = {
         "scores": view(given),
         "beta": view(beta),
         "mask": None if mask is None else view(as_axes(mask.view(torch.uint8), shape, 4)),
@@ -111,25 +97,6 @@ def forward_launch(
     return Launch(softmax_forward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
 
 
-def softmax_backward(
-    gradient: Tensor,
-    weights: Tensor,
-    beta: Tensor,
-    *,
-    scores: Tensor | None = None,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> SoftmaxGradient:
-    """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
-
-    Deterministic: no two programs add to the same element. dβ needs scores and bias, and is None without scores.
-    `dtype` is that of the gradient of scores, by default the weights'.
-    """
-    launch, result = backward_launch(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
-    launch.run(weights)
-    return result
-
-
 def backward_launch(
     gradient: Tensor,
     weights: Tensor,
@@ -140,7 +107,11 @@ def backward_launch(
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> tuple[Launch, SoftmaxGradient]:
-    """The launch that `softmax_backward` makes, and the tensors that it will fill."""
+    """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
+
+    The launch, and the tensors that it will fill. Deterministic: no two programs add to the same element. dβ needs
+    scores and bias, and is None without scores. `dtype` is that of the gradient of scores, by default the weights'.
+    """
     shape = weights.shape
     result = SoftmaxGradient(
         weights.new_empty(shape, dtype=dtype or weights.dtype),
@@ -150,7 +121,7 @@ def backward_launch(
     beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
     batch, heads, queries, keys = weights.shape
     tile = tile or softmax_tile(queries, keys, resources_of(weights.device))
-    arguments = {
+    arguments: dict[str, object] = {
         "weights": view(weights),
         "grad_weights": view(gradient),
         "scores": None if scores is None else view(as_axes(unit_stride(scores), shape, 4)),
