@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: division of work, visibility, the online softmax, softcap and dropout.
+"""Device functions shared by the kernels: division of work, visibility, scores, dropout, and the end of a softmax.
 
 Scores y are the products q·k where logits are linear in them, else softcap(scale·q·k) + bias. A logit in units of ln 2
 is y·c with one c per row, so that a temperature costs no instruction. Hidden scores are a finite number.
@@ -302,33 +302,6 @@ def attention_scores(
     if EDGE:
         y = tl.where(seen, y, HIDDEN)
     return y, v
-
-
-@triton.jit
-def raise_maximum(m, y, c):
-    """The maximum of a row and its new scores, the change of old logits in units of ln 2, and of their weights."""
-    peak = tl.maximum(m, tl.max(y, axis=1))
-    fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
-    return peak, fall, tl.exp2(fall)
-
-
-@triton.jit
-def online_softmax(y, c, m, total, moment, ENTROPY: tl.constexpr, PARTS: tl.constexpr, EDGE: tl.constexpr):
-    """One step: unnormalised weights of the scores y, the factor of all sums so far, and the new m, l and u.
-
-    l = Σ 2^x and u = Σ 2^x·x are [rows, PARTS], to be summed over the parts at the end.
-    """
-    peak, fall, fade = raise_maximum(m, y, c)
-    base = peak * c
-    if EDGE:
-        # x is one fused operation: of two hidden scores it would be the rounding of 1e30, not 0.
-        base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-    x = y * c[:, None] - base[:, None]
-    p = tl.exp2(x)
-    if ENTROPY:
-        moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
-    total = total * fade[:, None] + sum_in_parts(p, PARTS)
-    return p, fade, peak, total, moment
 
 
 @triton.jit

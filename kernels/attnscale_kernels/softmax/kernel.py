@@ -24,7 +24,6 @@ from ..device import (
     load_rows,
     mask_pointers,
     program_rows,
-    raise_maximum,
     store_rows,
 )
 
@@ -105,10 +104,13 @@ def softmax_forward_kernel(
             slots = first + tl.arange(0, BLOCK_N)
             raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
             y = tl.where(seen, raw * sign[:, None], HIDDEN)
-            m, fall, fade = raise_maximum(m, y, c)
-            x, p = _unnormalised(y, m, c, seen)
+            peak = tl.maximum(m, tl.max(y, axis=1))
+            fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
+            fade = tl.exp2(fall)
+            x, p = _unnormalised(y, peak, c, seen)
             moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
             total = total * fade + tl.sum(p, axis=1)
+            m = peak
             if THRESHOLDS:
                 best = tl.maximum(best, tl.max(raw, axis=1))
     else:
