@@ -1,7 +1,11 @@
-"""Device functions shared by the kernels: division of work, visibility, the online softmax, softcap and dropout.
+"""Device functions shared by the kernels: division of work, visibility, scores, dropout, and the end of a softmax.
 
 Scores y are the products q·k where logits are linear in them, else softcap(scale·q·k) + bias. A logit in units of ln 2
 is y·c with one c per row, so that a temperature costs no instruction. Hidden scores are a finite number.
+
+Kernels take tensors as `View` of launch.py, and what rows may see as `Rule` of visibility.py. What is not asked for is
+None, which triton compiles out as it does a false constexpr: softcap, sinks_ptr, seed_ptr (dropout), entropy_ptr, a
+rule's left, right, padding_ptr, mask_ptr and bias_ptr.
 """
 
 from __future__ import annotations
@@ -12,17 +16,10 @@ import triton.language as tl
 HIDDEN = tl.constexpr(-1e30)  # finite: a weight of 0 times its logit is 0, not NaN
 SEEN_ABOVE = tl.constexpr(-1e29)
 HIDDEN_BELOW = tl.constexpr(-1e4)  # an additive mask at or below this hides the key
-LEAST_BETA = tl.constexpr(
-    2.0**-60
-)  # stands for β = 0: hidden scores still get a weight of 0, visible ones equal weights
+# Stands for β = 0: hidden scores still get a weight of 0, visible ones equal weights.
+LEAST_BETA = tl.constexpr(2.0**-60)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-RIGHT = tl.constexpr(1)  # bits of RANGE; see visibility.py
-LEFT = tl.constexpr(2)
-BOUNDS = tl.constexpr(4)
-BOOL_MASK = tl.constexpr(1)
-BIAS = tl.constexpr(2)
 
 
 @triton.jit
@@ -39,76 +36,97 @@ def program_rows(heads, count, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(ptr, batch, head, rows, columns, stride_b, stride_h, stride_row):
-    """Pointers to [rows, columns] of one head, whose last axis is contiguous."""
-    return ptr + batch * stride_b + head * stride_h + rows[:, None].to(tl.int64) * stride_row + columns[None, :]
+def row_pointers(x, batch, head, rows, columns):
+    """Pointers to [rows, columns] of one head of a `View`, whose last axis is contiguous."""
+    row = rows[:, None].to(tl.int64)
+    return x.ptr + batch * x.strides[0] + head * x.strides[1] + row * x.strides[2] + columns[None, :]
 
 
 @triton.jit
-def row_temperature(beta_ptr, batch, head, rows, exists, stride_b, stride_h, stride_row):
+def load_rows(x, batch, head, rows, count, columns, width):
+    """[rows, columns] of one head, 0 from row `count` and column `width` on."""
+    inside = (rows < count)[:, None] & (columns < width)[None, :]
+    return tl.load(row_pointers(x, batch, head, rows, columns), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(x, batch, head, rows, count, columns, width, values):
+    """Stores [rows, columns] of one head, up to row `count` and column `width`."""
+    inside = (rows < count)[:, None] & (columns < width)[None, :]
+    tl.store(row_pointers(x, batch, head, rows, columns), values.to(x.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_beta(beta, batch, head, rows, exists):
+    """β of each row; 1 for rows that do not exist."""
+    at = beta.ptr + batch * beta.strides[0] + head * beta.strides[1] + rows.to(tl.int64) * beta.strides[2]
+    return tl.load(at, mask=exists, other=1.0)
+
+
+@triton.jit
+def row_temperature(beta):
     """The sign of β, which scores are multiplied by, and c = |β|·log2(e) > 0 of each row.
 
     The maximum of a row is taken before c is applied, so c must be positive.
     """
-    at = beta_ptr + batch * stride_b + head * stride_h + rows.to(tl.int64) * stride_row
-    beta = tl.load(at, mask=exists, other=1.0)
     return tl.where(beta < 0, -1.0, 1.0), tl.maximum(tl.abs(beta), LEAST_BETA) * LOG2E
 
 
 @triton.jit
-def row_bounds(rows, queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE: tl.constexpr):
+def row_bounds(rule, batch, rows, queries, keys):
     """First visible slot of each row and the one after the last; both 0 for rows that do not exist."""
     exists = rows < queries
-    if RANGE == BOUNDS:
-        start = tl.load(start_ptr + rows, mask=exists, other=0)
-        stop = tl.load(stop_ptr + rows, mask=exists, other=0)
+    if rule.start_ptr is not None:
+        at = batch * rule.stride_bound + rows
+        start = tl.load(rule.start_ptr + at, mask=exists, other=0)
+        stop = tl.load(rule.stop_ptr + at, mask=exists, other=0)
     else:
         start = tl.zeros_like(rows)
         stop = tl.where(exists, keys, 0)
-        if LEFT & RANGE:
-            start = tl.maximum(rows + slot - left, 0)
-        if RIGHT & RANGE:
-            stop = tl.where(exists, tl.minimum(tl.maximum(rows + slot + right + 1, 0), keys), 0)
+        if rule.left is not None:
+            start = tl.maximum(rows + rule.slot - rule.left, 0)
+        if rule.right is not None:
+            stop = tl.where(exists, tl.minimum(tl.maximum(rows + rule.slot + rule.right + 1, 0), keys), 0)
     return start, stop
 
 
 @triton.jit
-def key_range(top, bottom, keys, table_ptr, slot, left, right, RANGE: tl.constexpr):
+def key_range(rule, batch, tile, top, bottom, keys):
     """For the rows [top, bottom): first slot that any sees, slots [clear_first, clear_end) that all see, the end."""
-    if RANGE == BOUNDS:
-        first, clear_first, clear_end, end = _load_four(table_ptr)
+    if rule.table_ptr is not None:
+        first, clear_first, clear_end, end = _load_four(rule.table_ptr + batch * rule.stride_table + tile * 4)
     else:
         first = 0
         clear_first = 0
         clear_end = keys
         end = keys
-        if LEFT & RANGE:
-            first = tl.minimum(tl.maximum(top + slot - left, 0), keys)
-            clear_first = tl.minimum(tl.maximum(bottom - 1 + slot - left, 0), keys)
-        if RIGHT & RANGE:
-            clear_end = tl.minimum(tl.maximum(top + slot + right + 1, 0), keys)
-            end = tl.minimum(tl.maximum(bottom + slot + right, 0), keys)
+        if rule.left is not None:
+            first = tl.minimum(tl.maximum(top + rule.slot - rule.left, 0), keys)
+            clear_first = tl.minimum(tl.maximum(bottom - 1 + rule.slot - rule.left, 0), keys)
+        if rule.right is not None:
+            clear_end = tl.minimum(tl.maximum(top + rule.slot + rule.right + 1, 0), keys)
+            end = tl.minimum(tl.maximum(bottom + rule.slot + rule.right, 0), keys)
         clear_end = tl.maximum(clear_first, clear_end)
         end = tl.maximum(first, end)
     return first, clear_first, clear_end, end
 
 
 @triton.jit
-def query_range(left_key, right_key, queries, table_ptr, slot, left, right, RANGE: tl.constexpr):
+def query_range(rule, batch, tile, left_key, right_key, queries):
     """For the slots [left_key, right_key): the rows that see any of them, and those that see all, as `key_range`."""
-    if RANGE == BOUNDS:
-        first, clear_first, clear_end, end = _load_four(table_ptr)
+    if rule.table_ptr is not None:
+        first, clear_first, clear_end, end = _load_four(rule.table_ptr + batch * rule.stride_table + tile * 4)
     else:
         first = 0
         clear_first = 0
         clear_end = queries
         end = queries
-        if RIGHT & RANGE:  # row + slot + right >= key
-            first = tl.minimum(tl.maximum(left_key - slot - right, 0), queries)
-            clear_first = tl.minimum(tl.maximum(right_key - 1 - slot - right, 0), queries)
-        if LEFT & RANGE:  # row + slot - left <= key
-            clear_end = tl.minimum(tl.maximum(left_key + left - slot + 1, 0), queries)
-            end = tl.minimum(tl.maximum(right_key + left - slot, 0), queries)
+        if rule.right is not None:  # row + slot + right >= key
+            first = tl.minimum(tl.maximum(left_key - rule.slot - rule.right, 0), queries)
+            clear_first = tl.minimum(tl.maximum(right_key - 1 - rule.slot - rule.right, 0), queries)
+        if rule.left is not None:  # row + slot - left <= key
+            clear_end = tl.minimum(tl.maximum(left_key + rule.left - rule.slot + 1, 0), queries)
+            end = tl.minimum(tl.maximum(right_key + rule.left - rule.slot, 0), queries)
         end = tl.maximum(first, end)
         clear_first = tl.minimum(clear_first, end)
         clear_end = tl.minimum(tl.maximum(clear_first, clear_end), end)
@@ -121,15 +139,15 @@ def _load_four(ptr):
 
 
 @triton.jit
-def phase_edges(ranges, BLOCK: tl.constexpr, ALL_EDGE: tl.constexpr):
+def phase_edges(rule, ranges, BLOCK: tl.constexpr):
     """Where the three phases of a loop over tiles begin, and where the last ends, given `key_range` or `query_range`.
 
     Phase 0 is the left edge, phase 1 the tiles that every row sees completely, phase 2 the right edge. With padding or
-    a mask (ALL_EDGE) no tile is known to be seen completely, and all of them belong to phase 2.
+    a mask no tile is known to be seen completely, and all of them belong to phase 2.
     """
     first, clear_first, clear_end, end = ranges
     low = first // BLOCK * BLOCK
-    if ALL_EDGE:
+    if all_edge(rule):
         clear_low = low
         clear_high = low
     else:
@@ -138,12 +156,16 @@ def phase_edges(ranges, BLOCK: tl.constexpr, ALL_EDGE: tl.constexpr):
     return low, clear_low, clear_high, end
 
 
-@triton.constexpr_function
-def first_phase(RANGE, ALL_EDGE):
-    """The first phase of a loop over keys: there is a left edge only with LEFT or BOUNDS."""
-    if ALL_EDGE:
-        return 2
-    return 0 if RANGE & 6 else 1
+@triton.jit
+def all_edge(rule):
+    """Whether slots may be hidden inside the interval of a row."""
+    return rule.padding_ptr is not None or rule.mask_ptr is not None or rule.bias_ptr is not None
+
+
+@triton.jit
+def first_phase(rule):
+    """The first phase of a loop over keys: there is a left edge only where the first visible slot moves."""
+    return 2 if all_edge(rule) else 0 if rule.start_ptr is not None or rule.left is not None else 1
 
 
 @triton.jit
@@ -159,32 +181,12 @@ def phase_range(edges, PHASE: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(
-    tile,
-    rows,
-    batch,
-    queries,
-    keys,
-    start_ptr,
-    stop_ptr,
-    table_ptr,
-    stride_bound_b,
-    stride_table_b,
-    slot,
-    left,
-    right,
-    BLOCK_M: tl.constexpr,
-    RANGE: tl.constexpr,
-):
+def visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M: tl.constexpr):
     """For a tile of rows: the slots [start, stop) that each may see, and the `key_range` of the tile."""
-    if RANGE == BOUNDS:
-        start_ptr += batch * stride_bound_b
-        stop_ptr += batch * stride_bound_b
-        table_ptr += batch * stride_table_b + tile * 4
-    start, stop = row_bounds(rows, queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE)
+    start, stop = row_bounds(rule, batch, rows, queries, keys)
     top = tile * BLOCK_M
     bottom = tl.minimum(top + BLOCK_M, queries)
-    return start, stop, key_range(top, bottom, keys, table_ptr, slot, left, right, RANGE)
+    return start, stop, key_range(rule, batch, tile, top, bottom, keys)
 
 
 @triton.jit
@@ -198,90 +200,49 @@ def load_tile(at, inside, exists, PADDED: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def visible(
-    rows,
-    slots,
-    start,
-    stop,
-    queries,
-    keys,
-    padding_ptr,
-    mask_ptr,
-    stride_mask_row,
-    stride_mask_key,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+def visible(rule, batch, head, rows, slots, start, stop, queries, keys, EDGE: tl.constexpr):
     """Which of the scores [rows, slots] count (all of them where the tile is no edge), and their bias or 0."""
     seen = (slots >= 0)[None, :]
     bias = 0.0
     if EDGE:
         seen = slots[None, :] < stop[:, None]
-        if (LEFT | BOUNDS) & RANGE:
+        if rule.start_ptr is not None or rule.left is not None:
             seen &= slots[None, :] >= start[:, None]
-        if PADDING:
-            hidden = tl.load(padding_ptr + slots, mask=slots < keys, other=1)
-            seen &= (hidden == 0)[None, :]
-        if MASK:
-            at = mask_ptr + rows[:, None].to(tl.int64) * stride_mask_row + slots[None, :].to(tl.int64) * stride_mask_key
-            exists = (rows < queries)[:, None] & (slots < keys)[None, :]
-            if MASK == BOOL_MASK:
-                seen &= tl.load(at, mask=exists, other=0) != 0
-            else:
-                bias = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-                seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
-                bias = tl.where(seen, bias, 0.0)
+        if rule.padding_ptr is not None:
+            at = rule.padding_ptr + batch * rule.stride_padding + slots
+            seen &= (tl.load(at, mask=slots < keys, other=1) == 0)[None, :]
+        exists = (rows < queries)[:, None] & (slots < keys)[None, :]
+        if rule.mask_ptr is not None:
+            at = mask_pointers(rule.mask_ptr, rule.stride_mask, batch, head, rows, slots)
+            seen &= tl.load(at, mask=exists, other=0) != 0
+        if rule.bias_ptr is not None:
+            at = mask_pointers(rule.bias_ptr, rule.stride_mask, batch, head, rows, slots)
+            bias = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+            seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
+            bias = tl.where(seen, bias, 0.0)
     return seen, bias
 
 
 @triton.jit
-def capped_scores(y, bias, scale, softcap, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
-    """Scores y of the products q·k, and the slope of the softcap."""
-    slope = 1.0
-    if SOFTCAP:
-        t = tanh(y * (scale / softcap))
-        slope = 1 - t * t
-        y = softcap * t
-    elif MASK == BIAS:
-        y = y * scale
-    if MASK == BIAS:
-        y += bias
-    return y, slope
+def mask_pointers(ptr, strides, batch, head, rows, slots):
+    """Pointers to [rows, slots] of a mask or a bias, any of whose axes may be broadcast."""
+    row, slot = rows[:, None].to(tl.int64), slots[None, :].to(tl.int64)
+    return ptr + batch * strides[0] + head * strides[1] + row * strides[2] + slot * strides[3]
 
 
 @triton.jit
-def tile_scores(
-    q,  # [BM, BD]
-    k,  # [BD, BN]
-    rows,
-    slots,
-    start,
-    stop,
-    queries,
-    keys,
-    padding_ptr,
-    mask_ptr,
-    stride_mask_row,
-    stride_mask_key,
-    scale,
-    softcap,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Scores y [BM, BN] of a tile, and which of them count."""
-    y = tl.dot(q, k, input_precision=PRECISION)
-    seen, bias = visible(
-        rows, slots, start, stop, queries, keys, padding_ptr, mask_ptr, stride_mask_row, stride_mask_key, RANGE,
-        PADDING, MASK, EDGE,
-    )  # fmt: skip
-    y, _ = capped_scores(y, bias, scale, softcap, SOFTCAP, MASK)
-    return y, seen
+def capped_scores(y, bias, rule, scale, softcap):
+    """Scores y of the products q·k, and the slope of the softcap."""
+    slope = 1.0
+    if softcap is not None:
+        t = tanh(y * (scale / softcap))
+        slope = 1 - t * t
+        y = softcap * t
+    elif rule.bias_ptr is not None:
+        y = y * scale
+    if rule.bias_ptr is not None:
+        y += bias
+    return y, slope
 
 
 @triton.jit
@@ -306,22 +267,17 @@ def attention_scores(
     k,  # [BD, BN]
     v,  # [BN, BDV]
     sign,
+    rule,
+    batch,
+    head,
     rows,
     slots,
     start,
     stop,
     queries,
     keys,
-    padding_ptr,
-    mask_ptr,
-    stride_mask_row,
-    stride_mask_key,
     scale,
     softcap,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     EDGE: tl.constexpr,
 ):
@@ -331,20 +287,17 @@ def attention_scores(
     others: 0·NaN in the product of weights and values would reach all of them.
     """
     y = tl.dot(q, k, input_precision=PRECISION)
-    if SOFTCAP:
+    if softcap is not None:
         y = softcap * tanh(y * (scale / softcap))
     if EDGE:
         zero = v.to(tl.float32) - v.to(tl.float32)  # or NaN
         broken = tl.sum(zero, axis=1)  # [BN]
         v = tl.where(zero == 0, v, 0.0)
-        seen, bias = visible(
-            rows, slots, start, stop, queries, keys, padding_ptr, mask_ptr, stride_mask_row, stride_mask_key, RANGE,
-            PADDING, MASK, True,
-        )  # fmt: skip
-        if MASK == BIAS:
-            y = (y if SOFTCAP else y * scale) + bias
+        seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, True)
+        if rule.bias_ptr is not None:
+            y = (y * scale if softcap is None else y) + bias
         y += broken[None, :]
-    if SOFTCAP or MASK == BIAS:
+    if softcap is not None or rule.bias_ptr is not None:
         y *= sign[:, None]
     if EDGE:
         y = tl.where(seen, y, HIDDEN)
@@ -352,48 +305,7 @@ def attention_scores(
 
 
 @triton.jit
-def raise_maximum(m, y, c):
-    """The maximum of a row and its new scores, the change of old logits in units of ln 2, and of their weights."""
-    peak = tl.maximum(m, tl.max(y, axis=1))
-    fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
-    return peak, fall, tl.exp2(fall)
-
-
-@triton.jit
-def online_softmax(y, c, m, total, moment, ENTROPY: tl.constexpr, PARTS: tl.constexpr, EDGE: tl.constexpr):
-    """One step: unnormalised weights of the scores y, the factor of all sums so far, and the new m, l and u.
-
-    l = Σ 2^x and u = Σ 2^x·x are [rows, PARTS], to be summed over the parts at the end.
-    """
-    peak, fall, fade = raise_maximum(m, y, c)
-    base = peak * c
-    if EDGE:
-        # x is one fused operation: of two hidden scores it would be the rounding of 1e30, not 0.
-        base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-    x = y * c[:, None] - base[:, None]
-    p = tl.exp2(x)
-    if ENTROPY:
-        moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
-    total = total * fade[:, None] + sum_in_parts(p, PARTS)
-    return p, fade, peak, total, moment
-
-
-@triton.jit
-def finish_softmax(
-    seen,
-    top,
-    total,
-    moment,
-    sinks_ptr,
-    lse_ptr,
-    top_ptr,
-    entropy_ptr,
-    head,
-    row_at,
-    exists,
-    SINKS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
+def finish_softmax(seen, top, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists):
     """Stores lse, largest logit and entropy of finished rows in nats; returns the factor of their unnormalised weights.
 
     `seen` says which rows have seen a key, `top` is m in nats. A sink is one more outcome, which takes part of the
@@ -405,7 +317,7 @@ def finish_softmax(
     share = tl.where(seen, 1.0, 0.0)  # of the weight that is left to the keys
     entropy = tl.where(seen, ln_total - moment / total * LN2, 0.0)
     lse = tl.where(seen, lse, -float("inf"))
-    if SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         sink = tl.where(sink == -float("inf"), HIDDEN, sink)  # the same weight, without the NaN of −∞ − −∞
         high = tl.maximum(lse, sink)
@@ -414,13 +326,13 @@ def finish_softmax(
         share = keys_part / (keys_part + sink_part)
         rest = sink_part / (keys_part + sink_part)
         lse = tl.where(high <= HIDDEN, -float("inf"), high + tl.log2(keys_part + sink_part) * LN2)
-        if ENTROPY:
+        if entropy_ptr is not None:
             mixing = tl.where(share > 0, share * tl.log2(tl.maximum(share, 1e-38)), 0.0)
             mixing += tl.where(rest > 0, rest * tl.log2(tl.maximum(rest, 1e-38)), 0.0)
             entropy = share * entropy - mixing * LN2
     tl.store(lse_ptr + row_at, lse, mask=exists)
     tl.store(top_ptr + row_at, tl.where(seen, top + (total - total), -float("inf")), mask=exists)
-    if ENTROPY:
+    if entropy_ptr is not None:
         tl.store(entropy_ptr + row_at, tl.where(entropy < 0, 0.0, entropy), mask=exists)
     return share / total
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from .visibility import Visibility
 
 
 class Resources(NamedTuple):
@@ -91,39 +89,42 @@ class Launch(NamedTuple):
                 )
 
 
+class View(NamedTuple):
+    """A tensor as kernels take it."""
+
+    ptr: Tensor
+    strides: tuple[int, ...]
+
+
+def view(x: Tensor) -> View:
+    """A tensor with its strides, of which that of a contiguous last axis is compiled in."""
+    return View(x, x.stride())
+
+
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:
     """What every kernel that computes scores is given."""
     heads, kv_heads = query.shape[1], key.shape[1]
     return {
-        "q_ptr": query,
-        "k_ptr": key,
-        **strides("q", query, "bhm"),
-        **strides("k", key, "bhn"),
+        "q": view(query),
+        "k": view(key),
         "heads": heads,
         "group": heads // kv_heads,
         "queries": query.shape[2],
         "keys": key.shape[2],
         "scale": scale,
-        "softcap": softcap or 0.0,
+        "softcap": softcap,
     }
 
 
-def attention_constants(query: Tensor, visibility: Visibility, softcap: float | None, tile: Tile) -> dict[str, object]:
+def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
     """What every kernel that computes scores is compiled for."""
     return {
         "D": query.shape[-1],
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        **visibility.constants(),
-        "SOFTCAP": softcap is not None,
         "PRECISION": precision_of(query),
     }
-
-
-def strides(name: str, x: Tensor, axes: str) -> dict[str, object]:
-    """The strides of the leading axes of a tensor, under the names that kernels know them by."""
-    return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=False)}
 
 
 def precision_of(x: Tensor) -> str:
@@ -134,6 +135,13 @@ def precision_of(x: Tensor) -> str:
 def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Makes the device of a tensor the current one, which a launch goes to."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Numbers as fp32 [k] on a tensor's device, by filling: a copy from the host would synchronise."""
+    if not numbers:
+        return like.new_empty(0, dtype=torch.float32)
+    return torch.stack([like.new_full((), float(number), dtype=torch.float32) for number in numbers])
 
 
 def unit_stride(x: Tensor) -> Tensor:

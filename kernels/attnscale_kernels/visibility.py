@@ -7,11 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# RANGE, a constant of the kernel: a bit for each end of the interval that moves with the row, or a table of bounds.
-EVERYTHING, RIGHT, LEFT, WINDOW, BOUNDS = 0, 1, 2, 3, 4
 
-# MASK, a constant of the kernel.
-NO_MASK, BOOL_MASK, BIAS = 0, 1, 2
+class Rule(NamedTuple):
+    """A `Visibility` as kernels take it: what is None is compiled out, and broadcast axes have a stride of 0."""
+
+    start_ptr: Tensor | None  # [B|1, Tq], int32
+    stop_ptr: Tensor | None  # [B|1, Tq], int32
+    table_ptr: Tensor | None  # [B|1, tiles, 4], int32: `key_ranges` or `query_ranges`
+    padding_ptr: Tensor | None  # [B|1, Tk], uint8
+    mask_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], uint8
+    bias_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], in place of the mask
+    stride_bound: int  # from sequence to sequence, and so the next two
+    stride_table: int
+    stride_padding: int
+    stride_mask: tuple[int, ...]  # of the four axes of mask or bias
+    slot: int
+    left: int | None
+    right: int | None
 
 
 class Visibility(NamedTuple):
@@ -30,49 +42,34 @@ class Visibility(NamedTuple):
     mask: Tensor | None = None  # [B|1, H|1, Tq, Tk], bool (True: visible) or additive
 
     @property
-    def range(self) -> int:
-        """The constant RANGE."""
-        if self.start is not None:
-            return BOUNDS
-        return RIGHT * (self.right is not None) + LEFT * (self.left is not None)
-
-    @property
-    def mask_kind(self) -> int:
-        """The constant MASK."""
-        if self.mask is None:
-            return NO_MASK
-        return BOOL_MASK if self.mask.dtype == torch.bool else BIAS
+    def biased(self) -> bool:
+        """Whether the mask is additive."""
+        return self.mask is not None and self.mask.dtype != torch.bool
 
     def linear_in_products(self, softcap: float | None) -> bool:
         """Whether raw scores are the products q·k times the scale."""
-        return softcap is None and self.mask_kind != BIAS
+        return softcap is None and not self.biased
 
-    def arguments(self) -> dict[str, object]:
-        """What kernels are given: pointers (None: compiled out), strides and numbers, 0 where not used."""
-        padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()
-        mask = self.mask.view(torch.uint8) if self.mask is not None and self.mask_kind == BOOL_MASK else self.mask
+    def rule(self, table: Tensor | None = None) -> Rule:
+        """What kernels are given, with the `key_ranges` or `query_ranges` of the launch."""
         start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
-        return {
-            "start_ptr": start,
-            "stop_ptr": stop,
-            "padding_ptr": padding,
-            "mask_ptr": mask,
-            "stride_bound_b": _stride(start, 0),
-            "stride_padding_b": _stride(padding, 0),
-            **{f"stride_mask_{name}": _stride(mask, axis) for axis, name in enumerate(("b", "h", "row", "key"))},
-            "slot": self.slot,
-            "left": self.left or 0,
-            "right": self.right or 0,
-        }
-
-    @staticmethod
-    def table(ranges: Tensor | None) -> dict[str, object]:
-        """The `key_ranges` or `query_ranges` of a launch, as kernels take them."""
-        return {"table_ptr": ranges, "stride_table_b": _stride(ranges, 0)}
-
-    def constants(self) -> dict[str, object]:
-        """What kernels are compiled for."""
-        return {"RANGE": self.range, "PADDING": self.padding is not None, "MASK": self.mask_kind}
+        padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()
+        mask = None if self.mask is None or self.biased else self.mask.view(torch.uint8)
+        return Rule(
+            start,
+            stop,
+            table,
+            padding,
+            mask,
+            self.mask if self.biased else None,
+            _stride(start, 0),
+            _stride(table, 0),
+            _stride(padding, 0),
+            tuple(_stride(self.mask, axis) for axis in range(4)),
+            self.slot,
+            self.left,
+            self.right,
+        )
 
 
 def bounds_of(visibility: Visibility, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:

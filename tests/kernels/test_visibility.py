@@ -10,21 +10,8 @@ from corrected_interpreter import corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnscale_kernels.device import first_phase, key_range, phase_edges, phase_range, query_range, row_bounds
-from attnscale_kernels.visibility import (
-    BIAS,
-    BOOL_MASK,
-    BOUNDS,
-    EVERYTHING,
-    LEFT,
-    NO_MASK,
-    RIGHT,
-    WINDOW,
-    Visibility,
-    bounds_of,
-    key_ranges,
-    query_ranges,
-)
+from attnscale_kernels.device import all_edge, first_phase, key_range, phase_edges, phase_range, query_range, row_bounds
+from attnscale_kernels.visibility import Visibility, bounds_of, key_ranges, query_ranges
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,44 +21,26 @@ def _interpreter():
 
 
 @triton.jit
-def _walk_kernel(
-    found_ptr,
-    table_ptr,
-    queries,
-    keys,
-    slot,
-    left,
-    right,
-    RANGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALL_EDGE: tl.constexpr,
-    BY_KEY: tl.constexpr,
-):
-    """[low, high) of the three phases for each tile of queries, or of keys."""
+def _walk_kernel(found_ptr, rule, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEY: tl.constexpr):
+    """[low, high) of the phases that come, for each tile of queries, or of keys, of the first sequence."""
     tile = tl.program_id(0)
-    if RANGE == 4:
-        table_ptr += tile * 4
     if BY_KEY:
         last = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
-        ranges = query_range(tile * BLOCK_N, last, queries, table_ptr, slot, left, right, RANGE)
-        edges = phase_edges(ranges, BLOCK_M, ALL_EDGE)
+        edges = phase_edges(rule, query_range(rule, 0, tile, tile * BLOCK_N, last, queries), BLOCK_M)
     else:
         last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries)
-        ranges = key_range(tile * BLOCK_M, last, keys, table_ptr, slot, left, right, RANGE)
-        edges = phase_edges(ranges, BLOCK_N, ALL_EDGE)
-    for phase in tl.static_range(3):
+        edges = phase_edges(rule, key_range(rule, 0, tile, tile * BLOCK_M, last, keys), BLOCK_N)
+    # The loops of the kernels: the one over query tiles leaves out fewer phases.
+    for phase in tl.static_range((2 if all_edge(rule) else 0) if BY_KEY else first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         tl.store(found_ptr + tile * 6 + 2 * phase, low)
         tl.store(found_ptr + tile * 6 + 2 * phase + 1, high)
 
 
 @triton.jit
-def _bounds_kernel(
-    found_ptr, start_ptr, stop_ptr, queries, keys, slot, left, right, RANGE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _bounds_kernel(found_ptr, rule, queries, keys, BLOCK: tl.constexpr):
     rows = tl.arange(0, BLOCK)
-    start, stop = row_bounds(rows, queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE)
+    start, stop = row_bounds(rule, 0, rows, queries, keys)
     tl.store(found_ptr + rows * 2, start)
     tl.store(found_ptr + rows * 2 + 1, stop)
 
@@ -89,24 +58,20 @@ def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
     return table
 
 
-def walk(
-    rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool, all_edge: bool
-) -> list[dict[int, int]]:
+def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool, padded: bool) -> list[dict[int, int]]:
     """For each tile of queries (or of keys), the beginnings of the tiles visited, each with its phase."""
     tiles = triton.cdiv(keys, n) if by_key else triton.cdiv(queries, m)
     table = query_ranges(rule, keys, n) if by_key else key_ranges(rule, queries, m)
-    found = torch.full((tiles, 3, 2), -7, dtype=torch.int32)
+    padding = torch.zeros(1, keys, dtype=torch.bool) if padded else None
+    found = torch.full((tiles, 3, 2), -7, dtype=torch.int32)  # no tile in a phase that does not come
     _walk_kernel[(tiles,)](
-        found, table, queries, keys, rule.slot, rule.left or 0, rule.right or 0,
-        RANGE=rule.range, BLOCK_M=m, BLOCK_N=n, ALL_EDGE=all_edge, BY_KEY=by_key,
-    )  # fmt: skip
+        found, rule._replace(padding=padding).rule(table), queries, keys, BLOCK_M=m, BLOCK_N=n, BY_KEY=by_key
+    )
     step = m if by_key else n
     visited = []
-    # The loops of the kernels: the one over query tiles leaves out phases that cannot come.
-    beginning = (2 if all_edge else 0) if by_key else first_phase.fn(rule.range, all_edge)
     for loops in found.tolist():
         here: dict[int, int] = {}
-        for phase in range(beginning, 3):
+        for phase in range(3):
             for at in range(*loops[phase], step):
                 assert at not in here, "a tile is visited twice"
                 assert at % step == 0
@@ -120,8 +85,8 @@ def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by
     table = seen_by(rule, queries, keys)
     if by_key:
         table, m, n = table.T, n, m
-    for all_edge in (False, True):
-        tiles = walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key, all_edge)
+    for padded in (False, True):
+        tiles = walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key, padded)
         for index, visited in enumerate(tiles):
             rows = table[index * m : (index + 1) * m]
             for at in range(0, rows.shape[1], n):
@@ -129,12 +94,12 @@ def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by
                 whole = bool(part.all()) and part.shape[1] == n
                 assert at in visited or not part.any(), f"tile {index} does not visit {at}"
                 assert visited.get(at) != 1 or whole, f"tile {index} does not look at {at}, of which not all is seen"
-                assert not all_edge or visited.get(at) != 1
+                assert not padded or visited.get(at) != 1
                 if tight and rows.any():
                     between = rows.any(0).nonzero()
                     inside = between.min() < at + n and at <= between.max()
                     assert at not in visited or inside, f"tile {index} visits {at} for nothing"
-                    assert all_edge or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
+                    assert padded or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
 
 
 lengths = st.integers(1, 30)
@@ -223,10 +188,7 @@ def test_bounds_of_rows_are_what_they_see(data, queries, keys):
     rule = data.draw(st.one_of(moving(queries, keys), bounded(queries, keys)))
     table = seen_by(rule, queries, keys)
     found = torch.full((64, 2), -7, dtype=torch.int32)
-    _bounds_kernel[(1,)](
-        found, rule.start, rule.stop, queries, keys, rule.slot, rule.left or 0, rule.right or 0,
-        RANGE=rule.range, BLOCK=64,
-    )  # fmt: skip
+    _bounds_kernel[(1,)](found, rule.rule(), queries, keys, BLOCK=64)
     places = torch.arange(keys)
     device = (places >= found[:, :1]) & (places < found[:, 1:])
     assert torch.equal(device[:queries], table)
@@ -238,22 +200,27 @@ def test_bounds_of_rows_are_what_they_see(data, queries, keys):
     assert torch.equal((places >= start[0][:, None]) & (places < stop[0][:, None]), table)
 
 
-def test_the_kind_of_rule_is_told_by_what_is_given():
+def test_what_is_not_given_is_compiled_out():
     bound, mask = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 1, 3, 3)
-    assert Visibility().range == EVERYTHING
-    assert Visibility(right=0).range == RIGHT
-    assert Visibility(left=0).range == LEFT
-    assert Visibility(left=0, right=0).range == WINDOW
-    assert Visibility(start=bound, stop=bound, left=1).range == BOUNDS
-    assert Visibility().mask_kind == NO_MASK
-    assert Visibility(mask=mask > 0).mask_kind == BOOL_MASK
-    assert Visibility(mask=mask).mask_kind == BIAS
+
+    def given(visibility: Visibility) -> set[str]:
+        rule = visibility.rule()
+        names = ("start_ptr", "stop_ptr", "padding_ptr", "mask_ptr", "bias_ptr", "left", "right")
+        return {name for name in names if getattr(rule, name) is not None}
+
+    assert given(Visibility()) == set()
+    assert given(Visibility(right=0)) == {"right"}
+    assert given(Visibility(left=0, right=0)) == {"left", "right"}
+    assert given(Visibility(start=bound, stop=bound)) == {"start_ptr", "stop_ptr"}
+    assert given(Visibility(padding=bound > 0)) == {"padding_ptr"}
+    assert given(Visibility(mask=mask > 0)) == {"mask_ptr"}
+    assert given(Visibility(mask=mask)) == {"bias_ptr"}
 
 
 def test_one_mask_for_all_has_no_stride():
     mask = torch.zeros(1, 1, 4, 6, dtype=torch.bool)
     padding = torch.zeros(1, 6, dtype=torch.bool)
-    arguments = Visibility(mask=mask, padding=padding).arguments()
-    assert [arguments[f"stride_mask_{axis}"] for axis in ("b", "h", "row", "key")] == [0, 0, 6, 1]
-    assert arguments["stride_padding_b"] == 0
-    assert Visibility(mask=mask[:, :, :1]).arguments()["stride_mask_row"] == 0
+    rule = Visibility(mask=mask, padding=padding).rule()
+    assert rule.stride_mask == (0, 0, 6, 1)
+    assert rule.stride_padding == 0
+    assert Visibility(mask=mask[:, :, :1]).rule().stride_mask[2] == 0

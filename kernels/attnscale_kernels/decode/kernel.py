@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 
 from ..device import (
-    BIAS,
-    BOUNDS,
     HIDDEN,
     LEAST_BETA,
     LOG2E,
@@ -21,8 +19,8 @@ from ..device import (
     finish_softmax,
     first_phase,
     key_range,
+    load_beta,
     load_tile,
-    online_softmax,
     phase_edges,
     phase_range,
     row_bounds,
@@ -31,22 +29,23 @@ from ..device import (
 
 
 @triton.jit
-def _span(queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE: tl.constexpr):
+def _span(rule, batch, queries, keys):
     """`key_range` of all queries, whose bounds are few enough to be read here instead of from a table."""
-    if RANGE == BOUNDS:
-        first = tl.load(start_ptr)
-        end = tl.load(stop_ptr)
+    if rule.start_ptr is not None:
+        at = batch * rule.stride_bound
+        first = tl.load(rule.start_ptr + at)
+        end = tl.load(rule.stop_ptr + at)
         clear_first = first
         clear_end = end
         for row in range(1, queries):
-            start = tl.load(start_ptr + row)
-            stop = tl.load(stop_ptr + row)
+            start = tl.load(rule.start_ptr + at + row)
+            stop = tl.load(rule.stop_ptr + at + row)
             first = tl.minimum(first, start)
             clear_first = tl.maximum(clear_first, start)
             clear_end = tl.minimum(clear_end, stop)
             end = tl.maximum(end, stop)
     else:
-        first, clear_first, clear_end, end = key_range(0, queries, keys, start_ptr, slot, left, right, RANGE)
+        first, clear_first, clear_end, end = key_range(rule, batch, 0, 0, queries, keys)
     return first, clear_first, clear_end, end
 
 
@@ -62,43 +61,19 @@ def _part(first, end, split, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def decode_split_kernel(
-    q_ptr,  # [B, H, Tq, D]
-    k_ptr,  # [B, Hkv, Tk, D]
-    v_ptr,  # [B, Hkv, Tk, DV]
-    beta_ptr,  # [B|1, H|1, Tq] fp32
-    start_ptr,  # [B|1, Tq] int32
-    stop_ptr,
-    padding_ptr,  # [B|1, Tk] uint8
-    mask_ptr,  # [B|1, H|1, Tq, Tk]
+    q,  # [B, H, Tq, D]
+    k,  # [B, Hkv, Tk, D]
+    v,  # [B, Hkv, Tk, DV]
+    beta,  # [B|1, H|1, Tq] fp32
     rows_ptr,  # [splits, B, H, Tq, 3] fp32: m, l and u
     acc_ptr,  # [splits, B, H, Tq, DV] fp32
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_beta_b,
-    stride_beta_h,
-    stride_beta_m,
-    stride_bound_b,
-    stride_padding_b,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_row,
-    stride_mask_key,
+    rule,
     rows,  # B·H·Tq
     heads,
     group,
     queries,
     keys,
     splits,
-    slot,
-    left,
-    right,
     scale,
     softcap,
     D: tl.constexpr,
@@ -107,10 +82,6 @@ def decode_split_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -128,55 +99,62 @@ def decode_split_kernel(
     exists = row < queries
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_at = q_ptr + batch * stride_qb + (head * stride_qh + row.to(tl.int64) * stride_qm)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    LINEAR: tl.constexpr = not SOFTCAP and MASK != BIAS
-    sign, c = row_temperature(beta_ptr, batch, head, row, exists, stride_beta_b, stride_beta_h, stride_beta_m)
-    if LINEAR:
-        q = q * sign[:, None].to(q.dtype)
+    row_offset = head * q.strides[1] + row.to(tl.int64) * q.strides[2]
+    q_at = q.ptr + batch * q.strides[0] + row_offset[:, None] + d[None, :]
+    q_tile = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    sign, c = row_temperature(load_beta(beta, batch, head, row, exists))
+    if softcap is None and rule.bias_ptr is None:
+        q_tile = q_tile * sign[:, None].to(q_tile.dtype)
         c *= scale
 
-    if RANGE == BOUNDS:
-        start_ptr += batch * stride_bound_b
-        stop_ptr += batch * stride_bound_b
-    start, stop = row_bounds(row, queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE)
-    ranges = _span(queries, keys, start_ptr, stop_ptr, slot, left, right, RANGE)
+    start, stop = row_bounds(rule, batch, row, queries, keys)
+    ranges = _span(rule, batch, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    total = tl.zeros([BLOCK_M, 1], tl.float32)
-    moment = tl.zeros([BLOCK_M, 1], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    moment = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
-    mask_rows = mask_ptr
-    if PADDING:
-        padding_ptr += batch * stride_padding_b
-    if MASK:
-        mask_rows = mask_ptr + batch * stride_mask_b + (head * stride_mask_h)[:, None]  # [BM, 1]
+    k_ptr = k.ptr + kv_head * k.strides[1]
+    v_ptr = v.ptr + kv_head * v.strides[1]
 
-    ALL_EDGE: tl.constexpr = PADDING or MASK != 0
-    edges = phase_edges(ranges, BLOCK_N, ALL_EDGE)
-    for phase in tl.static_range(first_phase(RANGE, ALL_EDGE), 3):
+    edges = phase_edges(rule, ranges, BLOCK_N)
+    for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(tl.maximum(low, part_low), tl.minimum(high, part_high), BLOCK_N):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            k_at = k_ptr + slots[None, :].to(tl.int64) * stride_kn + d[:, None]  # [BD, BN]
-            v_at = v_ptr + slots[:, None].to(tl.int64) * stride_vn + dv[None, :]  # [BN, BDV]
-            k = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
-            v = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
-            y, v = attention_scores(
-                q, k, v, sign, row, slots, start, stop, queries, keys, padding_ptr, mask_rows, stride_mask_row,
-                stride_mask_key, scale, softcap, RANGE, PADDING, MASK, SOFTCAP, PRECISION, phase != 1,
+            # The offset of the sequence is added here: outside the loop it took 115 registers on gfx942, not 93.
+            k_offset = batch * k.strides[0] + slots.to(tl.int64) * k.strides[2]
+            v_offset = batch * v.strides[0] + slots.to(tl.int64) * v.strides[2]
+            k_at = k_ptr + k_offset[None, :] + d[:, None]  # [BD, BN]
+            v_at = v_ptr + v_offset[:, None] + dv[None, :]  # [BN, BDV]
+            k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
+            v_tile = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
+            y, v_tile = attention_scores(
+                q_tile, k_tile, v_tile, sign, rule, batch, head[:, None], row, slots, start, stop, queries, keys, scale,
+                softcap, PRECISION, phase != 1,
             )  # fmt: skip
-            p, fade, m, total, moment = online_softmax(y, c, m, total, moment, ENTROPY, 1, phase != 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            # As in flash/forward_kernel.py.
+            peak = tl.maximum(m, tl.max(y, axis=1))
+            fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
+            fade = tl.exp2(fall)
+            base = peak * c
+            if phase != 1:
+                # x is one fused operation: of two hidden scores it would be the rounding of 1e30, not 0.
+                base = tl.where(peak > SEEN_ABOVE, base, 0.0)
+            x = y * c[:, None] - base[:, None]
+            p = tl.exp2(x)
+            if ENTROPY:
+                moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
+            total = total * fade + tl.sum(p, axis=1)
+            m = peak
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
 
     # Heads of a group and their queries are contiguous in the scratch memory, as in the tile.
     row_at = split.to(tl.int64) * rows + (batch * kv_heads + kv_head) * group * queries + packed
     tl.store(rows_ptr + row_at * 3, m, mask=exists)
-    tl.store(rows_ptr + row_at * 3 + 1, tl.sum(total, axis=1), mask=exists)
+    tl.store(rows_ptr + row_at * 3 + 1, total, mask=exists)
     if ENTROPY:
-        tl.store(rows_ptr + row_at * 3 + 2, tl.sum(moment, axis=1), mask=exists)
+        tl.store(rows_ptr + row_at * 3 + 2, moment, mask=exists)
     tl.store(acc_ptr + row_at[:, None] * DV + dv[None, :], acc, mask=exists[:, None] & (dv < DV)[None, :])
 
 
@@ -184,15 +162,12 @@ def decode_split_kernel(
 def decode_merge_kernel(
     rows_ptr,  # [splits, B, H, Tq, 3] fp32: m, l and u
     acc_ptr,  # [splits, B, H, Tq, DV] fp32
-    beta_ptr,  # [B|1, H|1, Tq] fp32
+    beta,  # [B|1, H|1, Tq] fp32
     sinks_ptr,  # [H]
     out_ptr,  # [B, H, Tq, DV]
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
     top_ptr,
     entropy_ptr,
-    stride_beta_b,
-    stride_beta_h,
-    stride_beta_m,
     rows,  # B·H·Tq
     heads,
     queries,
@@ -201,14 +176,11 @@ def decode_merge_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr,
-    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_index = row // queries
     batch, head = head_index // heads, head_index % heads
-    beta = tl.load(beta_ptr + batch * stride_beta_b + head * stride_beta_h + row % queries * stride_beta_m)
-    nats = tl.maximum(tl.abs(beta), LEAST_BETA) * factor
+    nats = tl.maximum(tl.abs(load_beta(beta, batch, head, row % queries, True)), LEAST_BETA) * factor
     c = nats * LOG2E
 
     dv = tl.arange(0, BLOCK_DV)
@@ -228,7 +200,7 @@ def decode_merge_kernel(
         # Finite for parts that have seen nothing, whose sums are 0.
         fall, part_fall = tl.maximum((m - peak) * c, -65536.0), tl.maximum((part_m - peak) * c, -65536.0)
         fade, part_fade = tl.exp2(fall), tl.exp2(part_fall)
-        if ENTROPY:
+        if entropy_ptr is not None:
             part_moment = tl.load(rows_ptr + row_at * 3 + 2, mask=inside, other=0.0)
             moment = fade * (moment + fall * total)
             moment += tl.sum(part_fade * (part_moment + part_fall * part_total), axis=0)
@@ -237,7 +209,5 @@ def decode_merge_kernel(
         m = peak
 
     seen = (m > SEEN_ABOVE) | (total != total)
-    out = acc * finish_softmax(
-        seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True, SINKS, ENTROPY
-    )
+    out = acc * finish_softmax(seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True)
     tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)

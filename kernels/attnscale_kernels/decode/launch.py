@@ -17,8 +17,8 @@ from ..launch import (
     attention_constants,
     block_of,
     resources_of,
-    strides,
     unit_stride,
+    view,
 )
 from ..visibility import Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
@@ -100,26 +100,24 @@ def decode_launches(
 
     result = new_forward(query, value, entropy)
     rows = result.lse.numel()
-    scratch = {
+    shared = {
         "rows_ptr": result.lse.new_empty(splits, rows, 3),
         "acc_ptr": result.lse.new_empty(splits, rows, value_dim),
-        "beta_ptr": beta,
-        **strides("beta_", beta, "bhm"),
+        "beta": view(beta),
         "rows": rows,
         "splits": splits,
     }
-    constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim), "ENTROPY": entropy}
+    constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
     split = Launch(
         decode_split_kernel,
         programs * splits,
         {
             **attention_arguments(query, key, scale, softcap),
-            "v_ptr": value,
-            **strides("v", value, "bhn"),
-            **scratch,
-            **visibility.arguments(),
+            "v": view(value),
+            "rule": visibility.rule(),
+            **shared,
         },
-        {**attention_constants(query, visibility, softcap, tile), **constants},
+        {**attention_constants(query, tile), **constants, "ENTROPY": entropy},
         tile.warps,
         tile.stages,
     )
@@ -127,7 +125,7 @@ def decode_launches(
         decode_merge_kernel,
         rows,
         {
-            **scratch,
+            **shared,
             "sinks_ptr": None if sinks is None else sinks.contiguous(),
             "out_ptr": result.out,
             "lse_ptr": result.lse,
@@ -137,7 +135,7 @@ def decode_launches(
             "queries": queries,
             "factor": scale if visibility.linear_in_products(softcap) else 1.0,
         },
-        {**constants, "BLOCK_S": min(triton.next_power_of_2(splits), 16), "SINKS": sinks is not None},
+        {**constants, "BLOCK_S": min(triton.next_power_of_2(splits), 16)},
         4,
         1,
     )

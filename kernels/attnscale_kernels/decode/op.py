@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others
-from ..flash.launch import Forward
+from ..flash.launch import Forward, new_forward
 from ..visibility import Visibility
 from .launch import decode
 
@@ -52,18 +52,15 @@ def decode_op(
     splits: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
-    found = decode(
+    return decode(
         query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), scale=scale,
         softcap=softcap, sinks=sinks, entropy=entropy, splits=splits,
-    )  # fmt: skip
-    return found.out, found.lse, found.max_logit, found.lse.new_empty(0) if found.entropy is None else found.entropy
+    ).outputs()  # fmt: skip
 
 
 @decode_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    rows = query.new_empty(query.shape[:3], dtype=torch.float32)
-    out = query.new_empty(*query.shape[:3], value.shape[-1])
-    return out, rows, torch.empty_like(rows), torch.empty_like(rows) if others[-2] else rows.new_empty(0)
+    return new_forward(query, value, entropy=others[-2]).outputs()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -16,8 +16,8 @@ from ..launch import (
     attention_constants,
     block_of,
     resources_of,
-    strides,
     unit_stride,
+    view,
 )
 from ..visibility import Visibility, key_ranges, query_ranges
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
@@ -34,6 +34,10 @@ class Forward(NamedTuple):
     lse: Tensor  # [B, H, Tq]
     max_logit: Tensor  # [B, H, Tq]
     entropy: Tensor | None  # [B, H, Tq]; None: not asked for
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
+        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
 
 
 class Backward(NamedTuple):
@@ -181,28 +185,21 @@ def forward_launch(
     result = new_forward(query, value, entropy)
     arguments = {
         **attention_arguments(query, key, scale, softcap),
-        "v_ptr": value,
-        "beta_ptr": beta,
+        "v": view(value),
+        "beta": view(beta),
+        "out": view(result.out),
         "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "seed_ptr": seed if dropout_p > 0.0 else None,
-        "out_ptr": result.out,
+        "seed_ptr": _seed(seed, dropout_p),
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
-        **strides("v", value, "bhn"),
-        **strides("o", result.out, "bhm"),
-        **strides("beta_", beta, "bhm"),
-        **visibility.arguments(),
-        **visibility.table(key_ranges(visibility, queries, tile.m)),
+        "rule": visibility.rule(key_ranges(visibility, queries, tile.m)),
         "dropout_p": dropout_p,
     }
     constants = {
-        **attention_constants(query, visibility, softcap, tile),
+        **attention_constants(query, tile),
         "DV": value_dim,
         "BLOCK_DV": block_of(value_dim),
-        "SINKS": sinks is not None,
-        "DROPOUT": dropout_p > 0.0,
-        "ENTROPY": entropy,
         "PARTS": parts_of_sums(block_of(value_dim), resources) if entropy else 1,
     }
     grid = batch * heads * triton.cdiv(queries, tile.m)
@@ -292,14 +289,11 @@ def backward_launches(
         flash_backward_rows_kernel,
         batch * heads * triton.cdiv(queries, ROWS),
         {
-            "do_ptr": gradient,
-            "out_ptr": out,
-            "beta_ptr": beta,
+            "grad_out": view(gradient),
+            "out": view(out),
+            "beta": view(beta),
             "lse_ptr": lse.contiguous(),
             "rows_ptr": rows,
-            **strides("do", gradient, "bhm"),
-            **strides("o", out, "bhm"),
-            **strides("beta_", beta, "bhm"),
             "heads": heads,
             "queries": queries,
             "factor": LOG2E * (scale if visibility.linear_in_products(softcap) else 1.0),
@@ -310,27 +304,22 @@ def backward_launches(
     )
     shared = {
         **attention_arguments(query, key, scale, softcap),
-        "v_ptr": value,
-        "do_ptr": gradient,
+        "v": view(value),
+        "grad_out": view(gradient),
         "rows_ptr": rows,
-        "seed_ptr": seed if dropout_p > 0.0 else None,
-        **strides("v", value, "bhn"),
-        **strides("do", gradient, "bhm"),
-        **visibility.arguments(),
+        "seed_ptr": _seed(seed, dropout_p),
         "dropout_p": dropout_p,
     }
-    value_constants["DROPOUT"] = dropout_p > 0.0
     to_query = Launch(
         flash_backward_query_kernel,
         batch * heads * triton.cdiv(queries, query_tile.m),
         {
             **shared,
-            **visibility.table(key_ranges(visibility, queries, query_tile.m)),
-            "dq_ptr": result.query,
+            "grad_q": view(result.query),
             "dbeta_ptr": result.beta,
-            **strides("dq", result.query, "bhm"),
+            "rule": visibility.rule(key_ranges(visibility, queries, query_tile.m)),
         },
-        {**attention_constants(query, visibility, softcap, query_tile), **value_constants, "DBETA": dbeta},
+        {**attention_constants(query, query_tile), **value_constants},
         query_tile.warps,
         query_tile.stages,
     )
@@ -339,17 +328,22 @@ def backward_launches(
         batch * kv_heads * triton.cdiv(keys, key_tile.n),
         {
             **shared,
-            **visibility.table(query_ranges(visibility, keys, key_tile.n)),
-            "dk_ptr": result.key,
-            "dv_ptr": result.value,
-            **strides("dk", result.key, "bhn"),
-            **strides("dv", result.value, "bhn"),
+            "grad_k": view(result.key),
+            "grad_v": view(result.value),
+            "rule": visibility.rule(query_ranges(visibility, keys, key_tile.n)),
         },
-        {**attention_constants(query, visibility, softcap, key_tile), **value_constants},
+        {**attention_constants(query, key_tile), **value_constants},
         key_tile.warps,
         key_tile.stages,
     )
     return (per_row, to_query, to_key), result
+
+
+def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
+    """The seed where there is dropout: without one, kernels drop nothing."""
+    if dropout_p > 0.0 and seed is None:
+        raise ValueError(f"seed=None is not accepted with dropout_p={dropout_p!r}: expected an int64 scalar tensor")
+    return seed if dropout_p > 0.0 else None
 
 
 def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:

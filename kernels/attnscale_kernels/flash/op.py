@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
 from ..visibility import Visibility
-from .launch import Forward, flash_backward, flash_forward
+from .launch import Forward, flash_backward, flash_forward, new_forward
 
 
 def flash_attention(
@@ -59,18 +59,15 @@ def flash_forward_op(
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
-    found = flash_forward(
+    return flash_forward(
         query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), scale=scale,
         softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed, entropy=entropy,
-    )  # fmt: skip
-    return found.out, found.lse, found.max_logit, found.lse.new_empty(0) if found.entropy is None else found.entropy
+    ).outputs()  # fmt: skip
 
 
 @flash_forward_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    rows = query.new_empty(query.shape[:3], dtype=torch.float32)
-    out = query.new_empty(*query.shape[:3], value.shape[-1])
-    return out, rows, torch.empty_like(rows), torch.empty_like(rows) if others[-1] else rows.new_empty(0)
+    return new_forward(query, value, entropy=others[-1]).outputs()
 
 
 @torch.library.custom_op("attnscale_kernels::flash_backward", mutates_args=())

@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 
 from ..device import (
-    BIAS,
     HIDDEN,
     LN2,
     SEEN_ABOVE,
+    capped_scores,
     first_phase,
+    load_rows,
     load_tile,
     phase_edges,
     phase_range,
     program_rows,
-    row_pointers,
-    tile_scores,
+    visible,
     visible_keys,
 )
 
@@ -38,39 +38,35 @@ BINS = tl.constexpr(16)  # nibbles of a 64-bit word per row; the last counts wha
 @triton.jit
 def gap_scores(
     left_key,
-    q,
-    k_ptr,
-    d,
+    q_tile,
+    k,
+    rule,
+    batch,
+    head,
+    group,
     rows,
     start,
     stop,
     queries,
     keys,
-    padding_ptr,
-    mask_ptr,
-    stride_kn,
-    stride_mask_row,
-    stride_mask_key,
     scale,
     softcap,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """`tile_scores` of the keys from `left_key` on."""
+    """Scores y [BM, BN] of the keys from `left_key` on, and which of them count."""
     slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-    k_at = k_ptr + slots[None, :].to(tl.int64) * stride_kn + d[:, None]  # [BD, BN]
-    k = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, EDGE)
-    return tile_scores(
-        q, k, rows, slots, start, stop, queries, keys, padding_ptr, mask_ptr, stride_mask_row, stride_mask_key, scale,
-        softcap, RANGE, PADDING, MASK, SOFTCAP, PRECISION, EDGE,
-    )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    k_ptr = k.ptr + batch * k.strides[0] + head // group * k.strides[1]
+    k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
+    k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, EDGE)
+    y = tl.dot(q_tile, k_tile, input_precision=PRECISION)
+    seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, EDGE)
+    y, _ = capped_scores(y, bias, rule, scale, softcap)
+    return y, seen
 
 
 @triton.jit
@@ -102,42 +98,35 @@ def best_two(y, FOLDS: tl.constexpr):
 @triton.jit
 def find_best(
     edges,
-    q,
-    k_ptr,
-    d,
+    q_tile,
+    k,
+    rule,
+    batch,
+    head,
+    group,
     rows,
     start,
     stop,
     queries,
     keys,
-    padding_ptr,
-    mask_ptr,
-    stride_kn,
-    stride_mask_row,
-    stride_mask_key,
     scale,
     softcap,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     SECOND: tl.constexpr,
 ):
     """The first pass: the best score of each row (NaN where a score is), and if SECOND the second best."""
     FOLDS: tl.constexpr = folds(BLOCK_N)
-    best = tl.full([q.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
-    second = tl.full([q.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
-    for phase in tl.static_range(first_phase(RANGE, PADDING or MASK != 0), 3):
+    best = tl.full([q_tile.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
+    second = tl.full([q_tile.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
+    for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
             y, seen = gap_scores(
-                left_key, q, k_ptr, d, rows, start, stop, queries, keys, padding_ptr, mask_ptr, stride_kn,
-                stride_mask_row, stride_mask_key, scale, softcap, D, BLOCK_D, BLOCK_N, RANGE, PADDING, MASK, SOFTCAP,
-                PRECISION, phase != 1,
+                left_key, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D,
+                BLOCK_D, BLOCK_N, PRECISION, phase != 1,
             )  # fmt: skip
             if phase != 1:
                 y = tl.where(seen, y, HIDDEN)
@@ -179,72 +168,36 @@ def bin_start(number):
 
 @triton.jit
 def gap_bracket_kernel(
-    q_ptr,  # [B, H, Tq, D]
-    k_ptr,  # [B, Hkv, Tk, D]
-    start_ptr,  # [B|1, Tq] int32
-    stop_ptr,
-    table_ptr,  # [B|1, tiles, 4] int32
-    padding_ptr,  # [B|1, Tk] uint8
-    mask_ptr,  # [B|1, H|1, Tq, Tk]
+    q,  # [B, H, Tq, D]
+    k,  # [B, Hkv, Tk, D]
     top_ptr,  # [B, H, Tq] fp32, and so the next three
     gap_ptr,
     lower_ptr,
     upper_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_bound_b,
-    stride_table_b,
-    stride_padding_b,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_row,
-    stride_mask_key,
+    rule,
     heads,
     group,
     queries,
     keys,
-    slot,
-    left,
-    right,
     scale,
     softcap,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
     exists = rows < queries
-    d = tl.arange(0, BLOCK_D)
-    q_at = row_pointers(q_ptr, batch, head, rows, d, stride_qb, stride_qh, stride_qm)
-    q = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    LINEAR: tl.constexpr = not SOFTCAP and MASK != BIAS
+    q_tile = load_rows(q, batch, head, rows, queries, tl.arange(0, BLOCK_D), D)
+    LINEAR: tl.constexpr = softcap is None and rule.bias_ptr is None
     if LINEAR:
-        q = q * tl.where(scale < 0, -1.0, 1.0).to(q.dtype)  # the best product is then that of the best score
-    start, stop, ranges = visible_keys(
-        tile, rows, batch, queries, keys, start_ptr, stop_ptr, table_ptr, stride_bound_b, stride_table_b, slot, left,
-        right, BLOCK_M, RANGE,
-    )  # fmt: skip
-    k_ptr += batch * stride_kb + head // group * stride_kh
-    if PADDING:
-        padding_ptr += batch * stride_padding_b
-    if MASK:
-        mask_ptr += batch * stride_mask_b + head * stride_mask_h
-    ALL_EDGE: tl.constexpr = PADDING or MASK != 0
-    edges = phase_edges(ranges, BLOCK_N, ALL_EDGE)
-
+        q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # the best product is then that of the best score
+    start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
+    edges = phase_edges(rule, ranges, BLOCK_N)
     top, runner_up = find_best(
-        edges, q, k_ptr, d, rows, start, stop, queries, keys, padding_ptr, mask_ptr, stride_kn, stride_mask_row,
-        stride_mask_key, scale, softcap, D, BLOCK_D, BLOCK_N, RANGE, PADDING, MASK, SOFTCAP, PRECISION, True,
+        edges, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D, BLOCK_D,
+        BLOCK_N, PRECISION, True,
     )  # fmt: skip
     gap = top - runner_up
     paired = runner_up > SEEN_ABOVE
@@ -253,13 +206,12 @@ def gap_bracket_kernel(
 
     even = tl.zeros([BLOCK_M, 8], tl.int32)
     odd = tl.zeros([BLOCK_M, 8], tl.int32)
-    for phase in tl.static_range(first_phase(RANGE, ALL_EDGE), 3):
+    for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
             y, seen = gap_scores(
-                left_key, q, k_ptr, d, rows, start, stop, queries, keys, padding_ptr, mask_ptr, stride_kn,
-                stride_mask_row, stride_mask_key, scale, softcap, D, BLOCK_D, BLOCK_N, RANGE, PADDING, MASK, SOFTCAP,
-                PRECISION, phase != 1,
+                left_key, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D,
+                BLOCK_D, BLOCK_N, PRECISION, phase != 1,
             )  # fmt: skip
             one = tl.full([BLOCK_M, BLOCK_N], 1, tl.int64)
             if phase != 1:
@@ -297,35 +249,15 @@ def gap_bracket_kernel(
 
 @triton.jit
 def gap_count_kernel(
-    q_ptr,  # [B, H, Tq, D]
-    k_ptr,  # [B, Hkv, Tk, D]
-    start_ptr,  # [B|1, Tq] int32
-    stop_ptr,
-    table_ptr,  # [B|1, tiles, 4] int32
-    padding_ptr,  # [B|1, Tk] uint8
-    mask_ptr,  # [B|1, H|1, Tq, Tk]
+    q,  # [B, H, Tq, D]
+    k,  # [B, Hkv, Tk, D]
     thresholds_ptr,  # [T] fp32, in units of y
     counts_ptr,  # [B, H, Tq, T] int32
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_bound_b,
-    stride_table_b,
-    stride_padding_b,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_row,
-    stride_mask_key,
+    rule,
     heads,
     group,
     queries,
     keys,
-    slot,
-    left,
-    right,
     scale,
     softcap,
     D: tl.constexpr,
@@ -334,44 +266,27 @@ def gap_count_kernel(
     BLOCK_N: tl.constexpr,
     T: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    RANGE: tl.constexpr,
-    PADDING: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
     exists = rows < queries
-    d = tl.arange(0, BLOCK_D)
-    q_at = row_pointers(q_ptr, batch, head, rows, d, stride_qb, stride_qh, stride_qm)
-    q = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    if not SOFTCAP and MASK != BIAS:
-        q = q * tl.where(scale < 0, -1.0, 1.0).to(q.dtype)  # the best product is then that of the best score
-    start, stop, ranges = visible_keys(
-        tile, rows, batch, queries, keys, start_ptr, stop_ptr, table_ptr, stride_bound_b, stride_table_b, slot, left,
-        right, BLOCK_M, RANGE,
-    )  # fmt: skip
-    k_ptr += batch * stride_kb + head // group * stride_kh
-    if PADDING:
-        padding_ptr += batch * stride_padding_b
-    if MASK:
-        mask_ptr += batch * stride_mask_b + head * stride_mask_h
-    ALL_EDGE: tl.constexpr = PADDING or MASK != 0
-    edges = phase_edges(ranges, BLOCK_N, ALL_EDGE)
-
+    q_tile = load_rows(q, batch, head, rows, queries, tl.arange(0, BLOCK_D), D)
+    if softcap is None and rule.bias_ptr is None:
+        q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # the best product is then that of the best score
+    start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
+    edges = phase_edges(rule, ranges, BLOCK_N)
     top, _ = find_best(
-        edges, q, k_ptr, d, rows, start, stop, queries, keys, padding_ptr, mask_ptr, stride_kn, stride_mask_row,
-        stride_mask_key, scale, softcap, D, BLOCK_D, BLOCK_N, RANGE, PADDING, MASK, SOFTCAP, PRECISION, False,
+        edges, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D, BLOCK_D,
+        BLOCK_N, PRECISION, False,
     )  # fmt: skip
     t = tl.arange(0, BLOCK_T)
     counts = tl.zeros([BLOCK_M, BLOCK_T], tl.int32)
-    for phase in tl.static_range(first_phase(RANGE, ALL_EDGE), 3):
+    for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
             y, seen = gap_scores(
-                left_key, q, k_ptr, d, rows, start, stop, queries, keys, padding_ptr, mask_ptr, stride_kn,
-                stride_mask_row, stride_mask_key, scale, softcap, D, BLOCK_D, BLOCK_N, RANGE, PADDING, MASK, SOFTCAP,
-                PRECISION, phase != 1,
+                left_key, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D,
+                BLOCK_D, BLOCK_N, PRECISION, phase != 1,
             )  # fmt: skip
             if phase != 1:
                 y = tl.where(seen, y, HIDDEN)

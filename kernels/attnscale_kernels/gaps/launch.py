@@ -17,10 +17,11 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    on_device,
     resources_of,
     unit_stride,
 )
-from ..visibility import BIAS, Visibility, key_ranges
+from ..visibility import Visibility, key_ranges
 from .kernel import gap_bracket_kernel, gap_count_kernel
 
 LARGEST_TILE = 128  # keys, which a byte can count
@@ -123,11 +124,8 @@ def count_launch(
     linear = visibility.linear_in_products(softcap)
     edges = [_in_products(t, scale) if linear else t for t in thresholds]
     counts = query.new_empty((*query.shape[:3], len(edges)), dtype=torch.int32)
-    arguments = {
-        **shared,
-        "thresholds_ptr": _on_device(edges, query),
-        "counts_ptr": counts,
-    }
+    held = on_device([min(edge, FARTHEST) for edge in edges], query)
+    arguments = {**shared, "thresholds_ptr": held, "counts_ptr": counts}
     constants |= {"T": len(edges), "BLOCK_T": triton.next_power_of_2(max(1, len(edges)))}
     return Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages), counts
 
@@ -138,17 +136,12 @@ def _prepare(
     """What both kernels are given and compiled for, how many programs, and the tile."""
     batch, heads, queries, dim = query.shape
     query, key = unit_stride(query.detach()), unit_stride(key.detach())
-    biased = visibility.mask_kind == BIAS
-    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), biased)
+    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), visibility.biased)
     if tile.n > LARGEST_TILE:
         raise ValueError(f"tile={tile!r} is not accepted: expected at most {LARGEST_TILE} keys, which a byte can count")
-    arguments = {
-        **attention_arguments(query, key, scale, softcap),
-        **visibility.arguments(),
-        **visibility.table(key_ranges(visibility, queries, tile.m)),
-    }
-    constants = attention_constants(query, visibility, softcap, tile)
-    return arguments, constants, batch * heads * triton.cdiv(queries, tile.m), tile
+    arguments = attention_arguments(query, key, scale, softcap)
+    arguments["rule"] = visibility.rule(key_ranges(visibility, queries, tile.m))
+    return arguments, attention_constants(query, tile), batch * heads * triton.cdiv(queries, tile.m), tile
 
 
 def _in_products(threshold: float, scale: float) -> float:
@@ -156,11 +149,3 @@ def _in_products(threshold: float, scale: float) -> float:
     if scale == 0.0:
         return math.copysign(math.inf, threshold) if threshold != 0.0 else math.inf
     return threshold / abs(scale)
-
-
-def _on_device(numbers: list[float], like: Tensor) -> Tensor:
-    """Numbers as fp32 on a tensor's device, by filling: a copy from the host would synchronise."""
-    held = like.new_empty(len(numbers), dtype=torch.float32)
-    for i, number in enumerate(numbers):
-        held[i].fill_(min(number, FARTHEST))
-    return held

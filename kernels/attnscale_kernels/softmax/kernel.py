@@ -14,39 +14,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device import HIDDEN, HIDDEN_BELOW, LOG2E, SEEN_ABOVE, finish_softmax, program_rows, raise_maximum
+from ..device import (
+    HIDDEN,
+    HIDDEN_BELOW,
+    LOG2E,
+    SEEN_ABOVE,
+    finish_softmax,
+    load_beta,
+    load_rows,
+    mask_pointers,
+    program_rows,
+    store_rows,
+)
 
 
 @triton.jit
-def _raw_scores(
-    scores_ptr,
-    mask_ptr,
-    bias_ptr,
-    row,
-    exists,
-    slots,
-    keys,
-    stride_sm,
-    stride_mask_row,
-    stride_mask_key,
-    stride_bias_row,
-    stride_bias_key,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+def _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys):
     """s + bias of [rows, slots] in fp32, HIDDEN where it does not count, and whether it does."""
-    seen = exists[:, None] & (slots < keys)[None, :]
-    inside = seen
-    raw = tl.load(scores_ptr + row[:, None] * stride_sm + slots[None, :], mask=inside, other=0.0).to(tl.float32)
-    slot = slots.to(tl.int64)[None, :]
-    if MASK:
-        mask_at = mask_ptr + row[:, None] * stride_mask_row + slot * stride_mask_key
+    inside = (rows < queries)[:, None] & (slots < keys)[None, :]
+    seen = inside
+    raw = load_rows(scores, batch, head, rows, queries, slots, keys).to(tl.float32)
+    if mask is not None:
+        mask_at = mask_pointers(mask.ptr, mask.strides, batch, head, rows, slots)
         seen &= tl.load(mask_at, mask=inside, other=0) != 0
-    if BIAS:
-        bias_at = bias_ptr + row[:, None] * stride_bias_row + slot * stride_bias_key
-        bias = tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-        seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
-        raw += bias
+    if bias is not None:
+        bias_at = mask_pointers(bias.ptr, bias.strides, batch, head, rows, slots)
+        added = tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        seen &= ~(added <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
+        raw += added
     seen &= ~(raw < SEEN_ABOVE)  # a score of −∞ is hidden, one that is no number is seen
     return tl.where(seen, raw, HIDDEN), seen
 
@@ -71,65 +66,32 @@ def _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS: tl.constexp
 
 
 @triton.jit
-def _store_row(ptr, row, exists, slots, keys, stride_row, values):
-    at = ptr + row[:, None] * stride_row + slots[None, :]
-    tl.store(at, values.to(ptr.dtype.element_ty), mask=exists[:, None] & (slots < keys)[None, :])
-
-
-@triton.jit
 def softmax_forward_kernel(
-    scores_ptr,  # [B, H, Tq, Tk]
-    beta_ptr,  # [B, H, Tq] fp32
-    mask_ptr,  # [B, H, Tq, Tk] uint8
-    bias_ptr,  # [B, H, Tq, Tk]
+    scores,  # [B, H, Tq, Tk]
+    beta,  # [B, H, Tq] fp32
+    mask,  # [B, H, Tq, Tk] uint8
+    bias,  # [B, H, Tq, Tk]
+    weights,  # [B, H, Tq, Tk]
     thresholds_ptr,  # [thresholds] fp32
-    weights_ptr,  # [B, H, Tq, Tk]
     lse_ptr,  # [B, H, Tq] fp32, and so the next three
     top_ptr,
     w_max_ptr,
     entropy_ptr,
     counts_ptr,  # [B, H, Tq, thresholds] int64
-    stride_sb,
-    stride_sh,
-    stride_sm,
-    stride_wb,
-    stride_wh,
-    stride_wm,
-    stride_beta_b,
-    stride_beta_h,
-    stride_beta_m,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_row,
-    stride_mask_key,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_row,
-    stride_bias_key,
     heads,
     queries,
     keys,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
-    row = rows.to(tl.int64)
-    scores_ptr += batch * stride_sb + head * stride_sh
-    weights_ptr += batch * stride_wb + head * stride_wh
-    if MASK:
-        mask_ptr += batch * stride_mask_b + head * stride_mask_h
-    if BIAS:
-        bias_ptr += batch * stride_bias_b + head * stride_bias_h
-    beta_at = beta_ptr + batch * stride_beta_b + head * stride_beta_h + row * stride_beta_m
-    beta = tl.load(beta_at, mask=exists, other=1.0)
-    sign = tl.where(beta < 0, -1.0, 1.0)  # goes to the scores, of which the maximum is taken
-    size = tl.abs(beta)
+    row_beta = load_beta(beta, batch, head, rows, exists)
+    sign = tl.where(row_beta < 0, -1.0, 1.0)  # goes to the scores, of which the maximum is taken
+    size = tl.abs(row_beta)
     c = size * LOG2E
     counts = tl.zeros([BLOCK_M, BLOCK_T], tl.int32)
 
@@ -140,23 +102,20 @@ def softmax_forward_kernel(
         moment = tl.zeros([BLOCK_M], tl.float32)
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            raw, seen = _raw_scores(
-                scores_ptr, mask_ptr, bias_ptr, row, exists, slots, keys, stride_sm, stride_mask_row, stride_mask_key,
-                stride_bias_row, stride_bias_key, MASK, BIAS,
-            )  # fmt: skip
+            raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
             y = tl.where(seen, raw * sign[:, None], HIDDEN)
-            m, fall, fade = raise_maximum(m, y, c)
-            x, p = _unnormalised(y, m, c, seen)
+            peak = tl.maximum(m, tl.max(y, axis=1))
+            fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
+            fade = tl.exp2(fall)
+            x, p = _unnormalised(y, peak, c, seen)
             moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
             total = total * fade + tl.sum(p, axis=1)
+            m = peak
             if THRESHOLDS:
                 best = tl.maximum(best, tl.max(raw, axis=1))
     else:
         slots = tl.arange(0, BLOCK_N)
-        raw, seen = _raw_scores(
-            scores_ptr, mask_ptr, bias_ptr, row, exists, slots, keys, stride_sm, stride_mask_row, stride_mask_key,
-            stride_bias_row, stride_bias_key, MASK, BIAS,
-        )  # fmt: skip
+        raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
         y = tl.where(seen, raw * sign[:, None], HIDDEN)
         m = tl.max(y, axis=1)
         x, p = _unnormalised(y, m, c, seen)
@@ -170,23 +129,18 @@ def softmax_forward_kernel(
     if LONG:
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            raw, seen = _raw_scores(
-                scores_ptr, mask_ptr, bias_ptr, row, exists, slots, keys, stride_sm, stride_mask_row, stride_mask_key,
-                stride_bias_row, stride_bias_key, MASK, BIAS,
-            )  # fmt: skip
+            raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
             x, p = _unnormalised(tl.where(seen, raw * sign[:, None], HIDDEN), m, c, seen)
             if THRESHOLDS:
                 counts = _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS, BLOCK_T)
-            _store_row(weights_ptr, row, exists, slots, keys, stride_wm, p * share[:, None])
+            store_rows(weights, batch, head, rows, queries, slots, keys, p * share[:, None])
     else:
         if THRESHOLDS:
             counts = _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS, BLOCK_T)
-        _store_row(weights_ptr, row, exists, slots, keys, stride_wm, p * share[:, None])
+        store_rows(weights, batch, head, rows, queries, slots, keys, p * share[:, None])
 
-    row_at = head_index.to(tl.int64) * queries + row
-    finish_softmax(
-        something, m * size, total, moment, beta_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists, False, True
-    )
+    row_at = head_index.to(tl.int64) * queries + rows
+    finish_softmax(something, m * size, total, moment, None, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists)
     tl.store(w_max_ptr + row_at, share, mask=exists)
     if THRESHOLDS:
         column = tl.arange(0, BLOCK_T)[None, :]
@@ -195,34 +149,17 @@ def softmax_forward_kernel(
 
 
 @triton.jit
-def _weights_and_gradient(
-    weights_ptr,
-    dweights_ptr,
-    scores_ptr,
-    bias_ptr,
-    row,
-    exists,
-    slots,
-    keys,
-    stride_wm,
-    stride_dwm,
-    stride_sm,
-    stride_bias_row,
-    stride_bias_key,
-    BIAS: tl.constexpr,
-    DBETA: tl.constexpr,
-):
+def _weights_and_gradient(weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys):
     """w, dW and what β multiplies; the last two 0 where the weight is 0."""
-    inside = exists[:, None] & (slots < keys)[None, :]
-    w = tl.load(weights_ptr + row[:, None] * stride_wm + slots[None, :], mask=inside, other=0.0).to(tl.float32)
-    dw = tl.load(dweights_ptr + row[:, None] * stride_dwm + slots[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = load_rows(weights, batch, head, rows, queries, slots, keys).to(tl.float32)
+    dw = load_rows(grad_weights, batch, head, rows, queries, slots, keys).to(tl.float32)
     live = w != 0
     raw = w
-    if DBETA:
-        raw = tl.load(scores_ptr + row[:, None] * stride_sm + slots[None, :], mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
-            slot = slots.to(tl.int64)[None, :]
-            bias_at = bias_ptr + row[:, None] * stride_bias_row + slot * stride_bias_key
+    if scores is not None:
+        raw = load_rows(scores, batch, head, rows, queries, slots, keys).to(tl.float32)
+        if bias is not None:
+            inside = (rows < queries)[:, None] & (slots < keys)[None, :]
+            bias_at = mask_pointers(bias.ptr, bias.strides, batch, head, rows, slots)
             raw += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
         raw = tl.where(live, raw, 0.0)
     return w, tl.where(live, dw, 0.0), raw
@@ -230,53 +167,23 @@ def _weights_and_gradient(
 
 @triton.jit
 def softmax_backward_kernel(
-    weights_ptr,  # [B, H, Tq, Tk]
-    dweights_ptr,  # [B, H, Tq, Tk]
-    scores_ptr,  # [B, H, Tq, Tk]
-    bias_ptr,  # [B, H, Tq, Tk]
-    beta_ptr,  # [B, H, Tq] fp32
-    dscores_ptr,  # [B, H, Tq, Tk]
+    weights,  # [B, H, Tq, Tk]
+    grad_weights,  # [B, H, Tq, Tk]
+    scores,  # [B, H, Tq, Tk]; None: no dβ
+    bias,  # [B, H, Tq, Tk]
+    beta,  # [B, H, Tq] fp32
+    grad_scores,  # [B, H, Tq, Tk]
     dbeta_ptr,  # [B, H, Tq] fp32
-    stride_wb,
-    stride_wh,
-    stride_wm,
-    stride_dwb,
-    stride_dwh,
-    stride_dwm,
-    stride_sb,
-    stride_sh,
-    stride_sm,
-    stride_dsb,
-    stride_dsh,
-    stride_dsm,
-    stride_beta_b,
-    stride_beta_h,
-    stride_beta_m,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_row,
-    stride_bias_key,
     heads,
     queries,
     keys,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
-    BIAS: tl.constexpr,
-    DBETA: tl.constexpr,
 ):
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
-    row = rows.to(tl.int64)
-    weights_ptr += batch * stride_wb + head * stride_wh
-    dweights_ptr += batch * stride_dwb + head * stride_dwh
-    dscores_ptr += batch * stride_dsb + head * stride_dsh
-    if DBETA:
-        scores_ptr += batch * stride_sb + head * stride_sh
-        if BIAS:
-            bias_ptr += batch * stride_bias_b + head * stride_bias_h
-    beta_at = beta_ptr + batch * stride_beta_b + head * stride_beta_h + row * stride_beta_m
-    beta = tl.load(beta_at, mask=exists, other=1.0)
+    row_beta = load_beta(beta, batch, head, rows, exists)
     delta = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M], tl.float32)  # Σ w·s: without it dβ would be a small difference of large sums
     dbeta = tl.zeros([BLOCK_M], tl.float32)
@@ -285,34 +192,29 @@ def softmax_backward_kernel(
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
             w, dw, raw = _weights_and_gradient(
-                weights_ptr, dweights_ptr, scores_ptr, bias_ptr, row, exists, slots, keys, stride_wm, stride_dwm,
-                stride_sm, stride_bias_row, stride_bias_key, BIAS, DBETA,
-            )  # fmt: skip
+                weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys
+            )
             delta += tl.sum(w * dw, axis=1)
-            if DBETA:
+            if scores is not None:
                 mean += tl.sum(w * raw, axis=1)
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
             w, dw, raw = _weights_and_gradient(
-                weights_ptr, dweights_ptr, scores_ptr, bias_ptr, row, exists, slots, keys, stride_wm, stride_dwm,
-                stride_sm, stride_bias_row, stride_bias_key, BIAS, DBETA,
-            )  # fmt: skip
+                weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys
+            )
             dlogits = w * (dw - delta[:, None])
-            if DBETA:
+            if scores is not None:
                 dbeta += tl.sum(dlogits * (raw - mean[:, None]), axis=1)
-            _store_row(dscores_ptr, row, exists, slots, keys, stride_dsm, dlogits * beta[:, None])
+            store_rows(grad_scores, batch, head, rows, queries, slots, keys, dlogits * row_beta[:, None])
     else:
         slots = tl.arange(0, BLOCK_N)
-        w, dw, raw = _weights_and_gradient(
-            weights_ptr, dweights_ptr, scores_ptr, bias_ptr, row, exists, slots, keys, stride_wm, stride_dwm,
-            stride_sm, stride_bias_row, stride_bias_key, BIAS, DBETA,
-        )  # fmt: skip
+        w, dw, raw = _weights_and_gradient(weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys)
         delta = tl.sum(w * dw, axis=1)
         dlogits = w * (dw - delta[:, None])
-        if DBETA:
+        if scores is not None:
             mean = tl.sum(w * raw, axis=1)
             dbeta = tl.sum(dlogits * (raw - mean[:, None]), axis=1)
-        _store_row(dscores_ptr, row, exists, slots, keys, stride_dsm, dlogits * beta[:, None])
+        store_rows(grad_scores, batch, head, rows, queries, slots, keys, dlogits * row_beta[:, None])
 
-    if DBETA:
-        tl.store(dbeta_ptr + head_index.to(tl.int64) * queries + row, dbeta, mask=exists)
+    if scores is not None:
+        tl.store(dbeta_ptr + head_index.to(tl.int64) * queries + rows, dbeta, mask=exists)

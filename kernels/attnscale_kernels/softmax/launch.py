@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import Launch, Resources, Tile, block_of, resources_of, strides, unit_stride
+from ..launch import Launch, Resources, Tile, block_of, resources_of, unit_stride, view
 from .kernel import softmax_backward_kernel, softmax_forward_kernel
 
 ONE_BLOCK = 8192  # keys of the longest row that is held in registers
@@ -27,7 +27,7 @@ class RowSoftmax(NamedTuple):
 
 
 class SoftmaxGradient(NamedTuple):
-    """What `softmax_backward` returns."""
+    """What `backward_launch` will fill."""
 
     scores: Tensor  # [..., Tq, Tk]
     beta: Tensor | None  # [..., Tq] fp32; None: not asked for
@@ -40,25 +40,6 @@ def softmax_tile(queries: int, keys: int, resources: Resources) -> Tile:
     return Tile(m, n, min(max(m * n // (8 * resources.warp_size), 1), 16), 1)
 
 
-def softmax_forward(
-    scores: Tensor,
-    beta: Tensor,
-    *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    thresholds: Tensor | None = None,
-) -> RowSoftmax:
-    """softmax(β·(s + bias)) over what the mask lets each row see, with statistics of its rows.
-
-    Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
-    Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
-    zeros, and lse = max = −∞.
-    """
-    launch, result = forward_launch(scores, beta, mask=mask, bias=bias, thresholds=thresholds)
-    launch.run(scores)
-    return result
-
-
 def forward_launch(
     scores: Tensor,
     beta: Tensor,
@@ -68,7 +49,12 @@ def forward_launch(
     thresholds: Tensor | None,
     tile: Tile | None = None,
 ) -> tuple[Launch, RowSoftmax]:
-    """The launch that `softmax_forward` makes, and the tensors that it will fill."""
+    """softmax(β·(s + bias)) over what the mask lets each row see: the launch, and the tensors that it will fill.
+
+    Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
+    Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
+    zeros, and lse = max = −∞.
+    """
     shape = scores.shape
     rows = scores.new_empty(shape[:-1], dtype=torch.float32)
     wanted = 0 if thresholds is None else thresholds.shape[0]
@@ -83,26 +69,19 @@ def forward_launch(
     given, weights = as_axes(unit_stride(scores), shape, 4), as_axes(result.weights, shape, 4)
     batch, heads, queries, keys = given.shape
     beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
-    seen = None if mask is None else as_axes(mask.view(torch.uint8), shape, 4)
-    added = None if bias is None else as_axes(bias, shape, 4)
     tile = tile or softmax_tile(queries, keys, resources_of(scores.device))
-    arguments = {
-        "scores_ptr": given,
-        "beta_ptr": beta,
-        "mask_ptr": seen,
-        "bias_ptr": added,
+    arguments: dict[str, object] = {
+        "scores": view(given),
+        "beta": view(beta),
+        "mask": None if mask is None else view(as_axes(mask.view(torch.uint8), shape, 4)),
+        "bias": None if bias is None else view(as_axes(bias, shape, 4)),
+        "weights": view(weights),
         "thresholds_ptr": thresholds if wanted else None,
-        "weights_ptr": weights,
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "w_max_ptr": result.w_max,
         "entropy_ptr": result.entropy,
         "counts_ptr": result.gap_counts,
-        **strides("s", given, "bhm"),
-        **strides("w", weights, "bhm"),
-        **strides("beta_", beta, "bhm"),
-        **_broadcast_strides("mask", seen),
-        **_broadcast_strides("bias", added),
         "heads": heads,
         "queries": queries,
         "keys": keys,
@@ -111,32 +90,11 @@ def forward_launch(
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "LONG": tile.n < keys,
-        "MASK": mask is not None,
-        "BIAS": bias is not None,
         "THRESHOLDS": wanted,
         "BLOCK_T": triton.next_power_of_2(max(wanted, 1)),
     }
     grid = batch * heads * triton.cdiv(queries, tile.m)
     return Launch(softmax_forward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
-
-
-def softmax_backward(
-    gradient: Tensor,
-    weights: Tensor,
-    beta: Tensor,
-    *,
-    scores: Tensor | None = None,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> SoftmaxGradient:
-    """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
-
-    Deterministic: no two programs add to the same element. dβ needs scores and bias, and is None without scores.
-    `dtype` is that of the gradient of scores, by default the weights'.
-    """
-    launch, result = backward_launch(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
-    launch.run(weights)
-    return result
 
 
 def backward_launch(
@@ -149,44 +107,33 @@ def backward_launch(
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> tuple[Launch, SoftmaxGradient]:
-    """The launch that `softmax_backward` makes, and the tensors that it will fill."""
+    """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
+
+    The launch, and the tensors that it will fill. Deterministic: no two programs add to the same element. dβ needs
+    scores and bias, and is None without scores. `dtype` is that of the gradient of scores, by default the weights'.
+    """
     shape = weights.shape
     result = SoftmaxGradient(
         weights.new_empty(shape, dtype=dtype or weights.dtype),
         None if scores is None else weights.new_empty(shape[:-1], dtype=torch.float32),
     )
     weights, gradient = (as_axes(unit_stride(x), shape, 4) for x in (weights, gradient))
-    dscores = as_axes(result.scores, shape, 4)
     beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
-    given = None if scores is None else as_axes(unit_stride(scores), shape, 4)
-    added = None if scores is None or bias is None else as_axes(bias, shape, 4)
     batch, heads, queries, keys = weights.shape
     tile = tile or softmax_tile(queries, keys, resources_of(weights.device))
-    arguments = {
-        "weights_ptr": weights,
-        "dweights_ptr": gradient,
-        "scores_ptr": given,
-        "bias_ptr": added,
-        "beta_ptr": beta,
-        "dscores_ptr": dscores,
+    arguments: dict[str, object] = {
+        "weights": view(weights),
+        "grad_weights": view(gradient),
+        "scores": None if scores is None else view(as_axes(unit_stride(scores), shape, 4)),
+        "bias": None if scores is None or bias is None else view(as_axes(bias, shape, 4)),
+        "beta": view(beta),
+        "grad_scores": view(as_axes(result.scores, shape, 4)),
         "dbeta_ptr": result.beta,
-        **strides("w", weights, "bhm"),
-        **strides("dw", gradient, "bhm"),
-        **({"stride_sb": 0, "stride_sh": 0, "stride_sm": 0} if given is None else strides("s", given, "bhm")),
-        **strides("ds", dscores, "bhm"),
-        **strides("beta_", beta, "bhm"),
-        **_broadcast_strides("bias", added),
         "heads": heads,
         "queries": queries,
         "keys": keys,
     }
-    constants: dict[str, object] = {
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "LONG": tile.n < keys,
-        "BIAS": added is not None,
-        "DBETA": scores is not None,
-    }
+    constants: dict[str, object] = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
     grid = batch * heads * triton.cdiv(queries, tile.m)
     return Launch(softmax_backward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
 
@@ -195,9 +142,3 @@ def as_axes(x: Tensor, shape: tuple[int, ...], axes: int) -> Tensor:
     """A tensor broadcast to a shape, with leading axes merged or added up to `axes`; a view where possible."""
     x = x.expand(shape)
     return x.flatten(0, x.ndim - axes) if x.ndim > axes else x[(None,) * (axes - x.ndim)]
-
-
-def _broadcast_strides(name: str, x: Tensor | None) -> dict[str, object]:
-    """The four strides of a mask or a bias, 0 where there is none."""
-    axes = ("b", "h", "row", "key")
-    return dict(zip((f"stride_{name}_{axis}" for axis in axes), (0,) * 4 if x is None else x.stride(), strict=True))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
-from .launch import RowSoftmax, softmax_backward, softmax_forward
+from ..launch import on_device
+from .launch import RowSoftmax, backward_launch, forward_launch
 
 
 def row_softmax(
@@ -30,7 +31,7 @@ def row_softmax(
     if not isinstance(beta, Tensor):
         beta = scores.new_full((), float(beta), dtype=torch.float32)
     refuse_others(scores, beta, bias)
-    gaps = None if thresholds is None else _on_device(thresholds, scores)
+    gaps = None if thresholds is None else on_device(thresholds, scores)
     weights, *found = softmax_op(scores, beta.to(torch.float32), mask, bias, gaps)
     lse, top, w_max, entropy, counts = (x.detach() for x in found)
     return RowSoftmax(weights, lse, top, w_max, entropy, None if gaps is None else counts)
@@ -41,9 +42,9 @@ def softmax_op(
     scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights, and lse, largest logit, largest weight, entropy and gap counts per row; the last empty if not asked."""
-    weights, lse, top, w_max, entropy, counts = softmax_forward(
-        scores, beta, mask=mask, bias=bias, thresholds=thresholds
-    )
+    launch, found = forward_launch(scores, beta, mask=mask, bias=bias, thresholds=thresholds)
+    launch.run(scores)
+    weights, lse, top, w_max, entropy, counts = found
     counts = lse.new_empty((*lse.shape, 0), dtype=torch.int64) if counts is None else counts
     return weights, lse, top, w_max, entropy, counts
 
@@ -63,7 +64,8 @@ def softmax_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of scores, in fp32 if `wide`, and of β per row, empty without scores."""
     dtype = torch.float32 if wide else weights.dtype
-    found = softmax_backward(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
+    launch, found = backward_launch(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
+    launch.run(weights)
     return found.scores, beta.new_empty(0) if found.beta is None else found.beta
 
 
@@ -104,10 +106,3 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | N
 
 softmax_op.register_autograd(_backward, setup_context=_save)
 softmax_backward_op.register_autograd(refuse_second)
-
-
-def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """Numbers as fp32 [k] on a tensor's device, by filling: a copy from the host would synchronise."""
-    if not numbers:
-        return like.new_empty(0, dtype=torch.float32)
-    return torch.stack([like.new_full((), float(number), dtype=torch.float32) for number in numbers])
