@@ -51,11 +51,15 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
-def draw(curves: Mapping[str, Mapping[int, Sequence[float]]], trained: int, title: str, path: Path) -> None:
-    """Write a PNG. `curves` has, by policy and length, an accuracy per seed; the trained length is an upright line."""
+def draw(
+    curves: Mapping[str, Mapping[int, Sequence[float]]], trained: int, chance: float, title: str, path: Path
+) -> None:
+    """Write a PNG. `curves` has, by policy and length, an accuracy per seed; `chance` is what guessing gives."""
     figure = needed_to_draw().Figure(figsize=(8.8, 4.4), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(trained, color="#9ca3af", linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(chance, color="#9ca3af", linewidth=1, linestyle=(0, (1, 2)))
+    axes.text(trained, chance, "  guessing", color="#6b7280", va="bottom", fontsize=9)
     lengths = sorted({length for curve in curves.values() for length in curve})
     seeds = max(len(values) for curve in curves.values() for values in curve.values())
     for number, (policy, curve) in enumerate(curves.items()):

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from attnscale._util.files import write_whole
 from attnscale.errors import reject, reject_type
 from attnscale.lab.accuracy_plot import draw, needed_to_draw
-from attnscale.lab.max_finder import MaxFinder, draw_items
+from attnscale.lab.max_finder import CLASSES, MaxFinder, draw_items
 from attnscale.policies import Policy, build_policy
 
 BATCH = 128
@@ -168,7 +168,7 @@ def run(config: MaxRetrieval, progress: Callable[[int, int], None] | None = None
     curves: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         curves.setdefault(row.policy, {}).setdefault(row.length, []).append(row.accuracy)
-    draw(curves, config.train_length, "Class of the largest of n items", output / "max_retrieval.png")
+    draw(curves, config.train_length, 1 / CLASSES, "Class of the largest of n items", output / "max_retrieval.png")
     if progress is not None:
         progress(len(config.seeds), len(config.seeds))
     return output / "max_retrieval.csv"
