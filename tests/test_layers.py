@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("convert", "patch_torch"),
     ("diagnostics",),
     ("hf",),
+    ("theory", "lab", "distributed"),
     ("report",),
     ("bench",),
     ("doctor", "demo"),

@@ -71,7 +71,12 @@ def run(training: Training, progress: Progress | None = None) -> Path:
             if progress is not None:
                 progress(number * training.steps + step, len(jobs) * training.steps, label)
 
-        model = train(training, policy, seed, report)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # sums in fp32 depend on it, and a seed is to give one model
+        try:
+            model = train(training, policy, seed, report)
+        finally:
+            torch.set_num_threads(threads)
         partial = output / f".{folder.name}.part"
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)  # type: ignore[operator]
