@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("theory", "lab", "distributed"),
     ("report",),
     ("bench",),
-    ("doctor", "demo"),
+    ("doctor",),
     ("cli",),
     ("__main__",),
 )
@@ -83,7 +83,7 @@ def test_the_exceptions_are_needed() -> None:
 
 
 def test_the_package_is_imported_by_its_parts_and_not_whole() -> None:
-    above = {"report", "bench", "doctor", "demo", "cli", "__main__", "hf", "diagnostics"}
+    above = {"lab", "report", "bench", "doctor", "cli", "__main__", "hf", "diagnostics"}
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line}"
         for file in files()

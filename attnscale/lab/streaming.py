@@ -22,8 +22,8 @@ def stream(
 
     `wanted` [T] says which positions; None is all of them.
     """
-    vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-    chunk = min(chunk, max(1, MOST_LOGITS // vocabulary)) if wanted is None else chunk
+    head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    chunk = min(chunk, max(1, MOST_LOGITS // head.shape[0])) if wanted is None else chunk
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     cache = None
     for start in range(0, len(tokens), chunk):
@@ -34,7 +34,7 @@ def stream(
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": len(part) < len(tokens)}
         if keeps:
             options["logits_to_keep"] = rows if len(rows) else torch.tensor([0])
-        out = model(part[None].to(model.device), **options)
+        out = model(part[None].to(head.device), **options)
         cache = out.past_key_values if options["use_cache"] else None
         if len(rows):
             logits = out.logits[0] if keeps else out.logits[0, rows]

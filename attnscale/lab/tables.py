@@ -14,8 +14,8 @@ from attnscale.lab.attention_rows import QUANTITIES
 from attnscale.lab.cells import Key
 from attnscale.lab.summary import Samples, summarise, write_table
 
-RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high")
-RESULTS += ("difference", "difference_low", "difference_high", "samples")
+_DIFFERENCE = ("difference", "difference_low", "difference_high")
+RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_DIFFERENCE, "samples")
 STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
 COST = ("task", "model", "policy", "length", "seconds")
 
