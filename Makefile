@@ -7,7 +7,7 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-real lint types bench perplexity resources figures format wheel clean
+.PHONY: help setup demo experiments test test-real lint types bench perplexity resources figures format wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,8 +24,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## run the demonstration
-	$(PY) -m attnscale demo
+demo: $(INSTALLED)  ## a trained model under five laws, from 128 to 16384 tokens: a table and a page
+	$(PY) -m attnscale demo --output demo
 
 # Each worker gets one thread: workers times threads would otherwise exceed the cores. Not `python -m pytest`: that puts
 # this folder on sys.path, where `import kernels` would find ours.
@@ -52,11 +52,15 @@ perplexity: $(INSTALLED)  ## what policies do to the perplexity of the real mode
 	$(PY) scripts/perplexity.py
 	$(PY) scripts/plot_perplexity.py
 
+experiments: $(INSTALLED)  ## train the models of the README's tables and measure them; takes an hour
+	$(PY) -m attnscale run configs/experiment/training.yaml 'policies=[constant]'
+	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
+	$(PY) -m attnscale run configs/experiment/max_retrieval.yaml
+
 resources: $(INSTALLED)  ## compile every kernel for every target and write the table
 	$(PY) -m attnscale.bench.static --write
 
 figures: $(INSTALLED)  ## draw the pictures of the README
-	$(PY) scripts/plot_temperature.py
 	$(PY) scripts/plot_report.py
 
 format: $(INSTALLED)  ## ruff: fix and format
