@@ -40,7 +40,8 @@ def build_evaluation_page(data: EvaluationData) -> str:
     """The whole page as text; a part that was not measured is left out."""
     sections = (_verdict, _trades, _curves, _criticality, _heads, _positions, _depths, _table, _reproduction)
     about = f"{len(data.policies)} policies, {data.lengths[0]} to {data.lengths[-1]} tokens"
-    names = f"mean over {len(data.models)} models" if data.shown_model == ALL else f"model {data.shown_model}"
+    several = data.shown_model == ALL and len(data.models) > 1
+    names = f"mean over {len(data.models)} models" if several else f"model {(data.models or [ALL])[0]}"
     trained = "" if data.trained_length is None else f", trained length {data.trained_length}"
     parts = {
         "title": escape(data.path.resolve().name),
@@ -60,11 +61,10 @@ def _section(name: str, title: str, hint: str, body: str) -> str:
     return f'<section id="{name}" class="full" aria-labelledby="title-{name}">{heading}{hint}{body}</section>'
 
 
-def _beside(name: str, title: str, hint: str, charts: list[str]) -> str:
+def _beside(name: str, title: str, hint: str, charts: list[str], legend: str = "") -> str:
     """A section with what it says to the right of its charts, where the window is wide enough."""
-    return _section(
-        name, title, "", f'<div class="beside"><div>{"".join(charts)}</div><p class="hint">{hint}</p></div>'
-    )
+    text = f'<div class="hint">{hint}{legend}</div>'
+    return _section(name, title, "", f'<div class="beside"><div>{"".join(charts)}</div>{text}</div>')
 
 
 def _explain(*terms: str) -> str:
@@ -165,7 +165,7 @@ def _criticality(data: EvaluationData) -> str:
         "on one rising curve, whatever the law and the length; the dashed line is r = 1. Spearman's rank correlation "
         "is 1 if recall always rises with r, and 0 if it does not depend on it."
     )
-    return _beside("criticality", "Recall against criticality", hint, panels)
+    return _beside("criticality", "Recall against criticality", hint, panels, policy_legend(data))
 
 
 def _heads(data: EvaluationData) -> str:

@@ -16,10 +16,10 @@ def said(path: Path) -> list[str]:
     return verdict(read_evaluation(path))
 
 
-def change(path: Path, policy: str, **fields: str) -> None:
+def change(path: Path, of: str, **fields: str) -> None:
     """Overwrite fields of a policy's rows in results.csv."""
     with (path / "results.csv").open(newline="") as file:
-        rows = [row | fields if row["policy"] == policy else row for row in csv.DictReader(file)]
+        rows = [row | fields if row["policy"] == of else row for row in csv.DictReader(file)]
     with (path / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
@@ -30,15 +30,15 @@ def test_a_law_that_helps_is_named_with_its_gain_and_its_price(tmp_path: Path) -
     assert said(write_folder(tmp_path, cost=0.1)) == [
         "At 16384 tokens, 128 times the trained length, log_squared, the best of 3 laws, answers 95 % of the questions "
         "where β = 1 answers 28 % (3.4×, 67 points more, 95 % interval 64 to 70).",
-        "log_squared costs 0.30 bits per byte of prose there (95 % interval 0.27 to 0.33), and nothing up to the trained "
-        "length.",
+        "log_squared costs 0.30 bits per byte of prose there (95 % interval 0.27 to 0.33), and nothing up to the "
+        "trained length.",
     ]
 
 
 def test_laws_within_the_noise_are_not_called_better(tmp_path: Path) -> None:
     first, second = said(write_folder(tmp_path, gain=0.01, cost=0.0))
     assert "no law differs from constant beyond the noise: log_squared" in first
-    assert "95 % interval −2 to 4" in first
+    assert "95 % interval −0.6 to 5" in first
     assert second == "log_squared costs no bits per byte of prose there, and nothing up to the trained length."
 
 
