@@ -3,8 +3,8 @@
 Of a run, `data` reads the records of a JSONL file, `encode` packs their numbers, `page` puts them with the programs in
 `assets/` into one file. Of an evaluation, `evaluation_data` reads the folder, `comparisons` takes from it what is
 shown, `verdict` says it in two sentences, `evaluation_charts` draws it (`svg`, `axes`, `policy_style`),
-`evaluation_page` and `evaluation_table` make the page, `evaluation_pictures` the PNGs. `write` decides which. Imports
-`diagnostics` (records, and the labels and colours of `views.display`).
+`evaluation_page`, `evaluation_table` and `evaluation_maps` make the page, `evaluation_pictures` the PNGs.
+`write` decides which. Imports `diagnostics` (records, and the labels and colours of `views.display`).
 """
 
 from attnscale.report.data import Run, read_run

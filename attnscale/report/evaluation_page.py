@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 from html import escape
-from typing import Any
 
 from attnscale import __version__
-from attnscale.diagnostics.views.display import COLOURS, short_names
 from attnscale.report.comparisons import (
     critical_points,
     rank_correlation,
@@ -27,13 +25,13 @@ from attnscale.report.evaluation_charts import (
     trade_chart,
 )
 from attnscale.report.evaluation_data import ALL, ARGMAX, PERPLEXITY, EvaluationData
+from attnscale.report.evaluation_maps import MAPS, head_maps
 from attnscale.report.evaluation_table import policy_legend, reproduction, results_table
 from attnscale.report.page import asset
 from attnscale.report.verdict import verdict
 from attnscale.report.words import TERMS
 
 PROGRAMS = ("content.js", "scales.js", "plot.js", "heatmap.js", "evaluation.js")
-MAPS = ("w_max", "criticality", "accumulation_8")
 
 
 def build_evaluation_page(data: EvaluationData) -> str:
@@ -49,7 +47,7 @@ def build_evaluation_page(data: EvaluationData) -> str:
         "style": asset("page.css") + asset("evaluation.css"),
         "sections": "\n".join(section(data) for section in sections),
         "footer": escape(f"{data.path} · attnscale {__version__}"),
-        "content": json.dumps(_content(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
+        "content": json.dumps(head_maps(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         "programs": "\n".join(asset(name) for name in PROGRAMS),
     }
     return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], asset("evaluation.html"))
@@ -176,8 +174,7 @@ def _heads(data: EvaluationData) -> str:
         f'<select id="map-{name}"></select></span>'
         for name in ("policy", "length", "model")
     )
-    titles = {"w_max": "w_max", "criticality": "r = β/Λ", "accumulation_8": "Λ"}
-    maps = "".join(_panel(titles[name], f'<div id="map-{name}"></div>') for name in MAPS)
+    maps = "".join(_panel(title, f'<div id="map-{name}"></div>') for name, title in MAPS.items())
     body = (
         f'<p class="choice">{controls}</p><p id="readout" aria-live="polite"></p><div class="plots three">{maps}</div>'
     )
@@ -219,41 +216,3 @@ def _table(data: EvaluationData) -> str:
 
 def _reproduction(data: EvaluationData) -> str:
     return _section("reproduce", "How to reproduce", "", reproduction(data))
-
-
-def _content(data: EvaluationData) -> dict[str, Any]:
-    """What evaluation.js draws heat maps from: per model its layers, and per policy and length a number per head."""
-    task = statistics_task(data)
-    heads = {} if task is None else retrieving_heads(data, task)
-    rows = [row for row in data.statistics if row.task == task]
-    models = []
-    for name in dict.fromkeys(row.model for row in rows):
-        own = [row for row in rows if row.model == name]
-        layers: dict[str, int] = {}
-        for row in own:
-            layers[row.layer] = max(layers.get(row.layer, 0), row.head + 1)
-        places = {layer: index for index, layer in enumerate(layers)}
-        cells: dict[str, dict[str, list[list[float | None]]]] = {}
-        for row in own:
-            known = cells.setdefault(f"{row.policy} {row.length}", {})
-            for quantity in MAPS:
-                plane = known.setdefault(quantity, [[None] * count for count in layers.values()])
-                plane[places[row.layer]][row.head] = row.values.get(quantity)
-        best = heads.get(name)
-        models.append(
-            {
-                "name": name,
-                "layers": list(layers),
-                "short": short_names(list(layers)),
-                "cells": cells,
-                "best": [0, 0] if best is None else [places[best[0]], best[1]],
-            }
-        )
-    return {
-        "colours": COLOURS,
-        "quantities": [{"name": name, "share": name == "w_max"} for name in MAPS],
-        "labels": {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"},
-        "policies": [policy for policy in data.policies if any(row.policy == policy for row in rows)],
-        "lengths": sorted({row.length for row in rows}),
-        "models": models,
-    }

@@ -13,6 +13,7 @@ from attnscale.report.policy_style import Style
 WIDTH, HEIGHT = 460, 330
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 38, 46  # above the frame: a line for the unit, and one for the names of marks
 LETTER, LINE = 7.0, 14.0  # width and height of a letter of the labels
+FAR = 40  # from the margin: a line to a name there would cross the chart
 LONGEST = 14  # letters of a label at the end of a line; the legend has the whole name
 
 
@@ -159,8 +160,13 @@ class _Frame:
         return f'<g class="marker p{one.style.colour}" data-tip="{tip}">{_marker(one.style, x, y)}</g>'
 
     def names(self, named: Sequence[Series]) -> Iterable[str]:
-        """In the right margin, apart from each other, with a thin line to the point where they had to move."""
-        ends = sorted(((self.at(one.points[-1].x, one.points[-1].y), one) for one in named), key=lambda end: end[0][1])
+        """In the right margin, apart from each other, with a thin line to their point; beside it if that is far."""
+        every = [(self.at(one.points[-1].x, one.points[-1].y), one) for one in named]
+        for (x, y), one in every:
+            if x < self.right - FAR:
+                text = escape(_cut(one.label))
+                yield f'<text class="end p{one.style.colour}" x="{x + 8:.1f}" y="{y - 5:.1f}">{text}</text>'
+        ends = sorted((end for end in every if end[0][0] >= self.right - FAR), key=lambda end: end[0][1])
         places = _apart([y for (_, y), _ in ends], TOP + 4, self.bottom)
         for ((x, y), one), place in zip(ends, places, strict=True):
             text, edge = escape(_cut(one.label)), self.right + 14
