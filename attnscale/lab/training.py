@@ -45,7 +45,7 @@ class Training:
     output: str
     policies: tuple[str, ...] = ("constant",)
     seeds: tuple[int, ...] = (0,)
-    steps: int = 3000
+    steps: int = 1500
     length: int = 128
     batch: int = 32
     learning_rate: float = 3e-3

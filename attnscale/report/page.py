@@ -10,30 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from attnscale import __version__
-from attnscale._util.files import write_whole
 from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
-from attnscale.errors import ArgumentError, reject
-from attnscale.report.data import AlertGroup, Run, read_run
+from attnscale.report.data import AlertGroup, Run
 from attnscale.report.encode import BUDGET, Encoded, encode, pack
 
-PROGRAMS = ("planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
+PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
-
-
-def write_report(path: str | Path, output: str | Path = "report.html") -> Path:
-    """Read a run and write its page; on an error no file is written or changed."""
-    path, output = Path(path), Path(output)
-    if output.is_dir():
-        reject("output", str(output), "an HTML file, not a directory")
-    if output.exists() and path.exists() and output.samefile(path):
-        reject("output", str(output), "another file than the one with the records")
-    text = build_page(read_run(path))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(output, text)
-    except OSError as error:
-        raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
-    return output
 
 
 def build_page(run: Run, budget: int = BUDGET) -> str:
@@ -59,15 +41,16 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
     texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
     parts = {
         "title": _escape(Path(run.path).name),
-        "style": _asset("page.css"),
+        "style": asset("page.css"),
         "content": json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         "numbers": "\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
-        "programs": "\n".join(_asset(name) for name in PROGRAMS),
+        "programs": "\n".join(asset(name) for name in PROGRAMS),
     }
-    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], _asset("page.html"))
+    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], asset("page.html"))
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file in assets/."""
     return files("attnscale.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 

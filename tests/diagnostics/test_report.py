@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import struct
-import subprocess
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browser_page import NOTES, Dom, browser, notes, opened
 
 from attnscale.cli import main
 from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
@@ -22,9 +21,6 @@ from attnscale.diagnostics.records.record import STATISTICS
 from attnscale.report import build_page, read_run, write_report
 from attnscale.report.data import Key
 from attnscale.report.encode import DETAILS, encode
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 
 EVIL = 'blocks.1."</script><b>&amp;.attn'  # a name that breaks a page which does not escape
 LAYERS = {"blocks.0.x.attn": 2, EVIL: 3, "blocks.2.x.attn": 2}
@@ -103,89 +99,12 @@ def value_of(record: Record, phase: str, name: str, statistic: str) -> float:
     return math.nan if summary is None else getattr(summary, statistic)
 
 
-class Dom(HTMLParser):
-    """What a browser has made of a page: elements with attributes, and the text inside those with an id."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.text: dict[str, str] = {}
-        self._open: list[tuple[str, str | None]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attributes}
-        self.elements.append((tag, found))
-        if tag not in ("meta", "input", "br", "link"):
-            self._open.append((tag, found.get("id")))
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        for _, name in self._open:
-            if name is not None:
-                self.text[name] = self.text.get(name, "") + data
-
-    def all(self, tag: str, kind: str = "") -> list[dict[str, str]]:
-        return [found for name, found in self.elements if name == tag and kind in ("", *found.get("class", "").split())]
-
-    def by_id(self, name: str) -> dict[str, str]:
-        return next(found for _, found in self.elements if found.get("id") == name)
-
-
 Open = Callable[..., Dom]
 
 
 @pytest.fixture
 def open_page(tmp_path: Path) -> Open:
-    """Open a page in chromium and return its DOM; an error in the page or its console fails the test."""
-
-    def opened(html: str, fragment: str = "", program: str = "", width: int = 1400) -> Dom:
-        path = tmp_path / "page.html"
-        path.write_text(html.replace("</body>", f"<script>{program}</script></body>"), encoding="utf-8")
-        options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-        options += " --disable-component-update --enable-logging=stderr --v=0 --virtual-time-budget=20000 --dump-dom"
-        command = [
-            str(CHROMIUM),
-            *options.split(),
-            f"--window-size={width},1000",
-            f"--user-data-dir={tmp_path / 'profile'}",
-        ]
-        finished = subprocess.run(
-            [*command, f"{path.as_uri()}#{fragment}"], capture_output=True, encoding="utf-8", timeout=240
-        )
-        console = [line for line in finished.stderr.splitlines() if "CONSOLE" in line]
-        assert console == []
-        dom = Dom(finished.stdout)
-        root = dom.all("html")[0]
-        assert "data-errors" not in root, root["data-errors"]
-        assert int(root["data-ready"]) > 0
-        return dom
-
-    return opened
-
-
-# Waits for the page to draw what an action asks for, notes what it shows, and leaves the notes in the page.
-NOTES = """
-const notes = [], later = () => new Promise((done) => setTimeout(done, 0));
-async function after(act) {
-  const before = document.documentElement.dataset.ready;
-  act();
-  while (document.documentElement.dataset.ready === before) await later();
-}
-function keep() {
-  const box = document.createElement("pre");
-  box.id = "notes";
-  box.textContent = JSON.stringify(notes);
-  document.body.append(box);
-}
-"""
-
-
-def notes(dom: Dom) -> Any:
-    return json.loads(dom.text["notes"])
+    return partial(opened, tmp_path)
 
 
 @browser
@@ -523,9 +442,9 @@ def test_a_mistake_exits_with_two_and_leaves_nothing(
         assert path.read_bytes() == content
 
 
-def test_a_directory_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_results_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 2
-    assert "not a directory" in capsys.readouterr().err
+    assert "with results.csv in it" in capsys.readouterr().err
 
 
 def test_an_earlier_page_survives_a_failure(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,5 @@
-"use strict";
-// The run, and its planes of numbers [steps, columns], where a column is a head. A plane is decoded when first needed.
+// The planes of a run, numbers [steps, columns], where a column is a head. A plane is decoded when first needed.
 
-// Errors are shown in the page, and kept in its `data-errors`.
-function fail(reason) {
-  const root = document.documentElement, box = document.getElementById("failure");
-  root.dataset.errors = `${root.dataset.errors ? root.dataset.errors + "\n" : ""}${reason}`;
-  box.hidden = false;
-  box.textContent = `This page has met an error: ${reason}`;
-}
-addEventListener("error", (event) => fail(event.message));
-addEventListener("unhandledrejection", (event) => fail(event.reason && event.reason.message || event.reason));
-
-const run = JSON.parse(document.getElementById("content").textContent);
 const columns = run.layers.flatMap((layer, index) => layer.heads.map((head) => ({ layer: index, head })));
 const firstColumn = [];
 for (let index = 0, sum = 0; index < run.layers.length; sum += run.layers[index++].heads.length) firstColumn.push(sum);

@@ -1,0 +1,45 @@
+"""`attnscale report`: the page of a monitor's run, or of the folder of an evaluation."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from attnscale._util.files import write_whole
+from attnscale.errors import ArgumentError, MissingDependencyError, reject
+from attnscale.report.data import read_run
+from attnscale.report.evaluation_data import read_evaluation
+from attnscale.report.evaluation_page import build_evaluation_page
+from attnscale.report.evaluation_pictures import write_pictures
+from attnscale.report.page import build_page
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(path: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page of a JSONL run (default: report.html), or of an evaluation's folder (default: report.html in it).
+
+    If the page goes into the folder, the pictures of `write_pictures` go beside it, unless matplotlib is not installed.
+    On an error no file is written or changed.
+    """
+    path = Path(path)
+    folder = path.is_dir()
+    output = Path(output) if output is not None else path / "report.html" if folder else Path("report.html")
+    if output.is_dir():
+        reject("output", str(output), "an HTML file, not a directory")
+    if not folder and output.exists() and path.exists() and output.samefile(path):
+        reject("output", str(output), "another file than the one with the records")
+    if folder and output.suffix in (".csv", ".json") and output.parent.resolve() == path.resolve():
+        reject("output", str(output), "another file than those of the evaluation")
+    text = build_evaluation_page(read_evaluation(path)) if folder else build_page(read_run(path))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(output, text)
+    except OSError as error:
+        raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
+    if folder and output.parent.resolve() == path.resolve():
+        try:
+            write_pictures(path)
+        except MissingDependencyError as error:
+            logger.info("no pictures: %s", error)
+    return output
