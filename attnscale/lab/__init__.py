@@ -1,0 +1,1 @@
+"""The lab: evaluation of trained models at growing context lengths."""
