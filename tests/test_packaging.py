@@ -83,6 +83,12 @@ def test_the_wheel_holds_what_the_page_of_a_report_is_made_of(files: set[str]) -
     assert {"page.html", "page.css", "app.js"} <= parts
 
 
+def test_the_wheel_holds_the_tasks_for_lm_eval(files: set[str]) -> None:
+    tasks = {path.name for path in (ROOT / "attnscale" / "lab" / "lm_eval_tasks").glob("*.yaml")}
+    assert tasks == {Path(name).name for name in files if re.fullmatch(r"attnscale/lab/lm_eval_tasks/.*\.yaml", name)}
+    assert len(tasks) == 3
+
+
 def test_both_packages_are_typed(files: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= files
 
@@ -97,7 +103,7 @@ def test_the_core_needs_torch_and_einops_only(metadata: Message) -> None:
 
 
 def test_the_extras_are_the_documented_ones(metadata: Message) -> None:
-    extras = {"hf", "log", "wandb", "trackio", "mlflow", "report", "cli", "bench", "triton", "dev"}
+    extras = {"hf", "log", "wandb", "trackio", "mlflow", "report", "cli", "bench", "triton", "eval", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert {"rich", "pyyaml", "triton", "transformers"} <= {name.lower() for name in requirements(metadata, core=False)}
 

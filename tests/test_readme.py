@@ -52,7 +52,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model in place of the one that snippets name; empty without transformers."""
     folder = tmp_path_factory.mktemp("model")
     if find_spec("transformers"):
-        importlib.import_module("tiny_models").llama().float().save_pretrained(folder)
+        models = importlib.import_module("tiny_models")
+        models.llama(vocab_size=256).float().save_pretrained(folder)
+        models.byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -77,10 +79,12 @@ def test_a_snippet_runs(block: Block, model_folder: Path, monkeypatch: pytest.Mo
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     code = block.code.replace(HUB_MODEL, repr(str(model_folder)))
-    for package in ("attnscale.hf.", "peft.", "attnscale_kernels"):
+    for package in ("attnscale.hf.", "peft.", "attnscale_kernels", "lm_eval"):
         if package in code:
-            needed = {"attnscale.hf.": "transformers", "attnscale_kernels": "triton"}.get(package, "peft")
+            needed = {"attnscale.hf.": "transformers", "attnscale_kernels": "triton"}.get(package, package.strip("."))
             pytest.importorskip(needed, reason=f"{needed} is not installed")
+    if "lm_eval" in code:  # it asks git, pip and nvidia-smi about the machine, which takes long
+        monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     if "attnscale_kernels" not in code:
         # What a user sees, who has not chosen triton's interpreter as `conftest` does.
         for module in ("attnscale_kernels.availability", "attnscale.backends.triton"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenizers
 import torch
 import transformers
 
@@ -85,3 +86,15 @@ def logits(model, tokens=TOKENS, **inputs):
         if model.config.is_encoder_decoder:
             inputs.setdefault("decoder_input_ids", tokens)
         return model(input_ids=tokens, **inputs).logits
+
+
+def byte_tokenizer():
+    """One token for each of the 256 bytes, none of them special but the end of a text."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    end = "Ā"  # stands for the byte 0, which no text has
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token=end, pad_token=end)
