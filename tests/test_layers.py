@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf",),
     ("report",),
     ("bench",),
+    ("lab",),
     ("doctor", "demo"),
     ("cli",),
     ("__main__",),
@@ -82,7 +83,7 @@ def test_the_exceptions_are_needed() -> None:
 
 
 def test_the_package_is_imported_by_its_parts_and_not_whole() -> None:
-    above = {"report", "bench", "doctor", "demo", "cli", "__main__", "hf", "diagnostics"}
+    above = {"report", "bench", "lab", "doctor", "demo", "cli", "__main__", "hf", "diagnostics"}
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line}"
         for file in files()
