@@ -1,0 +1,79 @@
+"""From the words of a command line to the function that runs them; a mistake gets one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from attnscale.errors import ArgumentError, ArgumentTypeError
+
+# Name, the file in this folder whose function of that name adds the options, and what it does. Only the file of the
+# command that is asked for is imported.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("evaluate", "the model in the wheel under five laws at growing length: table and page"),
+    "evaluate": ("evaluate", "retrieval, perplexity and attention of models under policies, by length"),
+    "run": ("experiments", "an experiment from a YAML file, with key=value overrides"),
+    "policies": ("show", "every temperature policy with its parameters"),
+    "watch": ("show", "a run of the monitor in the terminal, live"),
+    "report": ("show", "a run of the monitor, or an evaluation, as one HTML page"),
+    "bench": ("bench", "cost against torch's attention, as ratios in one run"),
+    "doctor": ("show", "versions, devices and a self-check of every backend"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, and whose help keeps the lines of its examples."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, and leave."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (help: {self.prog} --help)\n")
+
+    def show_examples(self, *lines: str) -> None:
+        """End the help with command lines of this command, which stand here without its name."""
+        self.epilog = "\n".join(["examples:", *(f"  {self.prog} {line}".rstrip() for line in lines)])
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """The error for words that no option takes, with the option that was probably meant."""
+        known = [option for action in self._actions for option in action.option_strings]
+        nearest = difflib.get_close_matches(words[0].partition("=")[0], known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+    @contextmanager
+    def bad_arguments(self) -> Iterator[None]:
+        """Turn an error about a value into one of the command line."""
+        try:
+            yield
+        except (ArgumentError, ArgumentTypeError) as error:
+            self.error(str(error))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command: `command`, its `parser`, and `run(console, options)`, which returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    asked = next((word for word in words if not word.startswith("-")), None)
+    top = Parser(prog="attnscale", description="Attention whose temperature knows its context.")
+    top.show_examples("demo", "evaluate MODEL --lengths 512:8192 --text FILE", "COMMAND --help")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (file, summary) in COMMANDS.items():
+        # `help` alone puts a line into the list of commands; the parser of the others is never used.
+        parser = commands.add_parser(name, help=summary, prog=f"attnscale {name}", description=_sentence(summary))
+        if name == asked:
+            getattr(importlib.import_module(f"attnscale.cli.{file}"), name)(parser)
+            parser.set_defaults(parser=parser)
+    options, unknown = top.parse_known_args(words)
+    if unknown:
+        options.parser.refuse(unknown)
+    return options
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
