@@ -25,6 +25,7 @@ from attnscale.lab.cells import Cells, Key
 from attnscale.lab.laws import OWN, Law, read_law
 from attnscale.lab.models import EMBEDDED, ModelFolder
 from attnscale.lab.needles import BYTES, NeedleFormat, Retrieval, hide_needles
+from attnscale.lab.peak_memory import peak_memory
 from attnscale.lab.tables import write_tables
 from attnscale.lab.tasks import answer_questions, read_window, recall_sequence, seeded, windows_of
 
@@ -145,8 +146,9 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
                 if progress is not None:
                     progress(done, len(jobs), f"{folder.name}, {law.label}, {job.key['length']}")
                 started = time.perf_counter()
-                result = _compute(evaluation, model, job)
-                cells.write(job.key, result=result, seconds=round(time.perf_counter() - started, 4))
+                with peak_memory() as peak:
+                    result = _compute(evaluation, model, job)
+                cells.write(job.key, result=result, seconds=time.perf_counter() - started, peak_mb=peak())
                 done += 1
     if progress is not None:
         progress(done, len(jobs), "writing tables")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from attnscale.lab.summary import Samples, summarise, write_table
 _DIFFERENCE = ("difference", "difference_low", "difference_high")
 RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_DIFFERENCE, "samples")
 STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
-COST = ("task", "model", "policy", "length", "seconds")
+COST = ("task", "model", "policy", "length", "seconds", "peak_mb")
 
 DEPTHS = 5  # bins of the depth of a needle
 
@@ -29,11 +29,20 @@ def write_tables(output: Path, cells: Sequence[Cell]) -> None:
     """Write the three tables; the first two are the same, byte for byte, however often the run was interrupted."""
     write_table(output / "results.csv", RESULTS, summarise(_samples(cells)))
     write_table(output / "statistics.csv", STATISTICS, _statistics(cells))
-    costs: dict[tuple[Any, ...], list[float]] = {}
+    costs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, key, stored in cells:
-        costs.setdefault((key["task"], model, policy, key["length"]), []).append(stored["seconds"])
-    rows = [dict(zip(COST, (*place, statistics.median(seconds)), strict=True)) for place, seconds in costs.items()]
+        costs.setdefault((key["task"], model, policy, key["length"]), []).append(stored)
+    rows = [
+        dict(zip(COST, (*place, *(_middle(stored, name) for name in COST[4:])), strict=True))
+        for place, stored in costs.items()
+    ]
     write_table(output / "cost.csv", COST, rows)
+
+
+def _middle(stored: list[dict[str, Any]], name: str) -> float:
+    """The median of what cells cost; NaN where this machine could not tell."""
+    known = [cell[name] for cell in stored if cell.get(name) is not None]
+    return float(statistics.median(known)) if known else math.nan
 
 
 def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
@@ -64,7 +73,7 @@ def _losses(key: Key, result: dict[str, Any]) -> Iterable[tuple[Group, tuple[flo
     for length, name, start, stop in parts:
         inside = [b for b in bins if start <= b["start"] and b["stop"] <= stop]
         nats = sum(b["nats"] for b in inside)
-        yield ("perplexity", "bits_per_byte", length, name), (nats / log(2), sum(b["bytes"] for b in inside))
+        yield ("perplexity", "bits_per_byte", length, name), (nats / math.log(2), sum(b["bytes"] for b in inside))
         yield ("perplexity", "nats_per_token", length, name), (nats, stop - start)
 
 
