@@ -331,13 +331,14 @@ def draws(seed: Tensor, shape: tuple[int, int, int, int], dropout_p: float, bloc
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN, with NaN on both sides: what a kernel leaves out or writes too much shows."""
+    """Fresh memory holds NaN, counts the least int, also on both sides: what is left out or written too much shows."""
     buffers: list[Tensor] = []
 
     def poison(x: Tensor) -> Tensor:
-        if not x.numel() or not x.is_floating_point():
+        if not x.numel() or not (x.is_floating_point() or x.dtype == torch.int32):
             return x
-        buffer = torch.full((x.numel() + 2 * GUARD,), math.nan, dtype=x.dtype)
+        fill = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).min
+        buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype)
         buffers.append(buffer)
         return buffer[GUARD:-GUARD].view(x.shape)
 
@@ -352,8 +353,9 @@ def poisoned() -> Iterator[None]:
         yield
     assert buffers, "nothing was allocated: is memory taken in another way now?"
     for buffer in buffers:
-        assert buffer[:GUARD].isnan().all(), "something was written before the first row"
-        assert buffer[-GUARD:].isnan().all(), "something was written behind the last row"
+        fresh = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
+        assert fresh[:GUARD].all(), "something was written before the first row"
+        assert fresh[-GUARD:].all(), "something was written behind the last row"
 
 
 def forward(x: Inputs, tile: Tile | None = TILE) -> Forward:

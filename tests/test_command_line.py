@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import itertools
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ import torch
 
 import attnscale
 import attnscale_kernels
-from attnscale import demo
 from attnscale.bench.rows import Row
 from attnscale.cli import main
 from attnscale.policies import POLICIES
@@ -81,44 +79,6 @@ def test_policies_lists_every_policy_with_its_parameters(
     assert list(listed) == list(POLICIES)
     assert listed["constant"] == "beta=1.0"
     assert listed["ssmax"].startswith("num_heads, reference_length=2048")
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, list[demo.Measurement]]:
-    results = demo.measure(lengths=(64, 256, 1024), rows=32)
-    return {law: [cell for cell in results if cell.policy == law] for law in demo.LAWS}
-
-
-def test_measured_temperatures_are_those_of_the_laws(measured: dict[str, list[demo.Measurement]]) -> None:
-    for law, parameters in demo.LAWS.items():
-        assert [cell.length for cell in measured[law]] == [64, 256, 1024]
-        policy = attnscale.build_policy(law, **parameters)
-        assert [cell.beta for cell in measured[law]] == [float(policy(cell.length)) for cell in measured[law]]
-
-
-def test_measured_attention_fades_when_constant_and_stays_in_a_band_under_the_logarithm(
-    measured: dict[str, list[demo.Measurement]],
-) -> None:
-    constant, log = ([cell.w_max for cell in measured[law]] for law in ("constant", "log"))
-    assert all(later < earlier / 2 for earlier, later in itertools.pairwise(constant))
-    assert max(log) < 1.25 * min(log)
-
-
-def test_faster_laws_concentrate_more_at_every_length(measured: dict[str, list[demo.Measurement]]) -> None:
-    for column in range(3):
-        by_temperature = sorted((cells[column] for cells in measured.values()), key=lambda cell: cell.beta)
-        for slower, faster in itertools.pairwise(by_temperature):
-            assert slower.w_max < faster.w_max
-            assert slower.entropy > faster.entropy
-
-
-def test_measuring_is_repeatable_and_leaves_the_random_state_alone() -> None:
-    torch.manual_seed(5)
-    state = torch.random.get_rng_state()
-    first = demo.measure(lengths=(16,), rows=4)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    torch.manual_seed(6)
-    assert demo.measure(lengths=(16,), rows=4) == first
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], [], ["doctor", "--nonsense"]], ids=["unknown", "none", "option"])

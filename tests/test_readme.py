@@ -8,6 +8,7 @@ import csv
 import doctest
 import importlib
 import re
+import statistics
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -152,8 +153,6 @@ def test_figures_are_those_of_the_committed_tables() -> None:
         assert f"| `{provider}` | {' | '.join(shown)} |" in BENCH
     shown = [measured["stats_all_rows", "forward", "time_ratio", length] for length in ("2048", "4096", "8192")]
     assert f"| statistics of all rows, forward | {' | '.join(shown)} |" in BENCH
-    w_max = {(row["policy"], row["length"]): float(row["w_max"]) for row in read("temperature.csv")}
-    assert f"{w_max['constant', '8192']:.3f} at 8192 keys" in README
 
 
 def test_figures_of_the_root_are_those_of_the_committed_tables() -> None:
@@ -182,6 +181,42 @@ def test_figures_of_the_root_are_those_of_the_committed_tables() -> None:
     (added,) = (round(float(row["y"])) for row in rows if row["metric"] == "added_ms")
     for text in (README, BENCH):
         assert f"`import attnscale` adds {added} ms" in text.replace("\n", " ")
+
+
+def answered(name: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The rows of an evaluation for all models together, by policy and length."""
+    rows = [row for row in read(name) if row["model"] == "all" and row["metric"] == "accuracy" and not row["bin"]]
+    return {(row["policy"], row["length"]): row for row in rows}
+
+
+def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
+    text, found = README.replace("\n", " "), answered("swapped_in.csv")
+    for policy, words in (("constant", "β = 1 answers {} %"), ("log_squared", "`log_squared` {} %")):
+        assert words.format(f"{100 * float(found[policy, '16384']['value']):.1f}") in text
+    for policy, words in (("gap_adaptive", "`gap_adaptive` {} %"), ("argmax", "limit of sharpening, {} %")):
+        assert words.format(f"{100 * float(found[policy, '16384']['value']):.1f}") in text
+    gain = [100 * float(found["log_squared", "16384"][f"difference{end}"]) for end in ("", "_low", "_high")]
+    assert "({:.1f} points more, 95 % interval {:.1f} to {:.1f})".format(*gain) in text
+    longer = answered("longer_trained.csv")
+    for policy in ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive", "argmax"):
+        shown = [found[policy, n]["value"] for n in ("128", "512", "2048", "8192", "16384")]
+        shown += [longer[policy, n]["value"] for n in ("128", "2048", "16384")]
+        assert f"| `{policy}` | {' | '.join(f'{100 * float(value):.1f}' for value in shown)} |" in README
+    (bits,) = (
+        float(row["difference"])
+        for row in read("swapped_in.csv")
+        if (row["model"], row["metric"], row["policy"], row["length"], row["bin"])
+        == ("all", "bits_per_byte", "log_squared", "16384", "")
+    )
+    assert f"`log_squared` costs {bits:.3f} bits per byte" in text
+
+
+def test_figures_of_max_retrieval_are_those_of_the_committed_table() -> None:
+    rows = read("max_retrieval.csv")
+    for policy in ("constant", "entropy_adaptive", "log", "log_squared", "gap_adaptive", "argmax"):
+        values = [100 * float(row["accuracy"]) for row in rows if (row["policy"], row["length"]) == (policy, "16384")]
+        mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
+        assert f"{policy} {mean:.1f} ± {error:.1f}" in README.replace("\n", " ")
 
 
 def test_figures_of_models_are_those_of_the_committed_tables() -> None:

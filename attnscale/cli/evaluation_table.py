@@ -113,7 +113,7 @@ def _table(task: str, lines: list[Line]) -> Table:
 
 
 def _shown(number: float | None) -> str:
-    return "" if number is None else f"{number:.3f}"
+    return "" if number is None else f"{number:.3f}" if abs(number) < 1000 else f"{number:.1e}"
 
 
 def _number(row: dict[str, str] | None, column: str) -> float | None:

@@ -52,7 +52,7 @@ def trained_seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_run_writes_a_row_for_each_seed_policy_and_length_and_a_picture(tmp_path: Path) -> None:
     heard: list[tuple[int, int]] = []
-    path = run(tiny(tmp_path / "out"), lambda done, total: heard.append((done, total)))
+    path = run(tiny(tmp_path / "out"), lambda done, total, _: heard.append((done, total)))
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert path == tmp_path / "out" / "max_retrieval.csv"
@@ -71,7 +71,7 @@ KILLED = """
 import os, signal, sys
 from attnscale.lab.max_retrieval import MaxRetrieval, run
 config = MaxRetrieval(seeds=(0, 1), steps=100, width=16, lengths=(8, 16, 200), samples=50, output=sys.argv[1])
-run(config, lambda done, total: os.kill(os.getpid(), signal.SIGKILL) if done == 1 else None)
+run(config, lambda done, total, _: os.kill(os.getpid(), signal.SIGKILL) if done == 1 else None)
 """
 
 
