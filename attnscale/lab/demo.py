@@ -17,8 +17,8 @@ def demo_evaluation(output: str | Path, quick: bool = False) -> Evaluation:
         output=str(output),
         policies=POLICIES,
         lengths=(128, 512, 2048) if quick else (128, 512, 2048, 8192, 16384),
-        windows=2,
-        samples=2,
+        windows=2 if quick else 4,
+        samples=2 if quick else 4,
         asked=64,
         needles_every=32,
     )
