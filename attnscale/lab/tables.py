@@ -12,6 +12,7 @@ import torch
 
 from attnscale.lab.attention_rows import QUANTITIES
 from attnscale.lab.cells import Key
+from attnscale.lab.harness_json import write_harness_json
 from attnscale.lab.summary import Samples, summarise, write_table
 
 _DIFFERENCE = ("difference", "difference_low", "difference_high")
@@ -26,8 +27,13 @@ Group = tuple[str, str, int, str]  # task, metric, length, bin
 
 
 def write_tables(output: Path, cells: Sequence[Cell]) -> None:
-    """Write the three tables; the first two are the same, byte for byte, however often the run was interrupted."""
-    write_table(output / "results.csv", RESULTS, summarise(_samples(cells)))
+    """Write the three tables; the first two are the same, byte for byte, however often the run was interrupted.
+
+    The results are also written as JSON, in the conventions of lm-evaluation-harness.
+    """
+    results = summarise(_samples(cells))
+    write_table(output / "results.csv", RESULTS, results)
+    write_harness_json(output, results)
     write_table(output / "statistics.csv", STATISTICS, _statistics(cells))
     costs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, key, stored in cells:

@@ -128,6 +128,19 @@ def test_statistics_are_those_of_the_rows_that_answer(folder, text, tmp_path):
     assert float(plain["entropy"]) > 1.0
 
 
+def test_results_are_also_in_the_conventions_of_lm_eval(folder, text, tmp_path):
+    output = evaluate(small(folder, text, tmp_path / "out"))
+    content = json.loads((output / "lm_eval" / "results_log.json").read_text())
+    (accuracy,) = rows(output, task="multi_needle", policy="log", length=256, bin="")
+    (bits,) = rows(output, task="perplexity", metric="bits_per_byte", policy="log", length=256, bin="")
+    found = content["results"]
+    assert found["multi_needle_256"]["acc,none"] == pytest.approx(float(accuracy["value"]), rel=1e-5)
+    spread = float(bits["high"]) - float(bits["low"])
+    assert found["perplexity_256"]["bits_per_byte_stderr,none"] == pytest.approx(spread / 3.92, rel=1e-3)
+    assert content["n-samples"]["multi_needle_256"]["effective"] == 3
+    assert (output / "lm_eval" / "results_gap_adaptive_r=4.json").is_file()
+
+
 def test_recall_takes_the_arguments_people_know(folder, text, tmp_path):
     output = evaluate(small(folder, text, tmp_path / "out", tasks=("recall",), num_kv_pairs=8))
     (row,) = rows(output, task="recall", policy="constant", length=256, bin="")
