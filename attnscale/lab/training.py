@@ -37,7 +37,7 @@ class Training:
         policies: what the models are trained with: "constant", "log", "ssmax", "gap_adaptive".
         seeds: of weights and data.
         steps: of AdamW, with a warm-up of 50 and a cosine.
-        length: of the longest sequence.
+        length: of the longest sequence. Over the first half of the steps the longest one grows from 32 to it.
         batch: sequences a step.
         learning_rate: at its peak.
     """
@@ -45,9 +45,9 @@ class Training:
     output: str
     policies: tuple[str, ...] = ("constant",)
     seeds: tuple[int, ...] = (0,)
-    steps: int = 1500
+    steps: int = 1000
     length: int = 128
-    batch: int = 32
+    batch: int = 64
     learning_rate: float = 3e-3
 
     def __post_init__(self) -> None:
@@ -123,13 +123,14 @@ def train(training: Training, policy: str, seed: int, report: Callable[[int], No
     learned: dict[str, Any] = {"constant": {}, "log": {"reference_length": training.length}}.get(policy, {})
     handle = attnscale.hf.apply(model, policy, layers="nope", **learned)
     text, generator = read_text("train"), Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), training.learning_rate, (0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), training.learning_rate, (0.9, 0.98), weight_decay=0.2)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / training.steps))
     )
     model.train()
     for step in range(training.steps):
-        length = 4 * int(torch.randint(8, training.length // 4 + 1, (1,), generator=generator))
+        longest = min(training.length, 32 + int((training.length - 32) * 2 * step / training.steps))
+        length = 4 * int(torch.randint(8, longest // 4 + 1, (1,), generator=generator))
         needles = int(torch.randint(1, max(2, length // 12 + 1), (1,), generator=generator))
         tokens = sample_batch(text, training.batch, length, needles, generator)
         logits = model(tokens[:, :-1]).logits.transpose(1, 2)
