@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Others = ParamSpec("Others")
+Found = TypeVar("Found")
 
 
 class Resources(NamedTuple):
@@ -87,6 +90,21 @@ class Launch(NamedTuple):
                 self.kernel[(self.grid,)](
                     **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
                 )
+
+
+def launched(
+    make: Callable[Concatenate[Tensor, Others], tuple[tuple[Launch, ...], Found]],
+) -> Callable[Concatenate[Tensor, Others], Found]:
+    """A function that makes launches, and the tensors that they will fill, as one that also runs them, in order."""
+
+    @functools.wraps(make)
+    def run(like: Tensor, /, *args: Others.args, **kwargs: Others.kwargs) -> Found:
+        launches, found = make(like, *args, **kwargs)
+        for launch in launches:
+            launch.run(like)
+        return found
+
+    return run
 
 
 class View(NamedTuple):

@@ -16,6 +16,7 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    launched,
     resources_of,
     unit_stride,
     view,
@@ -43,7 +44,7 @@ def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
     return max(1, min(2 * multiprocessors // max(programs, 1), tiles // 2, 128))
 
 
-def decode(
+def decode_launches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -56,35 +57,11 @@ def decode(
     entropy: bool = False,
     splits: int | None = None,
     tile: Tile | None = None,
-) -> Forward:
+) -> tuple[tuple[Launch, Launch], Forward]:
     """`flash_forward` for few queries [B, H, Tq, D] and many keys [B, Hkv, Tk, D], divided among `splits` programs.
 
     Correct for any Tq, and meant for 16 or fewer.
     """
-    launches, result = decode_launches(
-        query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
-        splits=splits, tile=tile,
-    )  # fmt: skip
-    for launch in launches:
-        launch.run(query)
-    return result
-
-
-def decode_launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    visibility: Visibility,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    entropy: bool,
-    splits: int | None = None,
-    tile: Tile | None = None,
-) -> tuple[tuple[Launch, Launch], Forward]:
-    """The launches that `decode` makes, in order, and the tensors that they will fill."""
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     if heads % kv_heads:
@@ -140,6 +117,9 @@ def decode_launches(
         1,
     )
     return (split, merged), result
+
+
+decode = launched(decode_launches)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import Launch, Resources, Tile, block_of, resources_of, unit_stride, view
+from ..launch import Launch, Resources, Tile, block_of, launched, resources_of, unit_stride, view
 from .kernel import softmax_backward_kernel, softmax_forward_kernel
 
 ONE_BLOCK = 8192  # keys of the longest row that is held in registers
@@ -27,7 +27,7 @@ class RowSoftmax(NamedTuple):
 
 
 class SoftmaxGradient(NamedTuple):
-    """What `backward_launch` will fill."""
+    """What `backward_launches` will fill."""
 
     scores: Tensor  # [..., Tq, Tk]
     beta: Tensor | None  # [..., Tq] fp32; None: not asked for
@@ -40,7 +40,7 @@ def softmax_tile(queries: int, keys: int, resources: Resources) -> Tile:
     return Tile(m, n, min(max(m * n // (8 * resources.warp_size), 1), 16), 1)
 
 
-def forward_launch(
+def forward_launches(
     scores: Tensor,
     beta: Tensor,
     *,
@@ -48,8 +48,8 @@ def forward_launch(
     bias: Tensor | None,
     thresholds: Tensor | None,
     tile: Tile | None = None,
-) -> tuple[Launch, RowSoftmax]:
-    """softmax(β·(s + bias)) over what the mask lets each row see: the launch, and the tensors that it will fill.
+) -> tuple[tuple[Launch], RowSoftmax]:
+    """softmax(β·(s + bias)) over what the mask lets each row see.
 
     Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
     Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
@@ -94,10 +94,13 @@ def forward_launch(
         "BLOCK_T": triton.next_power_of_2(max(wanted, 1)),
     }
     grid = batch * heads * triton.cdiv(queries, tile.m)
-    return Launch(softmax_forward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
+    return (Launch(softmax_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
 
 
-def backward_launch(
+softmax_forward = launched(forward_launches)
+
+
+def backward_launches(
     gradient: Tensor,
     weights: Tensor,
     beta: Tensor,
@@ -106,11 +109,11 @@ def backward_launch(
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
-) -> tuple[Launch, SoftmaxGradient]:
+) -> tuple[tuple[Launch], SoftmaxGradient]:
     """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
 
-    The launch, and the tensors that it will fill. Deterministic: no two programs add to the same element. dβ needs
-    scores and bias, and is None without scores. `dtype` is that of the gradient of scores, by default the weights'.
+    Deterministic: no two programs add to the same element. dβ needs scores and bias, and is None without scores.
+    `dtype` is that of the gradient of scores, by default the weights'.
     """
     shape = weights.shape
     result = SoftmaxGradient(
@@ -135,7 +138,10 @@ def backward_launch(
     }
     constants: dict[str, object] = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
     grid = batch * heads * triton.cdiv(queries, tile.m)
-    return Launch(softmax_backward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
+    return (Launch(softmax_backward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
+
+
+softmax_backward = launched(backward_launches)
 
 
 def as_axes(x: Tensor, shape: tuple[int, ...], axes: int) -> Tensor:
