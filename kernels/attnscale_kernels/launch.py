@@ -17,10 +17,11 @@ Found = TypeVar("Found")
 
 
 class Resources(NamedTuple):
-    """What a tile is chosen by: shared memory of a block in bytes, and threads of a warp."""
+    """What tiles and splits are chosen by: bytes of shared memory of a block, threads of a warp, multiprocessors."""
 
     shared_memory: int
     warp_size: int
+    multiprocessors: int = 108  # those of an A100
 
 
 # Limits of the devices that kernels are compiled for ahead of time.
@@ -61,7 +62,7 @@ def resources_of(device: torch.device) -> Resources:
 def _query(index: int) -> Resources:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return Resources(int(shared), int(properties.warp_size))
+    return Resources(int(shared), int(properties.warp_size), int(properties.multi_processor_count))
 
 
 class Tile(NamedTuple):
@@ -86,7 +87,7 @@ class Launch(NamedTuple):
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
         if self.grid:
-            with current(like):
+            with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
                 self.kernel[(self.grid,)](
                     **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
                 )
@@ -141,18 +142,9 @@ def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        "PRECISION": precision_of(query),
+        # In fp32 products are as torch is set; in half precision there is only one way.
+        "PRECISION": "tf32" if query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
     }
-
-
-def precision_of(x: Tensor) -> str:
-    """The precision of a matrix product: in fp32 as torch is set, in half precision there is only one."""
-    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the device of a tensor the current one, which a launch goes to."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
@@ -71,9 +69,10 @@ def decode_launches(
     query, key, value = (unit_stride(x) for x in (query, key, value))
     beta = beta.to(torch.float32).expand(batch, heads, queries)
     group_rows, shape = heads // kv_heads * queries, (block_of(dim), block_of(value_dim), query.element_size())
-    tile = tile or decode_tile(group_rows, *shape, resources_of(query.device))
+    resources = resources_of(query.device)
+    tile = tile or decode_tile(group_rows, *shape, resources)
     programs = batch * kv_heads * triton.cdiv(group_rows, tile.m)
-    splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), _multiprocessors(query.device))
+    splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), resources.multiprocessors)
 
     result = new_forward(query, value, entropy)
     rows = result.lse.numel()
@@ -120,14 +119,3 @@ def decode_launches(
 
 
 decode = launched(decode_launches)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device, or those of an A100 where there is none."""
-    return _query(device.index or 0) if device.type == "cuda" else 108
-
-
-# Cached per process: the number of multiprocessors is a constant of the machine.
-@functools.cache
-def _query(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)

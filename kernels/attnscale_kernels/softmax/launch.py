@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -66,35 +66,20 @@ def forward_launches(
         torch.empty_like(rows),
         rows.new_empty((*shape[:-1], wanted), dtype=torch.int64) if wanted else None,
     )
-    given, weights = as_axes(unit_stride(scores), shape, 4), as_axes(result.weights, shape, 4)
-    batch, heads, queries, keys = given.shape
-    beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
-    tile = tile or softmax_tile(queries, keys, resources_of(scores.device))
-    arguments: dict[str, object] = {
-        "scores": view(given),
-        "beta": view(beta),
+    arguments = {
+        "scores": view(as_axes(unit_stride(scores), shape, 4)),
         "mask": None if mask is None else view(as_axes(mask.view(torch.uint8), shape, 4)),
         "bias": None if bias is None else view(as_axes(bias, shape, 4)),
-        "weights": view(weights),
+        "weights": view(as_axes(result.weights, shape, 4)),
         "thresholds_ptr": thresholds if wanted else None,
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "w_max_ptr": result.w_max,
         "entropy_ptr": result.entropy,
         "counts_ptr": result.gap_counts,
-        "heads": heads,
-        "queries": queries,
-        "keys": keys,
     }
-    constants = {
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "LONG": tile.n < keys,
-        "THRESHOLDS": wanted,
-        "BLOCK_T": triton.next_power_of_2(max(wanted, 1)),
-    }
-    grid = batch * heads * triton.cdiv(queries, tile.m)
-    return (Launch(softmax_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
+    constants = {"THRESHOLDS": wanted, "BLOCK_T": triton.next_power_of_2(max(wanted, 1))}
+    return (_launch(softmax_forward_kernel, result.weights, beta, tile, arguments, constants),), result
 
 
 softmax_forward = launched(forward_launches)
@@ -120,28 +105,31 @@ def backward_launches(
         weights.new_empty(shape, dtype=dtype or weights.dtype),
         None if scores is None else weights.new_empty(shape[:-1], dtype=torch.float32),
     )
-    weights, gradient = (as_axes(unit_stride(x), shape, 4) for x in (weights, gradient))
-    beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
-    batch, heads, queries, keys = weights.shape
-    tile = tile or softmax_tile(queries, keys, resources_of(weights.device))
-    arguments: dict[str, object] = {
-        "weights": view(weights),
-        "grad_weights": view(gradient),
+    arguments = {
+        "weights": view(as_axes(unit_stride(weights), shape, 4)),
+        "grad_weights": view(as_axes(unit_stride(gradient), shape, 4)),
         "scores": None if scores is None else view(as_axes(unit_stride(scores), shape, 4)),
         "bias": None if scores is None or bias is None else view(as_axes(bias, shape, 4)),
-        "beta": view(beta),
         "grad_scores": view(as_axes(result.scores, shape, 4)),
         "dbeta_ptr": result.beta,
-        "heads": heads,
-        "queries": queries,
-        "keys": keys,
     }
-    constants: dict[str, object] = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
-    grid = batch * heads * triton.cdiv(queries, tile.m)
-    return (Launch(softmax_backward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
+    return (_launch(softmax_backward_kernel, result.scores, beta, tile, arguments, {}),), result
 
 
 softmax_backward = launched(backward_launches)
+
+
+def _launch(
+    kernel: Any, matrix: Tensor, beta: Tensor, tile: Tile | None, arguments: dict[str, Any], constants: dict[str, Any]
+) -> Launch:
+    """A launch for all rows of a matrix [..., Tq, Tk], with what both kernels are given and compiled for."""
+    batch, heads, queries, keys = as_axes(matrix, matrix.shape, 4).shape
+    tile = tile or softmax_tile(queries, keys, resources_of(matrix.device))
+    row_beta = as_axes(beta.to(torch.float32), matrix.shape[:-1], 3)
+    arguments |= {"beta": view(row_beta), "heads": heads, "queries": queries, "keys": keys}
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
+    grid = batch * heads * triton.cdiv(queries, tile.m)
+    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
 
 
 def as_axes(x: Tensor, shape: tuple[int, ...], axes: int) -> Tensor:
