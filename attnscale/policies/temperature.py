@@ -33,8 +33,8 @@ def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tens
     if not policy.needs_query and context.positions is None and not is_watched():
         shared_n = same_for_every_row(context)
         if shared_n is not None and not _has_tensors(policy):
-            behind_window = context.causal and context.left is not None and isinstance(context.slot, int)
-            beta = _of_one_row(policy, shared_n, context.slot if behind_window else None)
+            slot = context.slot if context.causal and context.left is not None else None
+            beta = _of_one_row(policy, shared_n, slot if isinstance(slot, int) else None)
             if beta is not None:
                 return beta
         if isinstance(policy, FormulaPolicy) and context.visible is not None:

@@ -7,7 +7,7 @@ softcap and bias, before β).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class RowStats(NamedTuple):
     def only(self, request: StatsRequest) -> RowStats:
         """The same without those statistics of the softmax that are not asked for."""
         names = ("lse", "max_logit", "w_max", "entropy")
-        return self._replace(**{name: None for name in names if not getattr(request, name)})
+        unasked: dict[str, Any] = {name: None for name in names if not getattr(request, name)}
+        return self._replace(**unasked)
 
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
