@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from attnscale._util.checks import check_broadcasts, check_scores, read_number
+from attnscale.call.context import shown
 from attnscale.errors import ArgumentError, BackendError, DtypeError, reject, reject_type
 from attnscale.statistics import RowStats, StatsRequest, checked_request, row_statistics
+from attnscale.statistics.gaps import FAR
 from attnscale_kernels import interpreting, why_unavailable
 from attnscale_kernels.derivatives import other_derivative
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-HIDDEN_BELOW = -1e29  # a score below this is that of a hidden key
-BIAS_HIDES_BELOW = -1e4  # a bias at or below this hides its key
 
 
 class SoftmaxOutput(NamedTuple):
@@ -92,32 +90,23 @@ def _by_kernel(
     seen = _seen(raw, mask, bias)
     # The kernel has no Λ: that and n come from plain torch.
     rest = StatsRequest(False, False, False, False, accumulation=request.accumulation, min_rank=request.min_rank)
-    return SoftmaxOutput(
-        found.weights,
-        row_statistics(raw, beta, seen, rest)._replace(
-            lse=found.lse if request.lse else None,
-            max_logit=found.max_logit if request.max_logit else None,
-            w_max=found.w_max if request.w_max else None,
-            entropy=found.entropy if request.entropy else None,
-            gap_counts=found.gap_counts,
-        ),
-    )
+    names = ("lse", "max_logit", "w_max", "entropy", "gap_counts")
+    stats = row_statistics(raw, beta, seen, rest)._replace(**{name: getattr(found, name) for name in names})
+    return SoftmaxOutput(found.weights, stats.only(request))
 
 
 def _seen(raw: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
     """Which scores count, [..., Tq, Tk]; a NaN hides no key."""
-    seen = ~(raw.detach() < HIDDEN_BELOW)
+    seen = ~(raw.detach() < -FAR)
     if bias is not None:
-        seen = seen & ~(bias.detach() <= BIAS_HIDES_BELOW)
+        seen = seen & shown(bias.detach())
     return seen if mask is None else seen & mask
 
 
 def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None) -> str | None:
-    reason = why_unavailable(scores.device)
+    reason = why_unavailable(scores.device, scores.dtype)
     if reason is not None:
         return reason
-    if scores.dtype not in KERNEL_DTYPES:
-        return f"triton kernels take float32, float16 and bfloat16, not {scores.dtype}"
     derivative = other_derivative(scores, beta, bias)
     return None if derivative is None else f"triton kernels have one backward pass, and no {derivative}"
 

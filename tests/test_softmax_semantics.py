@@ -170,7 +170,7 @@ def test_the_kernel_is_asked_only_where_it_runs(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["kernel"]
     with pytest.raises(BackendError, match=r"backend='triton'.*float32, float16 and bfloat16, not torch.float64"):
         softmax(normal(2, 3).double(), backend="triton")
-    monkeypatch.setattr(module, "why_unavailable", lambda device: f"no kernels for {device.type}")
+    monkeypatch.setattr(module, "why_unavailable", lambda device, dtype: f"no kernels for {device.type}")
     assert softmax(normal(2, 3)).weights.shape == (2, 3)
     with pytest.raises(BackendError, match="no kernels for cpu"):
         softmax(normal(2, 3), backend="triton")

@@ -20,9 +20,8 @@ def is_watched() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
         or torch._C._get_tracing_state() is not None
-        or (torch._C._len_torch_function_stack() > 0 and not _only_default_devices())
+        or (
+            torch._C._len_torch_function_stack() > 0
+            and not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+        )
     )
-
-
-def _only_default_devices() -> bool:
-    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

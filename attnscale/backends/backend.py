@@ -19,15 +19,12 @@ class Backend(Protocol):
     @property
     def automatic(self) -> bool:
         """Whether "auto" may choose it; otherwise it runs only where asked for by name."""
-        ...
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this call cannot be computed here, or None if it can."""
-        ...
 
     def run(self, call: AttentionCall) -> Tensor:
         """The output [B, H, Tq, Dv]."""
-        ...
 
 
 class MeasuringBackend(Backend, Protocol):
@@ -35,11 +32,9 @@ class MeasuringBackend(Backend, Protocol):
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
         """The output and the statistics of all rows."""
-        ...
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         """The statistics without the output."""
-        ...
 
 
 def no_derivative(derivative: str) -> str:

@@ -17,10 +17,5 @@ def counted(call: AttentionCall) -> RowStats:
 
 def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: Tensor, entropy: Tensor) -> RowStats:
     """The requested ones of the statistics that a forward gives, each [B, H, Tq]; `top` is the largest logit."""
-    return counted(call)._replace(
-        lse=lse if request.lse else None,
-        max_logit=top if request.max_logit else None,
-        w_max=largest_weight(top, lse) if request.w_max else None,
-        entropy=entropy if request.entropy else None,
-        with_sink=call.sinks is not None and request.softmax,
-    )
+    stats = counted(call)._replace(lse=lse, max_logit=top, w_max=largest_weight(top, lse), entropy=entropy)
+    return stats.only(request)._replace(with_sink=call.sinks is not None and request.softmax)

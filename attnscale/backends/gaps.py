@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 from attnscale.backends.blockwise.logits import logit_tile
-from attnscale.backends.blockwise.tiles import SCORE_TENSORS, Scores, Tile, cut, store, workspace_for
-from attnscale.call.attention_call import AttentionCall
+from attnscale.backends.blockwise.tiles import Scores, Tile, cut, store, workspace_for
+from attnscale.call.attention_call import SCORE_TENSORS, AttentionCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
-from attnscale.statistics.gaps import (
-    Accumulation,
-    Spectrum,
-    bracket,
-    count_gaps,
-    empty_spectrum,
-    find_contact,
-    take_spectrum,
-)
-
-ROWS_AT_ONCE = 4096
+from attnscale.statistics.gaps import Accumulation, bracket, count_gaps, find_contact, take_spectrum
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
@@ -66,17 +55,10 @@ def _score_of(call: AttentionCall, slot: Tensor, usable: Tensor) -> Tensor:
     return score
 
 
-def _over_scores(parameter: str, result: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Make a function of the `_scores` of a call, and of one parameter more, an operator of its name."""
-
-    def register(function: Callable[..., Any]) -> CustomOpDef:
-        schema = f"({SCORE_TENSORS}, float scale, float? softcap, {parameter}) -> {result}"
-        return torch.library.custom_op(f"attnscale::{function.__name__}", function, mutates_args=(), schema=schema)
-
-    return register
+SCORES = f"{SCORE_TENSORS}, float scale, float? softcap"
 
 
-@_over_scores("float[] thresholds", "Tensor")
+@torch.library.custom_op("attnscale::gap_counts", mutates_args=(), schema=f"({SCORES}, float[] thresholds) -> Tensor")
 def gap_counts(*arguments: Any) -> Tensor:
     """N(t) [B, H, Tq, thresholds] of the raw scores."""
     *of_scores, thresholds = arguments
@@ -86,23 +68,23 @@ def gap_counts(*arguments: Any) -> Tensor:
     return counts
 
 
-@_over_scores("int min_rank", "(Tensor, Tensor)")
+@torch.library.custom_op(
+    "attnscale::accumulation_bracket", mutates_args=(), schema=f"({SCORES}, int min_rank) -> (Tensor, Tensor)"
+)
 def accumulation_bracket(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Bounds of Λ of the raw scores, each [B, H, Tq]."""
     *others, min_rank = arguments
-    best, counts = empty_spectrum(_rows(query), min_rank, key.shape[2])
+    lower, upper = _rows(query), _rows(query)
     for tile, scores in _raw_tiles(query, key, *others):
-        found = take_spectrum(scores, min_rank, key.shape[2])
-        store(best, tile, found.best)
-        store(counts, tile, found.counts)
-    # Some rows at a time: a bracket needs several times the memory of its spectrum.
-    parts = zip(*(torch.split(x.flatten(0, 2), ROWS_AT_ONCE) for x in (best, counts)), strict=True)
-    ends = [bracket(Spectrum(*part), min_rank) for part in parts]
-    lower, upper = (torch.cat(end).view(query.shape[:3]) for end in zip(*ends, strict=True))
+        found = bracket(take_spectrum(scores, min_rank, key.shape[2]), min_rank)
+        store(lower, tile, found.lower)
+        store(upper, tile, found.upper)
     return lower, upper
 
 
-@_over_scores("int min_rank", "(Tensor, Tensor, Tensor, Tensor)")
+@torch.library.custom_op(
+    "attnscale::contacts", mutates_args=(), schema=f"({SCORES}, int min_rank) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 def contacts(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Λ, its rank k*, and the slots of the keys of rank 1 and k*; each [B, H, Tq]."""
     *of_scores, min_rank = arguments
@@ -136,10 +118,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _scores(call: AttentionCall) -> tuple[Any, ...]:
     """The arguments that the operators share."""
-    start, stop = call.context.bounds()
-    mask = None if call.context.mask is None else call.context.mask.detach()
-    query, key = call.query.detach(), call.key.detach()
-    return query, key, None, start, stop, call.context.padding, mask, call.scale, call.softcap
+    query, key, _, *others = call.detached().score_tensors()
+    return query, key, None, *others, call.scale, call.softcap
 
 
 def _raw_tiles(*of_scores: Any) -> Iterator[tuple[Tile, Tensor]]:

@@ -14,13 +14,11 @@ from attnscale.backends.gaps import add_gaps
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
-from attnscale_kernels import interpreting, why_unavailable
+from attnscale_kernels import Visibility, interpreting, why_unavailable
 
 if TYPE_CHECKING:
     from attnscale_kernels.flash.launch import Forward
-    from attnscale_kernels.visibility import Visibility
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256
 FEW_ROWS = 16  # queries of a sequence up to which keys are split over programs: one program per head would be too few
 
@@ -37,12 +35,10 @@ class TritonBackend:
         return not interpreting()
 
     def why_not(self, call: AttentionCall) -> str | None:
-        reason = why_unavailable(call.query.device)
+        dtype, *others = (dtype_of(x) for x in (call.query, call.key, call.value))
+        reason = why_unavailable(call.query.device, dtype)
         if reason is not None:
             return reason
-        dtype, *others = (dtype_of(x) for x in (call.query, call.key, call.value))
-        if dtype not in DTYPES:
-            return f"triton kernels take float32, float16 and bfloat16, not {dtype}"
         if any(other != dtype for other in others):
             return "query, key and value have different dtypes"
         if call.key.shape[1] != call.value.shape[1]:
@@ -74,9 +70,7 @@ def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
     from attnscale_kernels.decode.op import decode_attention
     from attnscale_kernels.flash.op import flash_attention
 
-    beta = call.beta
-    if isinstance(beta, float):
-        beta = torch.full((1, 1, 1), beta, device=call.query.device, dtype=torch.float32)
+    beta = call.beta if isinstance(call.beta, Tensor) else call.row_beta()
     arguments = call.query, call.key, call.value, beta, visibility_of(call)
     if call.query.shape[2] <= FEW_ROWS and call.dropout_p == 0.0 and not _needs_gradient(call):
         return decode_attention(*arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy)
@@ -116,8 +110,6 @@ def _add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> Ro
 
 def visibility_of(call: AttentionCall) -> Visibility:
     """The visibility of a call in the form kernels take it."""
-    from attnscale_kernels.visibility import Visibility
-
     context = call.context
     if isinstance(context.slot, int) and context.first is None:
         return Visibility(context.slot, context.left, context.right, padding=context.padding, mask=context.mask)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from attnscale.call.context import Context
 
+# `AttentionCall.score_tensors` in the schema of an operator.
+SCORE_TENSORS = "Tensor query, Tensor key, Tensor? beta, Tensor start, Tensor stop, Tensor? padding, Tensor? mask"
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -44,6 +47,11 @@ class AttentionCall:
         if isinstance(beta, float):
             beta = torch.full((1, 1, 1), beta, device=self.query.device, dtype=torch.float32)
         return beta.expand(self.query.shape[:3])
+
+    def score_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that logits depend on, with β [B, H, Tq] and the bounds [B|1, Tq] of the slots a row may see."""
+        context = self.context
+        return self.query, self.key, self.row_beta(), *context.bounds(), context.padding, context.mask
 
     def detached(self) -> AttentionCall:
         """The same call without gradients or dropout, for measuring."""

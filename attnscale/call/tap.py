@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util import state
+from attnscale._util.uncopied import Uncopied
 from attnscale.call.attention_call import AttentionCall
 
 Run = Callable[[AttentionCall], Tensor]
@@ -39,30 +40,24 @@ class Listener(Protocol):
         """The number of a call that is made, with gradients enabled or not. A call that a checkpoint repeats inside
         backward has the number of the first.
         """
-        ...
 
     def forward(self, event: CallEvent, number: int) -> None:
         """A call in forward."""
-        ...
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
         """A call that backward has reached, and the gradient of its output."""
-        ...
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """The gradients of query, key and value."""
-        ...
 
     def skip(self, call: AttentionCall, reason: str) -> None:
         """A call that cannot be reported."""
-        ...
 
     def give_up(self, error: Exception) -> None:
         """The listener has raised an exception; nothing more is reported to it for now."""
-        ...
 
 
-class Tap:
+class Tap(Uncopied):
     """Connects a module to a listener; `report` runs a call and reports it to the listener of a tap's id.
 
     The id is a tensor, so that modules with different taps share one compiled graph.
@@ -74,10 +69,6 @@ class Tap:
         self.report = report
         self.id = torch.tensor(number)
         state.TAPS[number] = self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or loaded model has no taps."""
-        return type(None), ()
 
     def attach(self, module: Any) -> None:
         """Become the tap of a module."""

@@ -33,7 +33,8 @@ def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tens
     if not policy.needs_query and context.positions is None and not is_watched():
         shared_n = same_for_every_row(context)
         if shared_n is not None and not _has_tensors(policy):
-            beta = _of_one_row(policy, shared_n, _host_position(context))
+            slot = context.slot if context.causal and context.left is not None else None
+            beta = _of_one_row(policy, shared_n, slot if isinstance(slot, int) else None)
             if beta is not None:
                 return beta
         if isinstance(policy, FormulaPolicy) and context.visible is not None:
@@ -152,9 +153,3 @@ def _has_tensors(policy: Policy) -> bool:
     if isinstance(policy, FormulaPolicy) or not isinstance(policy, nn.Module):
         return False
     return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())
-
-
-def _host_position(context: Context) -> int | None:
-    if not context.causal or not isinstance(context.slot, int) or context.left is None:
-        return None
-    return context.slot

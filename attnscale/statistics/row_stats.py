@@ -7,7 +7,7 @@ softcap and bias, before β).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from attnscale._util.tracing import is_watched
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
+from attnscale.statistics.request import StatsRequest
 
 
 class RowStats(NamedTuple):
@@ -38,6 +39,12 @@ class RowStats(NamedTuple):
     rows: Tensor | None = None  # [R], which rows were sampled
     with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
     visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
+
+    def only(self, request: StatsRequest) -> RowStats:
+        """The same without those statistics of the softmax that are not asked for."""
+        names = ("lse", "max_logit", "w_max", "entropy")
+        unasked: dict[str, Any] = {name: None for name in names if not getattr(request, name)}
+        return self._replace(**unasked)
 
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.

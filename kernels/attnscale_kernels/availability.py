@@ -20,7 +20,7 @@ def _installed() -> bool:
 INSTALLED = _installed()
 
 
-def why_unavailable(device: torch.device | None = None) -> str | None:
+def why_unavailable(device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> str | None:
     """Why Triton kernels cannot run on a device (by default: on any device of this machine), or None if they can.
 
     Triton's interpreter, if chosen by TRITON_INTERPRET=1 before triton is imported, runs them on the CPU, slowly.
@@ -30,8 +30,11 @@ def why_unavailable(device: torch.device | None = None) -> str | None:
     """
     if not INSTALLED:
         return "triton is not installed (pip install 'attnscale[triton]')"
-    if interpreting() and (device is None or device.type == "cpu"):
-        return None
-    if device is not None and device.type != "cuda":
-        return f"triton kernels need a CUDA or ROCm device, not {device.type}"
-    return None if torch.cuda.is_available() else "no CUDA or ROCm device is visible to torch"
+    if not (interpreting() and (device is None or device.type == "cpu")):
+        if device is not None and device.type != "cuda":
+            return f"triton kernels need a CUDA or ROCm device, not {device.type}"
+        if not torch.cuda.is_available():
+            return "no CUDA or ROCm device is visible to torch"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"triton kernels take float32, float16 and bfloat16, not {dtype}"
+    return None

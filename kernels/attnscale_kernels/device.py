@@ -262,26 +262,10 @@ def keep(seed, head, rows, slots, dropout_p):
 
 
 @triton.jit
-def attention_scores(
-    q,  # [BM, BD]
-    k,  # [BD, BN]
-    v,  # [BN, BDV]
-    sign,
-    rule,
-    batch,
-    head,
-    rows,
-    slots,
-    start,
-    stop,
-    queries,
-    keys,
-    scale,
-    softcap,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+def attention_scores(q, k, v, sign, rule, place, slots, scale, softcap, PRECISION: tl.constexpr, EDGE: tl.constexpr):
     """Scores y [BM, BN] for the online softmax, HIDDEN where they do not count, and at an edge only finite values.
+
+    Of tiles q [BM, BD], k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop, queries and keys.
 
     A value that is not finite makes the scores of its key NaN instead, so that it reaches the rows that see it and no
     others: 0·NaN in the product of weights and values would reach all of them.
@@ -293,6 +277,7 @@ def attention_scores(
         zero = v.to(tl.float32) - v.to(tl.float32)  # or NaN
         broken = tl.sum(zero, axis=1)  # [BN]
         v = tl.where(zero == 0, v, 0.0)
+        batch, head, rows, start, stop, queries, keys = place
         seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, True)
         if rule.bias_ptr is not None:
             y = (y * scale if softcap is None else y) + bias

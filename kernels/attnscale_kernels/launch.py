@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+Others = ParamSpec("Others")
+Found = TypeVar("Found")
+
 
 class Resources(NamedTuple):
-    """What a tile is chosen by: shared memory of a block in bytes, and threads of a warp."""
+    """What tiles and splits are chosen by: bytes of shared memory of a block, threads of a warp, multiprocessors."""
 
     shared_memory: int
     warp_size: int
+    multiprocessors: int = 108  # those of an A100
 
 
 # Limits of the devices that kernels are compiled for ahead of time.
@@ -58,7 +62,7 @@ def resources_of(device: torch.device) -> Resources:
 def _query(index: int) -> Resources:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return Resources(int(shared), int(properties.warp_size))
+    return Resources(int(shared), int(properties.warp_size), int(properties.multi_processor_count))
 
 
 class Tile(NamedTuple):
@@ -83,10 +87,25 @@ class Launch(NamedTuple):
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
         if self.grid:
-            with current(like):
+            with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
                 self.kernel[(self.grid,)](
                     **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
                 )
+
+
+def launched(
+    make: Callable[Concatenate[Tensor, Others], tuple[tuple[Launch, ...], Found]],
+) -> Callable[Concatenate[Tensor, Others], Found]:
+    """A function that makes launches, and the tensors that they will fill, as one that also runs them, in order."""
+
+    @functools.wraps(make)
+    def run(like: Tensor, /, *args: Others.args, **kwargs: Others.kwargs) -> Found:
+        launches, found = make(like, *args, **kwargs)
+        for launch in launches:
+            launch.run(like)
+        return found
+
+    return run
 
 
 class View(NamedTuple):
@@ -123,18 +142,9 @@ def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        "PRECISION": precision_of(query),
+        # In fp32 products are as torch is set; in half precision there is only one way.
+        "PRECISION": "tf32" if query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
     }
-
-
-def precision_of(x: Tensor) -> str:
-    """The precision of a matrix product: in fp32 as torch is set, in half precision there is only one."""
-    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the device of a tensor the current one, which a launch goes to."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# The fields of `Visibility` in the schema of an operator.
+SCHEMA = "SymInt slot, SymInt? left, SymInt? right, Tensor? start, Tensor? stop, Tensor? padding, Tensor? mask"
+
 
 class Rule(NamedTuple):
     """A `Visibility` as kernels take it: what is None is compiled out, and broadcast axes have a stride of 0."""
@@ -70,16 +73,6 @@ class Visibility(NamedTuple):
             self.left,
             self.right,
         )
-
-
-def bounds_of(visibility: Visibility, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The intervals as tensors [B|1, Tq] in [0, Tk], stop ≥ start."""
-    if visibility.start is not None and visibility.stop is not None:
-        return visibility.start, visibility.stop
-    own = torch.arange(visibility.slot, visibility.slot + queries, device=device, dtype=torch.int32)[None]
-    start = torch.zeros_like(own) if visibility.left is None else (own - visibility.left).clamp(0, keys)
-    stop = torch.full_like(own, keys) if visibility.right is None else (own + visibility.right + 1).clamp(0, keys)
-    return start, torch.maximum(start, stop)
 
 
 def key_ranges(visibility: Visibility, queries: int, rows: int) -> Tensor | None:

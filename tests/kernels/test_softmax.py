@@ -104,7 +104,7 @@ def _rms(x: Tensor) -> float:
 def forward(scores: Tensor, beta: Tensor, tile: Tile | None = None, **arguments: Any) -> RowSoftmax:
     """The forward launch, on outputs filled with what must not be left there."""
     options = {"mask": None, "bias": None, "thresholds": None} | arguments
-    launch, result = launches.forward_launch(scores, beta, tile=tile, **options)
+    (launch,), result = launches.forward_launches(scores, beta, tile=tile, **options)
     for output in result:
         if output is not None:
             output.fill_(math.nan if output.is_floating_point() else -1)
@@ -117,7 +117,7 @@ def backward(
 ) -> SoftmaxGradient:
     """The backward launch, likewise."""
     options = {"scores": None, "bias": None} | arguments
-    launch, result = launches.backward_launch(gradient, weights, beta, tile=tile, **options)
+    (launch,), result = launches.backward_launches(gradient, weights, beta, tile=tile, **options)
     for output in result:
         if output is not None:
             output.fill_(math.nan)
@@ -210,7 +210,7 @@ def test_a_block_holds_rows_up_to_its_limit() -> None:
             assert chosen.m <= max(1, 2 * queries)
     for keys in (64, 8192, 8193):
         scores = torch.empty(2, keys)
-        launch, _ = launches.forward_launch(scores, torch.tensor(1.0), mask=None, bias=None, thresholds=None)
+        (launch,), _ = launches.forward_launches(scores, torch.tensor(1.0), mask=None, bias=None, thresholds=None)
         assert launch.constants["LONG"] == (keys > 8192)
 
 

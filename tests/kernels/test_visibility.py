@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnscale_kernels.device import all_edge, first_phase, key_range, phase_edges, phase_range, query_range, row_bounds
-from attnscale_kernels.visibility import Visibility, bounds_of, key_ranges, query_ranges
+from attnscale_kernels.visibility import Visibility, key_ranges, query_ranges
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -184,7 +184,7 @@ def test_windows_need_no_table():
 @settings(max_examples=40, deadline=None)
 @given(st.data(), lengths, lengths)
 def test_bounds_of_rows_are_what_they_see(data, queries, keys):
-    """On the device and on the host; rows that do not exist see nothing."""
+    """Rows that do not exist see nothing."""
     rule = data.draw(st.one_of(moving(queries, keys), bounded(queries, keys)))
     table = seen_by(rule, queries, keys)
     found = torch.full((64, 2), -7, dtype=torch.int32)
@@ -193,11 +193,6 @@ def test_bounds_of_rows_are_what_they_see(data, queries, keys):
     device = (places >= found[:, :1]) & (places < found[:, 1:])
     assert torch.equal(device[:queries], table)
     assert not device[queries:].any()
-    start, stop = bounds_of(rule, queries, keys, torch.device("cpu"))
-    assert (start >= 0).all()
-    assert (stop <= keys).all()
-    assert (stop >= start).all()
-    assert torch.equal((places >= start[0][:, None]) & (places < stop[0][:, None]), table)
 
 
 def test_what_is_not_given_is_compiled_out():

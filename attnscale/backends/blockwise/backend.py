@@ -22,7 +22,6 @@ from attnscale.backends.blockwise.softmax import Partial, add_keys
 from attnscale.backends.blockwise.tiles import (
     HIDDEN,
     LOG2E,
-    SCORE_TENSORS,
     Scores,
     add,
     cut,
@@ -35,7 +34,7 @@ from attnscale.backends.blockwise.tiles import (
 )
 from attnscale.backends.call_stats import counted, softmax_stats
 from attnscale.backends.gaps import add_gaps
-from attnscale.call.attention_call import AttentionCall
+from attnscale.call.attention_call import SCORE_TENSORS, AttentionCall
 from attnscale.errors import BackendError
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 from attnscale_kernels.derivatives import other_derivative
@@ -71,19 +70,17 @@ class BlockwiseBackend:
 
 def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
-    start, stop = call.context.bounds()
     seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
     # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
     # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
     forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
-    tensors = call.query, call.key, call.row_beta(), start, stop, call.context.padding, call.context.mask
-    numbers = call.scale, call.softcap, call.dropout_p
-    out, lse, top, entropies = forward(*tensors, call.value, call.sinks, seed, *numbers, entropy)
+    tensors, numbers = (*call.score_tensors(), call.value, call.sinks, seed), (call.scale, call.softcap, call.dropout_p)
+    out, lse, top, entropies = forward(*tensors, *numbers, entropy)
     return out, lse.detach(), top.detach(), entropies.detach()
 
 
-# What forward and backward are given: the tensors of `Scores` and three more; its numbers and one more.
+# What forward and backward are given, before and after what only one of them needs.
 TENSORS = f"{SCORE_TENSORS}, Tensor value, Tensor? sinks, Tensor? seed"
 NUMBERS = "float scale, float? softcap, float dropout_p"
 
@@ -98,7 +95,7 @@ def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Te
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
     sums = value.new_zeros(*query.shape[:3], 3)
     sums[..., 0] = HIDDEN
-    weight = None if sinks is None else (sinks.to(value.dtype) * LOG2E)[:, None, None].expand(*query.shape[:3], 1)
+    sink_logits = None if sinks is None else (sinks.to(value.dtype) * LOG2E)[:, None, None].expand(*query.shape[:3], 1)
     room = workspace_for(scores)
     number = itertools.count()
     for tile in cut(scores):
@@ -111,7 +108,9 @@ def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Te
         if found is not None:
             store(sums, tile, torch.cat(found[:3], dim=-1))
         if found is not None and value.shape[-1]:
-            whole = found.total if weight is None else found.with_sink(rows_of(weight, tile, scores.group))
+            whole = found.total
+            if sink_logits is not None:
+                whole = whole + torch.exp2(rows_of(sink_logits, tile, scores.group) - found.top)
             if tile.clear_left >= tile.clear_right or padding is not None or mask is not None:
                 # A row that sees nothing has powers of hidden keys, as many as there are; a NaN has been seen.
                 whole = whole.masked_fill(found.top <= HIDDEN / 2, math.inf)

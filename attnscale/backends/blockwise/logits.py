@@ -32,12 +32,12 @@ def leaves_of(scores: Scores, tile: Tile) -> Leaves:
 
 
 def logit_tile(scores: Scores, tile: Tile, room: Workspace, unit: float = 1.0) -> Tensor:
-    """The logits of a tile, [h, g·r, K], in its workspace; hidden ones are `HIDDEN`. Multiplied by `unit` here unless
-    `Scores.folded` has done it.
+    """The logits of a tile of `folded` scores, [h, g·r, K], in its workspace; hidden ones are `HIDDEN`.
+
+    They are multiplied by `unit` here where `folded` could not do it.
     """
     query, key, beta, bias = leaves_of(scores, tile)
-    factor = _factor(scores, beta)
-    query = query if factor is None else query * factor
+    query = query if scores.scale == 1.0 else query * scores.scale
     logits = room.of("logits", (query.shape[0], query.shape[1], key.shape[1]))
     torch.bmm(query, key.transpose(-1, -2), out=logits)
     if scores.softcap is not None:
@@ -47,7 +47,7 @@ def logit_tile(scores: Scores, tile: Tile, room: Workspace, unit: float = 1.0) -
         by_row.add_(bias.to(by_row.dtype).clamp(min=HIDDEN))
     if not scores.linear and (beta is not None or unit != 1.0):
         by_row.mul_(unit if beta is None else unit * beta.view(beta.shape[0], scores.group, -1)[..., None])
-    _hide(by_row, scores, tile, room)
+    _hide(by_row, scores, tile)
     return logits
 
 
@@ -73,19 +73,11 @@ def logit_tile_backward(scores: Scores, tile: Tile, upstream: Tensor) -> Leaves:
             dbias = _by_row(upstream, scores.group)
         if slope is not None:
             upstream = upstream * slope
-    factor = _factor(scores, beta)
-    factor = 1.0 if factor is None else factor
+    factor = scores.scale if beta is None or not scores.linear else (beta * scores.scale)[..., None]
     mixed = torch.bmm(upstream, key)
     if beta is not None and dbeta is None:
         dbeta = (mixed * query).sum(-1) * scores.scale
     return Leaves(mixed * factor, torch.bmm(upstream.transpose(-1, -2), query * factor), dbeta, dbias)
-
-
-def _factor(scores: Scores, beta: Tensor | None) -> Tensor | float | None:
-    """What the query of a tile is still to be multiplied by."""
-    if beta is not None and scores.linear:
-        return (beta * scores.scale)[..., None]
-    return None if scores.scale == 1.0 else scores.scale
 
 
 def _add_bias(capped: Tensor, bias: Tensor, group: int) -> Tensor:
@@ -102,17 +94,20 @@ def _by_row(x: Tensor, group: int) -> Tensor:
     return x.view(x.shape[0], group, -1, x.shape[-1])
 
 
-def _hide(by_row: Tensor, scores: Scores, tile: Tile, room: Workspace) -> None:
+def _hide(by_row: Tensor, scores: Scores, tile: Tile) -> None:
     """Overwrite what a row of [h, g, r, K] may not see."""
     for left, right in ((tile.left, tile.clear_left), (max(tile.clear_left, tile.clear_right), tile.right)):
         if left < right:
-            kept = _inside_bounds(scores, tile, left, right, room)
-            _overwrite(by_row[..., left - tile.left : right - tile.left], kept)
+            slot = torch.arange(left, right, dtype=torch.int32, device=by_row.device)
+            start, stop = (
+                bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None].to(torch.int32)
+                for bound in (scores.start, scores.stop)
+            )
+            _keep(by_row[..., left - tile.left : right - tile.left], (slot >= start) & (slot < stop))
     if scores.padding is not None:
-        padding = scores.padding[tile.batch if scores.padding.shape[0] > 1 else 0, tile.left : tile.right]
-        _overwrite(by_row, _bits(~padding, by_row.dtype))
+        _keep(by_row, ~scores.padding[tile.batch if scores.padding.shape[0] > 1 else 0, tile.left : tile.right])
     if scores.mask is not None:
-        _overwrite(by_row, _bits(shown(mask_of(scores.mask, tile, scores.group)), by_row.dtype))
+        _keep(by_row, shown(mask_of(scores.mask, tile, scores.group)))
     if scores.broken is not None:
         broken = scores.broken[tile.batch, tile.first : tile.last, tile.left : tile.right]
         by_row.masked_fill_(broken[:, None, None] & (by_row > HIDDEN / 2), math.nan)
@@ -125,33 +120,8 @@ _PATTERNS = {
 }
 
 
-def _bits(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """All bits of an integer as wide as the dtype where a key is seen, else none."""
-    return seen.to(_PATTERNS[dtype][0]).neg_()
-
-
-def _overwrite(x: Tensor, kept: Tensor) -> None:
-    """Write `HIDDEN` where no bit is kept, also over a NaN; on the CPU several times faster than masked_fill."""
-    x.view(kept.dtype).bitwise_and_(kept).bitwise_or_(kept.bitwise_not().bitwise_and_(_PATTERNS[x.dtype][1]))
-
-
-def _inside_bounds(scores: Scores, tile: Tile, left: int, right: int, room: Workspace) -> Tensor:
-    """The bits to keep in the slots [left, right) of a tile: those inside its rows' bounds. Shared by tiles alike."""
-    only_stop = left >= tile.clear_left
-    alike = (
-        (left - tile.rising, right - left, tile.bottom - tile.top) if only_stop and tile.rising is not None else None
-    )
-    if alike is not None and alike in room.bounds:
-        return room.bounds[alike]
-    integer, sign = _PATTERNS[scores.query.dtype][0], 8 * scores.query.element_size() - 1
-    slot = torch.arange(left, right, dtype=integer, device=scores.query.device)
-    start, stop = (
-        bound[tile.batch if bound.shape[0] > 1 else 0, tile.top : tile.bottom, None].to(integer)
-        for bound in (scores.start, scores.stop)
-    )
-    kept = (slot - stop).bitwise_right_shift_(sign)  # the sign of a difference, in every bit
-    if not only_stop:
-        kept &= (start - 1 - slot).bitwise_right_shift_(sign)
-    if alike is not None:
-        room.bounds[alike] = kept
-    return kept
+def _keep(x: Tensor, seen: Tensor) -> None:
+    """Write `HIDDEN` where a key is not seen, also over a NaN; on the CPU several times faster than masked_fill."""
+    integer, pattern = _PATTERNS[x.dtype]
+    kept = seen.to(integer).neg_()  # all bits where a key is seen, else none
+    x.view(integer).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(pattern))

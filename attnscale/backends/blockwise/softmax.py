@@ -18,10 +18,6 @@ class Partial(NamedTuple):
     moment: Tensor  # 0 where not asked for
     mixed: Tensor  # [h, r, Dv]
 
-    def with_sink(self, logits: Tensor) -> Tensor:
-        """The total including a sink with logits [h, r, 1]."""
-        return self.total + torch.exp2(logits - self.top)
-
 
 def add_keys(
     seen: Partial | None, logits: Tensor, values: Tensor, powers: Tensor, *, moment: bool, kept: Tensor | None = None

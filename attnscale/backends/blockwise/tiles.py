@@ -21,9 +21,6 @@ KEYS = 2048
 WHOLE = 2**22
 LOG2E = 1 / math.log(2)
 
-# The tensors of `Scores` in the schema of an operator.
-SCORE_TENSORS = "Tensor query, Tensor key, Tensor? beta, Tensor start, Tensor stop, Tensor? padding, Tensor? mask"
-
 
 class Scores(NamedTuple):
     """All that logits ℓ = β·(softcap(scale·q·k) + bias) depend on; `start`, `stop` bound the slots a row may see."""
@@ -106,7 +103,6 @@ class Tile(NamedTuple):
     right: int
     clear_left: int
     clear_right: int
-    rising: int | None  # the upper bound of the first row, if each may see one slot more than the one before
     width: int  # of a piece
 
     def pieces(self) -> Iterator[Tile]:
@@ -138,7 +134,6 @@ def cut(scores: Scores, *, whole_rows: bool = False) -> Iterator[Tile]:
         for first in range(0, kv_heads, together):
             for top in range(0, queries, rows):
                 low, high = start[top : top + rows], stop[top : top + rows]
-                fewest = min(high)
                 left, right = min(*low, keys), max(*high, *low)
                 if left < right:
                     yield Tile(
@@ -150,8 +145,7 @@ def cut(scores: Scores, *, whole_rows: bool = False) -> Iterator[Tile]:
                         left,
                         right,
                         min(max(low), right),
-                        max(left, min(fewest, right)),
-                        fewest if high == list(range(fewest, fewest + len(high))) else None,
+                        max(left, min(*high, right)),
                         width,
                     )
 
@@ -213,16 +207,13 @@ def mask_of(mask: Tensor, tile: Tile, group: int) -> Tensor:
     return part.reshape(-1, group, *part.shape[1:])
 
 
-class Workspace(NamedTuple):
-    """Buffers that the tiles of a call share: allocating for each would cost more than the tile."""
-
-    memory: dict[str, Tensor]
-    bounds: dict[tuple[int, int, int], Tensor]  # what is seen at the end of tiles, where it is the same for many
+class Workspace(dict[str, Tensor]):
+    """Buffers that the tiles of a call share, by purpose: allocating for each would cost more than the tile."""
 
     def of(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
         """An uninitialised tensor of that shape."""
         _, b, c = shape
-        return self.memory[purpose].as_strided(shape, (b * c, c, 1))
+        return self[purpose].as_strided(shape, (b * c, c, 1))
 
 
 def workspace_for(scores: Scores, *, whole_rows: bool = False) -> Workspace:
@@ -233,4 +224,4 @@ def workspace_for(scores: Scores, *, whole_rows: bool = False) -> Workspace:
         most = max(scores.group * keys, min(WHOLE, ROWS * keys))
     numel = min(most, heads * queries * keys)
     purposes = ["logits"] if whole_rows else ["logits", "powers"]
-    return Workspace({purpose: room(purpose, (numel,), scores.query) for purpose in purposes}, {})
+    return Workspace({purpose: room(purpose, (numel,), scores.query) for purpose in purposes})

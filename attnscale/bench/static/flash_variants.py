@@ -31,15 +31,15 @@ def forward_variants() -> Iterator[Variant]:
 
 def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.flash.launch import forward_launch
+        from attnscale_kernels.flash.launch import forward_launches
 
         query, key, beta = heads_of(dim, dtype)
         dropout = "dropout" in extras
-        return forward_launch(
+        return forward_launches(
             query, key, key, beta, seen_by(rule), scale=SCALE, softcap=30.0 if "softcap" in extras else None,
             sinks=meta(HEADS) if "sinks" in extras else None, dropout_p=0.1 if dropout else 0.0,
             seed=meta(1, dtype=torch.int64) if dropout else None, entropy=level == "entropy",
-        )[0]  # fmt: skip
+        )[0][0]  # fmt: skip
 
     return Variant("forward", ", ".join((rule, *extras, level)), NAMES[dtype], dim, 2, build)
 

@@ -30,26 +30,26 @@ def _softmax() -> Iterator[Variant]:
 
 def _softmax_forward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.softmax.launch import forward_launch
+        from attnscale_kernels.softmax.launch import forward_launches
 
-        return forward_launch(
+        return forward_launches(
             meta(BATCH, HEADS, 512, keys, dtype=dtype), meta(BATCH, HEADS, 512),
             mask=meta(BATCH, 1, 512, keys, dtype=torch.bool) if "mask" in extras else None,
             bias=meta(1, HEADS, 512, keys, dtype=dtype) if "bias" in extras else None,
             thresholds=meta(8) if "gaps" in extras else None,
-        )[0]  # fmt: skip
+        )[0][0]  # fmt: skip
 
     return Variant("softmax", ", ".join((f"n = {keys}", *extras)), NAMES[dtype], 0, 0, build)
 
 
 def _softmax_backward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.softmax.launch import backward_launch
+        from attnscale_kernels.softmax.launch import backward_launches
 
         scores = meta(BATCH, HEADS, 512, keys, dtype=dtype)
         bias = meta(1, HEADS, 512, keys, dtype=dtype) if "bias" in extras else None
         given = scores if "dbeta" in extras else None
-        return backward_launch(scores, scores, meta(BATCH, HEADS, 512), scores=given, bias=bias)[0]
+        return backward_launches(scores, scores, meta(BATCH, HEADS, 512), scores=given, bias=bias)[0][0]
 
     return Variant("softmax backward", ", ".join((f"n = {keys}", *extras)), NAMES[dtype], 0, 0, build)
 
@@ -63,19 +63,19 @@ def _gaps() -> Iterator[Variant]:
 
 def _gap_bracket(dim: int, rule: str) -> Variant:
     def build() -> Launch:
-        from attnscale_kernels.gaps.launch import bracket_launch
+        from attnscale_kernels.gaps.launch import bracket_launches
 
         query, key, _ = heads_of(dim, torch.bfloat16)
-        return bracket_launch(query, key, seen_by(rule), scale=SCALE, softcap=None)[0]
+        return bracket_launches(query, key, seen_by(rule), scale=SCALE)[0][0]
 
     return Variant("gap bracket", f"{rule}, 15 bins", "bf16", dim, 1, build)
 
 
 def _gap_count() -> Launch:
-    from attnscale_kernels.gaps.launch import count_launch
+    from attnscale_kernels.gaps.launch import count_launches
 
     query, key, _ = heads_of(128, torch.bfloat16)
-    return count_launch(query, key, seen_by("causal"), [0.1 * t for t in range(8)], scale=SCALE, softcap=None)[0]
+    return count_launches(query, key, seen_by("causal"), [0.1 * t for t in range(8)], scale=SCALE)[0][0]
 
 
 def _decode() -> Iterator[Variant]:

@@ -59,12 +59,8 @@ class RowMeasures(NamedTuple):
     def to_stats(self, request: StatsRequest, visible: Tensor, beta: Tensor) -> RowStats:
         """What was asked for of the statistics; n and β [...] of the rows are given."""
         accumulation = None if request.accumulation is None else self.accumulation
-        return RowStats(
-            visible=visible,
-            lse=self.lse if request.lse else None,
-            max_logit=self.max_logit if request.max_logit else None,
-            w_max=self.w_max if request.w_max else None,
-            entropy=self.entropy if request.entropy else None,
+        stats = RowStats(visible, self.lse, self.max_logit, self.w_max, self.entropy)
+        return stats.only(request)._replace(
             gap_counts=None if request.gap_thresholds is None else self.gap_counts.to(torch.int64),
             accumulation=accumulation,
             criticality=None if accumulation is None else criticality(beta, accumulation),
@@ -92,7 +88,9 @@ def measure_tiles(
             bests.append(largest(tile.masked, max(TOP, request.min_rank)))
     top = reduce(torch.maximum, tops) if tops else None
     best = None if not bests else bests[0] if len(bests) == 1 else largest(torch.cat(bests, -1), bests[0].shape[-1])
-    exact = _exact_accumulation(tiles, request.min_rank) if request.accumulation == "exact" else None
+    exact = None
+    if request.accumulation == "exact":  # by sorting whole rows
+        exact = find_contact(torch.cat([tile.masked.clone() for tile in tiles()], dim=-1), request.min_rank).value
     parts = [_sums(tile, request, top, best, keys, prominence) for tile in tiles()]
     visible, total, moment, counts, histogram, size, squares = (
         reduce(torch.add, column) for column in zip(*parts, strict=True)
@@ -138,7 +136,7 @@ def _sums(
         if request.entropy:
             moment = exponents.mul_(powers).sum(-1)
     if prominence:
-        size, squares = tile.sums, torch.linalg.vector_norm(tile.raw, dim=-1).square_()
+        size, squares = tile.raw.sum(-1), torch.linalg.vector_norm(tile.raw, dim=-1).square_()
     return [visible, total, moment, counts, histogram, size, squares]
 
 
@@ -157,12 +155,6 @@ def _softmax_measures(top: Tensor, total: Tensor, moment: Tensor, sinks: Tensor 
         w_max = w_max * share
         entropy = share * entropy + torch.special.entr(share) + torch.special.entr(1 - share)
     return max_logit, lse, w_max.masked_fill(unseen, 0.0), entropy.masked_fill(unseen, 0.0)
-
-
-def _exact_accumulation(tiles: Tiles, min_rank: int) -> Tensor:
-    """Λ by sorting whole rows."""
-    parts = [tile.masked.clone() for tile in tiles()]
-    return find_contact(torch.cat(parts, dim=-1), min_rank).value
 
 
 def _prominence(best: Tensor, visible: Tensor, size: Tensor, squares: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale._util.tracing import is_watched
-from attnscale.call.attention_call import AttentionCall
+from attnscale.call.attention_call import SCORE_TENSORS, AttentionCall
 from attnscale.call.context import Context
 from attnscale.call.lengths import count_visible
 from attnscale.statistics.request import StatsRequest
@@ -17,8 +16,6 @@ from attnscale.statistics.row_stats import RowStats
 from attnscale.statistics.rows.call_tiles import CallRows
 from attnscale.statistics.rows.row_measures import SCALARS, RowMeasures, measure_tiles
 from attnscale.statistics.sampling import sample_rows
-
-Ends = Literal["bracket", "exact"] | None
 
 
 def measure_sampled_rows(call: AttentionCall, request: StatsRequest) -> RowStats:
@@ -52,54 +49,28 @@ def _measures(call: AttentionCall, request: StatsRequest) -> RowMeasures:
     """`measure_call`, but as an operator where torch traces or transforms what is computed, or has no values."""
     if type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta and not is_watched():
         return measure_call(call, request)
-    packed = row_measures(
-        call.query,
-        call.key,
-        call.row_beta(),
-        *call.context.bounds(),
-        call.context.padding,
-        call.context.mask,
-        call.sinks,
-        call.scale,
-        call.softcap,
-        request.softmax,
-        request.entropy,
-        list(request.gap_thresholds or ()),
-        request.accumulation,
-        request.min_rank,
-    )
+    asked = request.softmax, request.entropy, list(request.gap_thresholds or ()), request.accumulation, request.min_rank
+    packed = row_measures(*call.score_tensors(), call.sinks, call.scale, call.softcap, *asked)
     return RowMeasures.unpacked(packed)
 
 
-@torch.library.custom_op("attnscale::row_measures", mutates_args=())
-def row_measures(
-    query: Tensor,
-    key: Tensor,
-    beta: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    softmax: bool,
-    entropy: bool,
-    thresholds: Sequence[float],
-    accumulation: str | None,
-    min_rank: int,
-) -> Tensor:
+@torch.library.custom_op(
+    "attnscale::row_measures",
+    mutates_args=(),
+    schema=f"({SCORE_TENSORS}, Tensor? sinks, float scale, float? softcap, bool softmax, bool entropy,"
+    " float[] thresholds, str? accumulation, SymInt min_rank) -> Tensor",
+)
+def row_measures(query: Tensor, key: Tensor, beta: Tensor, *others: Any) -> Tensor:
     """The packed measures [B, H, R, C] of all rows of a call."""
+    start, stop, padding, mask, sinks, scale, softcap, *asked = others
+    softmax, entropy, thresholds, accumulation, min_rank = asked
     context = Context(query.shape[2], key.shape[2], query.device, first=start, last=stop, padding=padding, mask=mask)
     call = AttentionCall(query, key, key, context, scale, 0.0, softcap, sinks, beta=beta)
-    request = StatsRequest(
-        softmax, entropy, softmax, softmax, tuple(thresholds) or None, cast(Ends, accumulation), min_rank
-    )
+    request = StatsRequest(softmax, entropy, softmax, softmax, tuple(thresholds) or None, accumulation, min_rank)
     return measure_call(call, request).packed()
 
 
 @row_measures.register_fake
-def _(*arguments: Any) -> Tensor:
-    query: Tensor = arguments[0]
+def _(query: Tensor, *others: Any) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(*query.shape[:3], SCALARS + len(arguments[12]), dtype=dtype)
+    return query.new_empty(*query.shape[:3], SCALARS + len(others[-3]), dtype=dtype)

@@ -40,11 +40,6 @@ class ScoreTile:
         return cls(nothing, nothing, beta)
 
     @property
-    def sums(self) -> Tensor:
-        """Of the visible raw scores of each row."""
-        return self.raw.sum(-1)
-
-    @property
     def masked(self) -> Tensor:
         """Raw scores, `HIDDEN` where hidden."""
         if self._masked is None:

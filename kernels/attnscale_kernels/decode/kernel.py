@@ -129,10 +129,10 @@ def decode_split_kernel(
             v_at = v_ptr + v_offset[:, None] + dv[None, :]  # [BN, BDV]
             k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
             v_tile = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
+            place = (batch, head[:, None], row, start, stop, queries, keys)
             y, v_tile = attention_scores(
-                q_tile, k_tile, v_tile, sign, rule, batch, head[:, None], row, slots, start, stop, queries, keys, scale,
-                softcap, PRECISION, phase != 1,
-            )  # fmt: skip
+                q_tile, k_tile, v_tile, sign, rule, place, slots, scale, softcap, PRECISION, phase != 1
+            )
             # As in flash/forward_kernel.py.
             peak = tl.maximum(m, tl.max(y, axis=1))
             fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
@@ -16,6 +14,7 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    launched,
     resources_of,
     unit_stride,
     view,
@@ -43,7 +42,7 @@ def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
     return max(1, min(2 * multiprocessors // max(programs, 1), tiles // 2, 128))
 
 
-def decode(
+def decode_launches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -56,35 +55,11 @@ def decode(
     entropy: bool = False,
     splits: int | None = None,
     tile: Tile | None = None,
-) -> Forward:
+) -> tuple[tuple[Launch, Launch], Forward]:
     """`flash_forward` for few queries [B, H, Tq, D] and many keys [B, Hkv, Tk, D], divided among `splits` programs.
 
     Correct for any Tq, and meant for 16 or fewer.
     """
-    launches, result = decode_launches(
-        query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
-        splits=splits, tile=tile,
-    )  # fmt: skip
-    for launch in launches:
-        launch.run(query)
-    return result
-
-
-def decode_launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    visibility: Visibility,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    entropy: bool,
-    splits: int | None = None,
-    tile: Tile | None = None,
-) -> tuple[tuple[Launch, Launch], Forward]:
-    """The launches that `decode` makes, in order, and the tensors that they will fill."""
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     if heads % kv_heads:
@@ -94,9 +69,10 @@ def decode_launches(
     query, key, value = (unit_stride(x) for x in (query, key, value))
     beta = beta.to(torch.float32).expand(batch, heads, queries)
     group_rows, shape = heads // kv_heads * queries, (block_of(dim), block_of(value_dim), query.element_size())
-    tile = tile or decode_tile(group_rows, *shape, resources_of(query.device))
+    resources = resources_of(query.device)
+    tile = tile or decode_tile(group_rows, *shape, resources)
     programs = batch * kv_heads * triton.cdiv(group_rows, tile.m)
-    splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), _multiprocessors(query.device))
+    splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), resources.multiprocessors)
 
     result = new_forward(query, value, entropy)
     rows = result.lse.numel()
@@ -142,12 +118,4 @@ def decode_launches(
     return (split, merged), result
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device, or those of an A100 where there is none."""
-    return _query(device.index or 0) if device.type == "cuda" else 108
-
-
-# Cached per process: the number of multiprocessors is a constant of the machine.
-@functools.cache
-def _query(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+decode = launched(decode_launches)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..derivatives import refuse_others
 from ..flash.launch import Forward, new_forward
-from ..visibility import Visibility
+from ..visibility import SCHEMA, Visibility
 from .launch import decode
 
 
@@ -32,29 +32,20 @@ def decode_attention(
     return Forward(out, lse, top, disorder if entropy else None)
 
 
-@torch.library.custom_op("attnscale_kernels::decode", mutates_args=())
+@torch.library.custom_op(
+    "attnscale_kernels::decode",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, float scale,"
+    " float? softcap, bool entropy, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def decode_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    slot: int,
-    left: int | None,
-    right: int | None,
-    start: Tensor | None,
-    stop: Tensor | None,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    entropy: bool,
-    splits: int | None,
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
+    *visibility, sinks, scale, softcap, entropy, splits = others
     return decode(
-        query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), scale=scale,
-        softcap=softcap, sinks=sinks, entropy=entropy, splits=splits,
+        query, key, value, beta, Visibility(*visibility), scale=scale, softcap=softcap, sinks=sinks,
+        entropy=entropy, splits=splits,
     ).outputs()  # fmt: skip
 
 

@@ -70,6 +70,7 @@ def flash_forward_kernel(
         c *= scale
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
+    place = (batch, head, rows, start, stop, queries, keys)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # summed over the parts at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
@@ -90,9 +91,8 @@ def flash_forward_kernel(
             k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
             v_tile = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
             y, v_tile = attention_scores(
-                q_tile, k_tile, v_tile, sign, rule, batch, head, rows, slots, start, stop, queries, keys, scale,
-                softcap, PRECISION, phase != 1,
-            )  # fmt: skip
+                q_tile, k_tile, v_tile, sign, rule, place, slots, scale, softcap, PRECISION, phase != 1
+            )
             # The online softmax, which decode/kernel.py has too: as a shared device function it took more instructions
             # on sm_100, by 3 % at 64 dimensions and 5 % at 16 with entropy, as constants then come in another order.
             peak = tl.maximum(m, tl.max(y, axis=1))

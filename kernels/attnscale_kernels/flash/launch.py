@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    launched,
     resources_of,
     unit_stride,
     view,
@@ -127,7 +128,7 @@ def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources,
     return Tile(32, 64, 8, 1)
 
 
-def flash_forward(
+def forward_launches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -141,37 +142,13 @@ def flash_forward(
     seed: Tensor | None = None,
     entropy: bool = False,
     tile: Tile | None = None,
-) -> Forward:
+) -> tuple[tuple[Launch], Forward]:
     """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
 
     Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype, β [B|1, H|1, Tq|1] in fp32. A row
     that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
     the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`.
     """
-    launch, result = forward_launch(
-        query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
-        seed=seed, entropy=entropy, tile=tile,
-    )  # fmt: skip
-    launch.run(query)
-    return result
-
-
-def forward_launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    visibility: Visibility,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    entropy: bool,
-    tile: Tile | None = None,
-) -> tuple[Launch, Forward]:
-    """The launch that `flash_forward` makes, and the tensors that it will fill."""
     batch, heads, queries, dim = query.shape
     value_dim = value.shape[-1]
     query, key, value = (unit_stride(x) for x in (query, key, value))
@@ -203,7 +180,10 @@ def forward_launch(
         "PARTS": parts_of_sums(block_of(value_dim), resources) if entropy else 1,
     }
     grid = batch * heads * triton.cdiv(queries, tile.m)
-    return Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
+    return (Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
+
+
+flash_forward = launched(forward_launches)
 
 
 def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
@@ -213,37 +193,13 @@ def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
     return Forward(out, rows, torch.empty_like(rows), torch.empty_like(rows) if entropy else None)
 
 
-def flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    visibility: Visibility,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    dbeta: bool = False,
-    query_tile: Tile | None = None,
-    key_tile: Tile | None = None,
-) -> Backward:
-    """Gradients for that of the output of `flash_forward`, given its arguments, its output and its lse.
-
-    Deterministic: no two programs add to the same element.
-    """
-    launches, result = backward_launches(
-        gradient, query, key, value, beta, visibility, out, lse, scale=scale, softcap=softcap, dropout_p=dropout_p,
-        seed=seed, dbeta=dbeta, query_tile=query_tile, key_tile=key_tile,
-    )  # fmt: skip
+def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
+    """Gradients of everything that `backward_launches` is given, and of the sinks."""
+    launches, result = backward_launches(gradient, *given, **options)
     for launch in launches:
-        launch.run(query)
+        launch.run(gradient)
     if sinks is not None:
-        delta = launches[0].arguments["rows_ptr"][..., 3]  # type: ignore[index]
+        lse, delta = given[6], launches[0].arguments["rows_ptr"][..., 3]  # type: ignore[index]
         share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
         result = result._replace(sinks=-(share * delta).sum((0, 2)))
     return result
@@ -260,14 +216,17 @@ def backward_launches(
     lse: Tensor,
     *,
     scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    dbeta: bool,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    dbeta: bool = False,
     query_tile: Tile | None = None,
     key_tile: Tile | None = None,
 ) -> tuple[tuple[Launch, Launch, Launch], Backward]:
-    """The launches that `flash_backward` makes, in order, and the tensors that they will fill."""
+    """Gradients for that of the output of `flash_forward`, given its arguments, its output and its lse.
+
+    Deterministic: no two programs add to the same element.
+    """
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     query, key, value, gradient, out = (unit_stride(x) for x in (query, key, value, gradient.to(query.dtype), out))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
-from ..visibility import Visibility
+from ..visibility import SCHEMA, Visibility
 from .launch import Forward, flash_backward, flash_forward, new_forward
 
 
@@ -38,30 +38,24 @@ def flash_attention(
     return Forward(out, lse, top, disorder if entropy else None)
 
 
-@torch.library.custom_op("attnscale_kernels::flash_forward", mutates_args=())
+# What forward and backward are given, before and after what only one of them needs.
+TENSORS = f"Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, Tensor? seed"
+NUMBERS = "float scale, float? softcap, float dropout_p"
+
+
+@torch.library.custom_op(
+    "attnscale_kernels::flash_forward",
+    mutates_args=(),
+    schema=f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def flash_forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    slot: int,
-    left: int | None,
-    right: int | None,
-    start: Tensor | None,
-    stop: Tensor | None,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    entropy: bool,
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
+    *visibility, sinks, seed, scale, softcap, dropout_p, entropy = others
     return flash_forward(
-        query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), scale=scale,
-        softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed, entropy=entropy,
+        query, key, value, beta, Visibility(*visibility), scale=scale, softcap=softcap, sinks=sinks,
+        dropout_p=dropout_p, seed=seed, entropy=entropy,
     ).outputs()  # fmt: skip
 
 
@@ -70,33 +64,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, 
     return new_forward(query, value, entropy=others[-1]).outputs()
 
 
-@torch.library.custom_op("attnscale_kernels::flash_backward", mutates_args=())
-def flash_backward_op(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    slot: int,
-    left: int | None,
-    right: int | None,
-    start: Tensor | None,
-    stop: Tensor | None,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    dbeta: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "attnscale_kernels::flash_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, {TENSORS}, Tensor out, Tensor lse, {NUMBERS}, bool dbeta)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def flash_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, β [B, H, Tq] and sinks; the last two empty where there are none."""
+    sinks, seed, out, lse, scale, softcap, dropout_p, dbeta = arguments[12:]
     found = flash_backward(
-        gradient, query, key, value, beta, Visibility(slot, left, right, start, stop, padding, mask), out, lse,
-        scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed, dbeta=dbeta,
+        *arguments[:5], Visibility(*arguments[5:12]), out, lse, scale=scale, softcap=softcap, sinks=sinks,
+        dropout_p=dropout_p, seed=seed, dbeta=dbeta,
     )  # fmt: skip
     of_beta, of_sinks = (lse.new_empty(0) if x is None else x for x in (found.beta, found.sinks))
     return found.query, found.key, found.value, of_beta, of_sinks

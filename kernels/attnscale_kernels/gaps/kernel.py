@@ -37,28 +37,16 @@ BINS = tl.constexpr(16)  # nibbles of a 64-bit word per row; the last counts wha
 
 @triton.jit
 def gap_scores(
-    left_key,
-    q_tile,
-    k,
-    rule,
-    batch,
-    head,
-    group,
-    rows,
-    start,
-    stop,
-    queries,
-    keys,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
+    left_key, q_tile, given, place, D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Scores y [BM, BN] of the keys from `left_key` on, and which of them count."""
+    """Scores y [BM, BN] of the keys from `left_key` on, and which of them count.
+
+    `given` is k, rule, group, scale and softcap; `place` is batch, head, rows, start, stop, queries and keys.
+    """
+    k, rule, group, scale, softcap = given
+    batch, head, rows, start, stop, queries, keys = place
     slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
+    BLOCK_D: tl.constexpr = q_tile.shape[1]
     d = tl.arange(0, BLOCK_D)
     k_ptr = k.ptr + batch * k.strides[0] + head // group * k.strides[1]
     k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
@@ -97,37 +85,16 @@ def best_two(y, FOLDS: tl.constexpr):
 
 @triton.jit
 def find_best(
-    edges,
-    q_tile,
-    k,
-    rule,
-    batch,
-    head,
-    group,
-    rows,
-    start,
-    stop,
-    queries,
-    keys,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SECOND: tl.constexpr,
+    edges, q_tile, given, place, D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SECOND: tl.constexpr
 ):
     """The first pass: the best score of each row (NaN where a score is), and if SECOND the second best."""
     FOLDS: tl.constexpr = folds(BLOCK_N)
     best = tl.full([q_tile.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
     second = tl.full([q_tile.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
-    for phase in tl.static_range(first_phase(rule), 3):
+    for phase in tl.static_range(first_phase(given[1]), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
-            y, seen = gap_scores(
-                left_key, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D,
-                BLOCK_D, BLOCK_N, PRECISION, phase != 1,
-            )  # fmt: skip
+            y, seen = gap_scores(left_key, q_tile, given, place, D, BLOCK_N, PRECISION, phase != 1)
             if phase != 1:
                 y = tl.where(seen, y, HIDDEN)
             best_here, second_here = best_two(y, FOLDS)
@@ -195,10 +162,8 @@ def gap_bracket_kernel(
         q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # the best product is then that of the best score
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     edges = phase_edges(rule, ranges, BLOCK_N)
-    top, runner_up = find_best(
-        edges, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D, BLOCK_D,
-        BLOCK_N, PRECISION, True,
-    )  # fmt: skip
+    given, place = (k, rule, group, scale, softcap), (batch, head, rows, start, stop, queries, keys)
+    top, runner_up = find_best(edges, q_tile, given, place, D, BLOCK_N, PRECISION, True)
     gap = top - runner_up
     paired = runner_up > SEEN_ABOVE
     apart = paired & (gap >= TIED_BELOW)
@@ -209,10 +174,7 @@ def gap_bracket_kernel(
     for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
-            y, seen = gap_scores(
-                left_key, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D,
-                BLOCK_D, BLOCK_N, PRECISION, phase != 1,
-            )  # fmt: skip
+            y, seen = gap_scores(left_key, q_tile, given, place, D, BLOCK_N, PRECISION, phase != 1)
             one = tl.full([BLOCK_M, BLOCK_N], 1, tl.int64)
             if phase != 1:
                 y = tl.where(seen, y, top[:, None])
@@ -275,19 +237,14 @@ def gap_count_kernel(
         q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # the best product is then that of the best score
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     edges = phase_edges(rule, ranges, BLOCK_N)
-    top, _ = find_best(
-        edges, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D, BLOCK_D,
-        BLOCK_N, PRECISION, False,
-    )  # fmt: skip
+    given, place = (k, rule, group, scale, softcap), (batch, head, rows, start, stop, queries, keys)
+    top, _ = find_best(edges, q_tile, given, place, D, BLOCK_N, PRECISION, False)
     t = tl.arange(0, BLOCK_T)
     counts = tl.zeros([BLOCK_M, BLOCK_T], tl.int32)
     for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
-            y, seen = gap_scores(
-                left_key, q_tile, k, rule, batch, head, group, rows, start, stop, queries, keys, scale, softcap, D,
-                BLOCK_D, BLOCK_N, PRECISION, phase != 1,
-            )  # fmt: skip
+            y, seen = gap_scores(left_key, q_tile, given, place, D, BLOCK_N, PRECISION, phase != 1)
             if phase != 1:
                 y = tl.where(seen, y, HIDDEN)
             gap = top[:, None] - y

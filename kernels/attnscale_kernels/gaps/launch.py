@@ -17,6 +17,7 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    launched,
     on_device,
     resources_of,
     unit_stride,
@@ -31,7 +32,7 @@ FARTHEST = 5e29
 
 
 class GapBracket(NamedTuple):
-    """What `gap_bracket` returns, all [B, H, Tq] in fp32."""
+    """What `gap_bracket` finds, all [B, H, Tq] in fp32."""
 
     top: Tensor  # the best raw score, −∞ where a row sees nothing
     second_gap: Tensor  # how far behind the second best is, ∞ where there is none
@@ -54,7 +55,7 @@ def gap_tile(dim: int, size: int, resources: Resources, biased: bool) -> Tile:
     return Tile(128, 32 if biased and dim > 64 else 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
 
 
-def gap_bracket(
+def bracket_launches(
     query: Tensor,
     key: Tensor,
     visibility: Visibility,
@@ -62,35 +63,23 @@ def gap_bracket(
     scale: float,
     softcap: float | None = None,
     tile: Tile | None = None,
-) -> GapBracket:
+) -> tuple[tuple[Launch], GapBracket]:
     """A certified bracket of Λ = max ln k/Δ_k, over ranks k ≥ 2, of the raw scores softcap(scale·q·k) + bias.
 
     Query [B, H, Tq, D], key [B, Hkv, Tk, D]. upper ≤ 1.25·lower for rows of up to 180,000 keys; beyond that the bracket
     holds, but widens slowly. Fewer than two visible keys have Λ = 0, a tie at the top has Λ = ∞, both exactly. A
     visible score that is NaN makes its row NaN.
     """
-    launch, result = bracket_launch(query, key, visibility, scale=scale, softcap=softcap, tile=tile)
-    launch.run(query)
-    return result
-
-
-def bracket_launch(
-    query: Tensor,
-    key: Tensor,
-    visibility: Visibility,
-    *,
-    scale: float,
-    softcap: float | None,
-    tile: Tile | None = None,
-) -> tuple[Launch, GapBracket]:
-    """The launch that `gap_bracket` makes, and the tensors that it will fill."""
     shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
     result = GapBracket(*(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4)))
     outputs = {f"{name}_ptr": x for name, x in zip(("top", "gap", "lower", "upper"), result, strict=True)}
-    return Launch(gap_bracket_kernel, grid, {**shared, **outputs}, constants, tile.warps, tile.stages), result
+    return (Launch(gap_bracket_kernel, grid, {**shared, **outputs}, constants, tile.warps, tile.stages),), result
 
 
-def gap_count(
+gap_bracket = launched(bracket_launches)
+
+
+def count_launches(
     query: Tensor,
     key: Tensor,
     visibility: Visibility,
@@ -99,27 +88,11 @@ def gap_count(
     scale: float,
     softcap: float | None = None,
     tile: Tile | None = None,
-) -> Tensor:
+) -> tuple[tuple[Launch], Tensor]:
     """N(t) [B, H, Tq, thresholds] in int32: visible keys whose raw score is within t of the best, that one included.
 
     A key at the threshold counts; a threshold of ∞ counts all that a row sees.
     """
-    launch, counts = count_launch(query, key, visibility, thresholds, scale=scale, softcap=softcap, tile=tile)
-    launch.run(query)
-    return counts
-
-
-def count_launch(
-    query: Tensor,
-    key: Tensor,
-    visibility: Visibility,
-    thresholds: Sequence[float],
-    *,
-    scale: float,
-    softcap: float | None,
-    tile: Tile | None = None,
-) -> tuple[Launch, Tensor]:
-    """The launch that `gap_count` makes, and the tensor that it will fill."""
     shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
     linear = visibility.linear_in_products(softcap)
     edges = [_in_products(t, scale) if linear else t for t in thresholds]
@@ -127,7 +100,10 @@ def count_launch(
     held = on_device([min(edge, FARTHEST) for edge in edges], query)
     arguments = {**shared, "thresholds_ptr": held, "counts_ptr": counts}
     constants |= {"T": len(edges), "BLOCK_T": triton.next_power_of_2(max(1, len(edges)))}
-    return Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages), counts
+    return (Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages),), counts
+
+
+gap_count = launched(count_launches)
 
 
 def _prepare(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..flash.launch import Forward
 from ..flash.op import flash_attention
-from ..visibility import Visibility
+from ..visibility import SCHEMA, Visibility
 from .launch import GapBracket, gap_bracket, gap_count
 
 
@@ -70,56 +70,36 @@ def adaptive_attention(
     return forward, beta
 
 
-@torch.library.custom_op("attnscale_kernels::gap_bracket", mutates_args=())
-def gap_bracket_op(
-    query: Tensor,
-    key: Tensor,
-    slot: int,
-    left: int | None,
-    right: int | None,
-    start: Tensor | None,
-    stop: Tensor | None,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+SCORES = f"Tensor query, Tensor key, {SCHEMA}, float scale, float? softcap"
+
+
+@torch.library.custom_op(
+    "attnscale_kernels::gap_bracket", mutates_args=(), schema=f"({SCORES}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def gap_bracket_op(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Best raw score, gap of the second, and the two bounds of Λ, per row."""
-    visibility = Visibility(slot, left, right, start, stop, padding, mask)
-    found = gap_bracket(query, key, visibility, scale=scale, softcap=softcap)
+    *visibility, scale, softcap = others
+    found = gap_bracket(query, key, Visibility(*visibility), scale=scale, softcap=softcap)
     return found.top, found.second_gap, found.lower, found.upper
 
 
 @gap_bracket_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    query: Tensor = arguments[0]
+def _(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return tuple(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4))
 
 
-@torch.library.custom_op("attnscale_kernels::gap_count", mutates_args=())
-def gap_count_op(
-    query: Tensor,
-    key: Tensor,
-    slot: int,
-    left: int | None,
-    right: int | None,
-    start: Tensor | None,
-    stop: Tensor | None,
-    padding: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    thresholds: Sequence[float],
-) -> Tensor:
+@torch.library.custom_op(
+    "attnscale_kernels::gap_count", mutates_args=(), schema=f"({SCORES}, float[] thresholds) -> Tensor"
+)
+def gap_count_op(query: Tensor, key: Tensor, *others: Any) -> Tensor:
     """N(t) per row and threshold."""
-    visibility = Visibility(slot, left, right, start, stop, padding, mask)
-    return gap_count(query, key, visibility, thresholds, scale=scale, softcap=softcap)
+    *visibility, scale, softcap, thresholds = others
+    return gap_count(query, key, Visibility(*visibility), thresholds, scale=scale, softcap=softcap)
 
 
 @gap_count_op.register_fake
-def _(*arguments: Any) -> Tensor:
-    query: Tensor = arguments[0]
-    return query.new_empty((*query.shape[:3], len(arguments[11])), dtype=torch.int32)
+def _(query: Tensor, *others: Any) -> Tensor:
+    return query.new_empty((*query.shape[:3], len(others[-1])), dtype=torch.int32)
 
 
 def _arguments(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[Any, ...]:

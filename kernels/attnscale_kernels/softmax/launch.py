@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..launch import Launch, Resources, Tile, block_of, resources_of, unit_stride, view
+from ..launch import Launch, Resources, Tile, block_of, launched, resources_of, unit_stride, view
 from .kernel import softmax_backward_kernel, softmax_forward_kernel
 
 ONE_BLOCK = 8192  # keys of the longest row that is held in registers
@@ -27,7 +27,7 @@ class RowSoftmax(NamedTuple):
 
 
 class SoftmaxGradient(NamedTuple):
-    """What `backward_launch` will fill."""
+    """What `backward_launches` will fill."""
 
     scores: Tensor  # [..., Tq, Tk]
     beta: Tensor | None  # [..., Tq] fp32; None: not asked for
@@ -40,7 +40,7 @@ def softmax_tile(queries: int, keys: int, resources: Resources) -> Tile:
     return Tile(m, n, min(max(m * n // (8 * resources.warp_size), 1), 16), 1)
 
 
-def forward_launch(
+def forward_launches(
     scores: Tensor,
     beta: Tensor,
     *,
@@ -48,8 +48,8 @@ def forward_launch(
     bias: Tensor | None,
     thresholds: Tensor | None,
     tile: Tile | None = None,
-) -> tuple[Launch, RowSoftmax]:
-    """softmax(β·(s + bias)) over what the mask lets each row see: the launch, and the tensors that it will fill.
+) -> tuple[tuple[Launch], RowSoftmax]:
+    """softmax(β·(s + bias)) over what the mask lets each row see.
 
     Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
     Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
@@ -66,38 +66,26 @@ def forward_launch(
         torch.empty_like(rows),
         rows.new_empty((*shape[:-1], wanted), dtype=torch.int64) if wanted else None,
     )
-    given, weights = as_axes(unit_stride(scores), shape, 4), as_axes(result.weights, shape, 4)
-    batch, heads, queries, keys = given.shape
-    beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
-    tile = tile or softmax_tile(queries, keys, resources_of(scores.device))
-    arguments: dict[str, object] = {
-        "scores": view(given),
-        "beta": view(beta),
+    arguments = {
+        "scores": view(as_axes(unit_stride(scores), shape, 4)),
         "mask": None if mask is None else view(as_axes(mask.view(torch.uint8), shape, 4)),
         "bias": None if bias is None else view(as_axes(bias, shape, 4)),
-        "weights": view(weights),
+        "weights": view(as_axes(result.weights, shape, 4)),
         "thresholds_ptr": thresholds if wanted else None,
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "w_max_ptr": result.w_max,
         "entropy_ptr": result.entropy,
         "counts_ptr": result.gap_counts,
-        "heads": heads,
-        "queries": queries,
-        "keys": keys,
     }
-    constants = {
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "LONG": tile.n < keys,
-        "THRESHOLDS": wanted,
-        "BLOCK_T": triton.next_power_of_2(max(wanted, 1)),
-    }
-    grid = batch * heads * triton.cdiv(queries, tile.m)
-    return Launch(softmax_forward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
+    constants = {"THRESHOLDS": wanted, "BLOCK_T": triton.next_power_of_2(max(wanted, 1))}
+    return (_launch(softmax_forward_kernel, result.weights, beta, tile, arguments, constants),), result
 
 
-def backward_launch(
+softmax_forward = launched(forward_launches)
+
+
+def backward_launches(
     gradient: Tensor,
     weights: Tensor,
     beta: Tensor,
@@ -106,36 +94,42 @@ def backward_launch(
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
-) -> tuple[Launch, SoftmaxGradient]:
+) -> tuple[tuple[Launch], SoftmaxGradient]:
     """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
 
-    The launch, and the tensors that it will fill. Deterministic: no two programs add to the same element. dβ needs
-    scores and bias, and is None without scores. `dtype` is that of the gradient of scores, by default the weights'.
+    Deterministic: no two programs add to the same element. dβ needs scores and bias, and is None without scores.
+    `dtype` is that of the gradient of scores, by default the weights'.
     """
     shape = weights.shape
     result = SoftmaxGradient(
         weights.new_empty(shape, dtype=dtype or weights.dtype),
         None if scores is None else weights.new_empty(shape[:-1], dtype=torch.float32),
     )
-    weights, gradient = (as_axes(unit_stride(x), shape, 4) for x in (weights, gradient))
-    beta = as_axes(beta.to(torch.float32), shape[:-1], 3)
-    batch, heads, queries, keys = weights.shape
-    tile = tile or softmax_tile(queries, keys, resources_of(weights.device))
-    arguments: dict[str, object] = {
-        "weights": view(weights),
-        "grad_weights": view(gradient),
+    arguments = {
+        "weights": view(as_axes(unit_stride(weights), shape, 4)),
+        "grad_weights": view(as_axes(unit_stride(gradient), shape, 4)),
         "scores": None if scores is None else view(as_axes(unit_stride(scores), shape, 4)),
         "bias": None if scores is None or bias is None else view(as_axes(bias, shape, 4)),
-        "beta": view(beta),
         "grad_scores": view(as_axes(result.scores, shape, 4)),
         "dbeta_ptr": result.beta,
-        "heads": heads,
-        "queries": queries,
-        "keys": keys,
     }
-    constants: dict[str, object] = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
+    return (_launch(softmax_backward_kernel, result.scores, beta, tile, arguments, {}),), result
+
+
+softmax_backward = launched(backward_launches)
+
+
+def _launch(
+    kernel: Any, matrix: Tensor, beta: Tensor, tile: Tile | None, arguments: dict[str, Any], constants: dict[str, Any]
+) -> Launch:
+    """A launch for all rows of a matrix [..., Tq, Tk], with what both kernels are given and compiled for."""
+    batch, heads, queries, keys = as_axes(matrix, matrix.shape, 4).shape
+    tile = tile or softmax_tile(queries, keys, resources_of(matrix.device))
+    row_beta = as_axes(beta.to(torch.float32), matrix.shape[:-1], 3)
+    arguments |= {"beta": view(row_beta), "heads": heads, "queries": queries, "keys": keys}
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
     grid = batch * heads * triton.cdiv(queries, tile.m)
-    return Launch(softmax_backward_kernel, grid, arguments, constants, tile.warps, tile.stages), result
+    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
 
 
 def as_axes(x: Tensor, shape: tuple[int, ...], axes: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
 from ..launch import on_device
-from .launch import RowSoftmax, backward_launch, forward_launch
+from .launch import RowSoftmax, softmax_backward, softmax_forward
 
 
 def row_softmax(
@@ -42,8 +42,7 @@ def softmax_op(
     scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights, and lse, largest logit, largest weight, entropy and gap counts per row; the last empty if not asked."""
-    launch, found = forward_launch(scores, beta, mask=mask, bias=bias, thresholds=thresholds)
-    launch.run(scores)
+    found = softmax_forward(scores, beta, mask=mask, bias=bias, thresholds=thresholds)
     weights, lse, top, w_max, entropy, counts = found
     counts = lse.new_empty((*lse.shape, 0), dtype=torch.int64) if counts is None else counts
     return weights, lse, top, w_max, entropy, counts
@@ -64,8 +63,7 @@ def softmax_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of scores, in fp32 if `wide`, and of β per row, empty without scores."""
     dtype = torch.float32 if wide else weights.dtype
-    launch, found = backward_launch(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
-    launch.run(weights)
+    found = softmax_backward(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
     return found.scores, beta.new_empty(0) if found.beta is None else found.beta
 
 
