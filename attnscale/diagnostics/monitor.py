@@ -7,19 +7,23 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, distributed, nn
 
 from attnscale._util.files import write_whole
+from attnscale._util.optional import need
 from attnscale.call.tap import Tap
+from attnscale.diagnostics.autograd import run_reported
+from attnscale.diagnostics.discovery import open_attention
+from attnscale.diagnostics.listener import LayerListener
+from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.records.collect import collect
+from attnscale.diagnostics.records.distributed import Processes
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.diagnostics.thresholds import Thresholds, find_alerts
-from attnscale.errors import MissingDependencyError, MonitorWarning, reject, reject_type
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from attnscale.errors import MonitorWarning, reject, reject_type
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class Monitor:
         alerts: Thresholds | str | Path | None = DEFAULT,
         on_alert: Callable[[Alert], object] | None = None,
         dump: str | Path | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             reject("every", every, "an int >= 1")
@@ -86,13 +90,6 @@ class Monitor:
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
-        # Imported late, since `import attnscale` imports this file and most programs have no monitor.
-        from attnscale.diagnostics.autograd import run_reported
-        from attnscale.diagnostics.discovery import open_attention
-        from attnscale.diagnostics.listener import LayerListener
-        from attnscale.diagnostics.notices import Notices
-        from attnscale.diagnostics.records.distributed import Processes
-
         with contextlib.ExitStack() as undo:
             found = open_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
@@ -169,8 +166,6 @@ class Monitor:
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Add the records and alerts of a step to the lists, and pass them on."""
-        from attnscale.diagnostics.records.collect import collect
-
         records += collect(list(self.layers.values()), step, self._processes, self._notices)
         crossed = [] if self.limits is None else find_alerts(records, self.limits)
         found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
@@ -216,10 +211,7 @@ def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor]) -> No
 
     The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
     """
-    try:
-        from safetensors.torch import save
-    except ImportError as error:
-        raise MissingDependencyError("dumps need safetensors: pip install 'attnscale[hf]'") from error
+    save = need("safetensors.torch", "dump", "hf").save
     if not captured:
         return
     query, key = captured["query"], captured["key"]
