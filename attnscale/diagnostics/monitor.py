@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
+from attnscale._util.checks import check_int
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale.call.tap import Tap
@@ -75,10 +76,9 @@ class Monitor:
         dump: str | Path | None = None,
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            reject("every", every, "an int >= 1")
-        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-            reject("rows", rows, "an int >= 1 or None for all rows")
+        check_int("every", every, "an int >= 1", least=1)
+        if rows is not None:
+            check_int("rows", rows, "an int >= 1 or None for all rows", least=1)
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
@@ -119,8 +119,7 @@ class Monitor:
 
         Every process of a distributed run calls it with the same number and gets the records of all.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            reject("step", step, "an int >= 0")
+        check_int("step", step, "an int >= 0", least=0)
         records: list[Record] = []
         alerts: list[Alert] = []
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,16 +49,11 @@ class Run:
     kinds: list[str]
     alerting: Tensor
 
-    @property
-    def layers(self) -> list[str]:
-        """In the order of the model."""
-        return list(dict.fromkeys(layer for layer, _ in self.columns))
-
     def thinned(self, number: int) -> Run:
         """So many steps, evenly spaced, with the first and the last; alerts between two move to the earlier."""
         index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
         between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
-        alerting = torch.stack([_any_bit(self.alerting[part]) for part in between])
+        alerting = torch.stack([reduce(torch.bitwise_or, self.alerting[part]) for part in between])
         planes = {key: plane[index] for key, plane in self.planes.items()}
         return replace(self, steps=[self.steps[i] for i in index], planes=planes, alerting=alerting)
 
@@ -155,11 +151,3 @@ def _scatter(plane: array[float], where: Tensor, source: Tensor, steps: int, col
     there = source < len(values)
     found[where[there]] = values[source[there]]
     return found.view(steps, columns)
-
-
-def _any_bit(rows: Tensor) -> Tensor:
-    """The bits set in any row of [rows, columns]."""
-    found = rows[0].clone()
-    for row in rows[1:]:
-        found |= row
-    return found

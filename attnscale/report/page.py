@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from typing import Any
 from attnscale import __version__
 from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.report.data import AlertGroup, Run
-from attnscale.report.encode import BUDGET, Encoded, encode, pack
+from attnscale.report.encode import BUDGET, encode, pack
 
 PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
@@ -29,7 +30,7 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "layers": _layers(shown),
         "exact": detail.centre == 4,
         "statistics": detail.statistics,
-        "planes": [_describe(plane) for plane in planes],
+        "planes": [plane.description() for plane in planes],
         "quantities": _quantities(shown),
         "colours": COLOURS,
         "kinds": shown.kinds,
@@ -40,7 +41,7 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
     }
     texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
     parts = {
-        "title": _escape(Path(run.path).name),
+        "title": html.escape(Path(run.path).name, quote=False),
         "style": asset("page.css"),
         "content": json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         "numbers": "\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
@@ -52,10 +53,6 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
 def asset(name: str) -> str:
     """The text of a file in assets/."""
     return files("attnscale.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _layers(run: Run) -> list[dict[str, Any]]:
@@ -81,13 +78,6 @@ def _meaning(kind: str) -> dict[str, str]:
         return {"explanation": "", "quantity": ""}
     quantity = QUANTITIES[ALERTS[kind].quantities[0]]
     return {"explanation": ALERTS[kind].explanation, "quantity": f"{quantity.phase or 'scalar'}.{quantity.name}"}
-
-
-def _describe(plane: Encoded) -> dict[str, Any]:
-    return {
-        **plane.key._asdict(),
-        **{name: getattr(plane, name) for name in ("width", "low", "high", "powers", "base")},
-    }
 
 
 def _alert(group: AlertGroup) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.distributed import Part, Processes
 from attnscale.diagnostics.records.record import Record
 from attnscale.diagnostics.records.spread import summaries
-from attnscale.diagnostics.records.tally import LARGEST, SUMS, pack, unpack, width
+from attnscale.diagnostics.records.tally import GRADIENTS, LARGEST, SUMS, pack, unpack, width
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 
@@ -57,19 +57,13 @@ def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
     """The scalars of a head's record, from its sums over calls."""
-    spread_in, spread_out = numbers["angle_in"], numbers["angle_out"]
-    ratio = spread_out / spread_in if spread_in > 0 else math.nan
+    ratio = numbers["angle_out"] / numbers["angle_in"] if numbers["angle_in"] > 0 else math.nan
     found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
-    if numbers["broken_row"] >= 0:
-        found["broken_row"] = numbers["broken_row"]
-    if numbers["skipped_calls"] > 0:
-        found["skipped_calls"] = numbers["skipped_calls"]
+    least = {"broken_row": 0, "skipped_calls": 1}
     if answered:
-        squares = [numbers[name] for name in ("query_gradient", "key_gradient", "value_gradient")]
-        names = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
-        found |= {name: math.sqrt(numbers[name]) for name in names}
-        if numbers["output_gradient"] > 0:
-            found["gain"] = math.sqrt(sum(squares) / numbers["output_gradient"])
-        if numbers["mismatch"] >= 0:
-            found["mismatch"] = numbers["mismatch"]
-    return found
+        found |= {name: math.sqrt(numbers[name]) for name in GRADIENTS}
+        *passed, arrived = (numbers[name] for name in GRADIENTS)
+        if arrived > 0:
+            found["gain"] = math.sqrt(sum(passed) / arrived)
+        least["mismatch"] = 0
+    return found | {name: numbers[name] for name in least if numbers[name] >= least[name]}

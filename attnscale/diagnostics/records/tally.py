@@ -13,15 +13,8 @@ from attnscale.diagnostics.records.spread import Spread, row_keys
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: sums over calls, and for the last two the largest.
-SUMS = (
-    "angle_in",
-    "angle_out",
-    "query_gradient",
-    "key_gradient",
-    "value_gradient",
-    "output_gradient",
-    "skipped_calls",
-)
+GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
+SUMS = ("angle_in", "angle_out", *GRADIENTS, "skipped_calls")
 LARGEST = ("mismatch", "broken_row")
 
 # Numbers of calls that are kept apart before they are added up.
@@ -47,7 +40,6 @@ class Tally(Uncopied):
         self.forward = _merged(self.forward, _spread_of(rows, salt))
 
     def add_backward(self, rows: Tensor, salt: int) -> None:
-        """The same in backward."""
         self.backward = _merged(self.backward, _spread_of(rows, salt))
 
     def note(self, **numbers: Tensor) -> None:

@@ -76,14 +76,9 @@ class Inspection:
         lines += [[layer, str(head), *map(_short, numbers)] for layer, head, numbers, _ in self._lines()]
         if len(lines) == 1:
             return "nothing was seen: the model has not been called, or the block has not ended"
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        return "\n".join(
-            "  ".join(
-                text.ljust(width) if column == 0 else text.rjust(width)
-                for column, (text, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        )
+        first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = ([layer.ljust(first), *map(str.rjust, cells, others)] for layer, *cells in lines)
+        return "\n".join(map("  ".join, aligned))
 
     def __repr__(self) -> str:
         return f"<Inspection of {len(self.records)} heads>"
