@@ -16,7 +16,7 @@ from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale.call.tap import Tap
 from attnscale.diagnostics.autograd import run_reported
-from attnscale.diagnostics.discovery import open_attention
+from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.collect import collect
@@ -43,15 +43,9 @@ class Monitor:
     again until it has been back; it goes to `on_alert` and to the sinks that take alerts. `dump` is a folder for the
     query and key rows of a head that raised one.
 
-    Records describe training: calls in training mode with gradients enabled, and calls that backward reached. Other
-    calls (validation, a reference model) only count where a layer had no such call; its records then have the mode
-    "evaluation". Calls that cannot be measured, as inside `torch.func`, are counted in `scalars["skipped_calls"]`.
-
     In a distributed run every process has a monitor and calls `step`. Layers are joined by name over `process_group`
     (None: all processes), whose first process hands the records to its sinks. Where processes hold different layers or
     heads under the same names (pipeline stages, tensor parallelism), pass the group of those that hold the same.
-
-    Copies of a monitor, by `copy` or `pickle`, are closed and have no model.
 
     >>> import torch
     >>> from attnscale import ScaledDotProductAttention
@@ -91,7 +85,7 @@ class Monitor:
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         with contextlib.ExitStack() as undo:
-            found = open_attention(model, undo)
+            found = find_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
                 reject("model", type(model).__name__, "a model that no other monitor is attached to")
             self._undo = undo.pop_all()  # removes what made a stock model measurable

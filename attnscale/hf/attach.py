@@ -80,10 +80,9 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
     if config_record.MODULES in given:
-        located = _located(model, config_record.read_modules(given))
         return {
             layer.path: check_fits(config_record.build_described(entry, **layer.shape), layer)
-            for layer, entry in located
+            for layer, entry in _located(model, config_record.read_modules(given))
         }
     # Written by hand: a policy or a plan, and keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}

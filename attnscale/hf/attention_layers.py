@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
@@ -29,34 +30,87 @@ _OTHER = re.compile(r"linear|lightning|delta|deformable|rwkv|pooling|mlp|output|
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention module. `layer` is its number in its stack.
-
-    `routed`: it calls transformers' attention interface. `sparse`: an indexer or compressor decides which keys it sees.
-    """
+    """One attention module, and what its source, its attributes and its config say about it."""
 
     path: str
     module: nn.Module
-    layer: int
-    routed: bool
-    cross: bool
-    text: bool
-    sparse: bool
+    layer: int  # its number in its stack
+    text: bool  # it belongs to a part of the model that reads or writes text
     num_heads: int | None
     head_dim: int | None
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    rope: bool | None
 
     @property
     def config(self) -> PreTrainedConfig:
         """The config whose attention implementation this module uses."""
         return cast(PreTrainedConfig, self.module.config)
 
-    @property
+    @cached_property
     def kind(self) -> str | None:
         """Its name in the config's `layer_types`, such as "sliding_attention"; None where it has no name."""
-        return _layer_kind(self.module, self.layer)
+        own = getattr(self.module, "layer_type", None)
+        kinds = getattr(getattr(self.module, "config", None), "layer_types", None)
+        if own is None and isinstance(kinds, (list, tuple)) and self.layer < len(kinds):
+            own = kinds[self.layer]
+        return own if isinstance(own, str) else None
+
+    @cached_property
+    def routed(self) -> bool:
+        """Whether it calls transformers' attention interface."""
+        return _is_routed(self.module)
+
+    @cached_property
+    def cross(self) -> bool:
+        named = _CROSS.search(f"{self.path} {type(self.module).__name__}")
+        return bool(getattr(self.module, "is_cross_attention", False) or named)
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
+        if getattr(self.module, "compressor", None) is not None:
+            return True
+        if all(passed_keyword(self.module, name) is None for name in CHOSEN_KEYS):
+            return False
+        shared = "prev_topk_indices" in read_forward(type(self.module)).text  # chosen by an earlier layer's indexer
+        return shared or getattr(self.module, "indexer", UNKNOWN) is not None
+
+    @cached_property
+    def window(self) -> int | None:
+        """The sliding window or chunk, if it has one."""
+        config = getattr(self.module, "config", None)
+        if self.kind == "chunked_attention":
+            return _first(config, ("attention_chunk_size",))
+        if "sliding_window" in read_forward(type(self.module)).keywords:
+            window = passed_keyword(self.module, "sliding_window")
+            return window if isinstance(window, int) else None
+        if self.kind is None or "sliding" not in self.kind:
+            return None
+        return _first(self.module, ("sliding_window",)) or _first(config, ("sliding_window",))
+
+    @cached_property
+    def softcap(self) -> float | None:
+        softcap = passed_keyword(self.module, "softcap")
+        return softcap if isinstance(softcap, (int, float)) else None
+
+    @cached_property
+    def sinks(self) -> bool:
+        return passed_keyword(self.module, "s_aux") is not None
+
+    @cached_property
+    def rope(self) -> bool:
+        """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
+        rotated = rotates_queries(self.module)
+        if rotated is not None or self.cross:
+            return bool(rotated)
+        config = getattr(self.module, "config", None)
+        bases = getattr(config, "layer_rope_theta", None)
+        if bases is not None:
+            return bool(bases[self.layer])
+        parameters = getattr(config, "rope_parameters", None)
+        if parameters is None or getattr(config, "position_embedding_type", "rope") != "rope":
+            return False
+        if self.kind in parameters:
+            return parameters[self.kind] is not None
+        return parameters.get("rope_theta", UNKNOWN) is not None
 
     @property
     def shape(self) -> dict[str, int]:
@@ -83,10 +137,12 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         if path in routed or not any(_within(inner, path) for inner in routed)
     }
     numbers = _numbers(list(found))
-    return [
-        _read_layer(path, module, numbers[path], configs[path], is_text(path, configs[path]))
-        for path, module in found.items()
-    ]
+    layers = []
+    for path, module in found.items():
+        index, text = getattr(module, "layer_idx", None), is_text(path, configs[path])
+        layer = index if isinstance(index, int) and index >= 0 else numbers[path]
+        layers.append(AttentionLayer(path, module, layer, text, *_shape(module, configs[path])))
+    return layers
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -129,14 +185,6 @@ def reject_model(model: nn.Module, reason: str, layers: Sequence[AttentionLayer]
 
 def _is_routed(module: nn.Module) -> bool:
     return read_forward(type(module)).routed and hasattr(module, "config")
-
-
-def _layer_kind(module: nn.Module, layer: int) -> str | None:
-    own = getattr(module, "layer_type", None)
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    if own is None and isinstance(kinds, (list, tuple)) and layer < len(kinds):
-        own = kinds[layer]
-    return own if isinstance(own, str) else None
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -183,29 +231,6 @@ def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
     return lambda path, own: not (config.is_encoder_decoder and ".encoder." in f".{path}.")
 
 
-def _read_layer(path: str, module: nn.Module, number: int, config: object, text: bool) -> AttentionLayer:
-    index = getattr(module, "layer_idx", None)
-    layer = index if isinstance(index, int) and index >= 0 else number
-    heads, head_dim = _shape(module, config)
-    cross = bool(getattr(module, "is_cross_attention", False)) or bool(_CROSS.search(f"{path} {type(module).__name__}"))
-    softcap = passed_keyword(module, "softcap")
-    return AttentionLayer(
-        path=path,
-        module=module,
-        layer=layer,
-        routed=_is_routed(module),
-        cross=cross,
-        text=text,
-        sparse=_is_sparse(module),
-        num_heads=heads,
-        head_dim=head_dim,
-        window=_window(module, layer),
-        softcap=softcap if isinstance(softcap, (int, float)) else None,
-        sinks=passed_keyword(module, "s_aux") is not None,
-        rope=_has_rope(module, layer, cross),
-    )
-
-
 def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
     """Heads and dimensions of each, from the module, its query projection, or its config."""
     heads, head_dim = _first(module, _HEADS) or _first(config, _HEADS), _first(module, _DIMS)
@@ -225,43 +250,3 @@ def _first(owner: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
-    if getattr(module, "compressor", None) is not None:
-        return True
-    if all(passed_keyword(module, name) is None for name in CHOSEN_KEYS):
-        return False
-    shared = "prev_topk_indices" in read_forward(type(module)).text  # chosen by the indexer of an earlier layer
-    return shared or getattr(module, "indexer", UNKNOWN) is not None
-
-
-def _window(module: nn.Module, layer: int) -> int | None:
-    """The sliding window or chunk of a layer, if it has one."""
-    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
-    if kind == "chunked_attention":
-        return _first(config, ("attention_chunk_size",))
-    if "sliding_window" in read_forward(type(module)).keywords:
-        window = passed_keyword(module, "sliding_window")
-        return window if isinstance(window, int) else None
-    if kind is None or "sliding" not in kind:
-        return None
-    return _first(module, ("sliding_window",)) or _first(config, ("sliding_window",))
-
-
-def _has_rope(module: nn.Module, layer: int, cross: bool) -> bool:
-    """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
-    rotated = rotates_queries(module)
-    if rotated is not None or cross:
-        return bool(rotated)
-    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
-    bases = getattr(config, "layer_rope_theta", None)
-    if bases is not None:
-        return bool(bases[layer])
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters is None or getattr(config, "position_embedding_type", "rope") != "rope":
-        return False
-    if kind in parameters:
-        return parameters[kind] is not None
-    return parameters.get("rope_theta", UNKNOWN) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,12 @@ def save_policies(folder: str | Path, policies: Mapping[str, Policy], record: Ma
         (folder / POLICY_WEIGHTS).unlink(missing_ok=True)  # of policies that were saved here before
 
 
-@dataclass(frozen=True)
 class StoredFiles:
-    """A folder, or a repository on the Hub by its id, whose files come from the cache or are downloaded."""
+    """A folder, or a repository on the Hub by its id, that `from_pretrained` would load from, given its arguments."""
 
-    path: str
-    where: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def at(cls, path: str | Path, arguments: Mapping[str, Any]) -> StoredFiles:
-        """The files that `from_pretrained` would load from, given its arguments."""
-        return cls(str(path), {key: arguments[key] for key in _WHERE if key in arguments})
+    def __init__(self, path: str | Path, arguments: Mapping[str, Any]) -> None:
+        self.path = str(path)
+        self.where = {key: arguments[key] for key in _WHERE if key in arguments}
 
     def file(self, name: str) -> Path | None:
         """A file by its name; None where there is none."""

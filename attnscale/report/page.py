@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from attnscale import __version__
+from attnscale.diagnostics.records.record import Alert
 from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
-from attnscale.report.data import AlertGroup, Run
+from attnscale.report.data import Run
 from attnscale.report.encode import BUDGET, encode, pack
 
 PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
@@ -36,7 +37,7 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "kinds": shown.kinds,
         "meanings": {kind: _meaning(kind) for kind in shown.kinds},
         "alerts": [_alert(group) for group in shown.groups[:MOST_GROUPS]],
-        "alertCount": sum(group.times for group in shown.groups),
+        "alertCount": sum(map(len, shown.groups)),
         "groupCount": len(shown.groups),
     }
     texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
@@ -80,14 +81,14 @@ def _meaning(kind: str) -> dict[str, str]:
     return {"explanation": ALERTS[kind].explanation, "quantity": f"{quantity.phase or 'scalar'}.{quantity.name}"}
 
 
-def _alert(group: AlertGroup) -> dict[str, Any]:
-    latest = group.latest
+def _alert(group: list[Alert]) -> dict[str, Any]:
+    latest = group[-1]
     return {
         "kind": latest.kind,
         "layer": latest.layer,
         "head": latest.head,
-        "count": group.times,
-        "first": group.first.step,
+        "count": len(group),
+        "first": group[0].step,
         "last": latest.step,
         "value": _plain(latest.value),
         "limit": _plain(latest.limit),

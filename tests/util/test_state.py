@@ -31,7 +31,6 @@ LISTED = {
     "FINDERS",
     "FILE_NUMBERS",
     "HF_HOLDERS",
-    "HF_KNOWN_CAUSALITY",
     "HF_COUNTED_MASKS",
 }
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Iterable, Iterator
 
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
@@ -32,27 +30,21 @@ def collect(layers: Iterable[LayerListener], step: int, processes: Processes, no
         }
     except Exception as error:  # the other processes wait for this one, and must not wait forever
         notices.add_error("a report failed and is dropped", error)
-    return _records_of(step, processes.join(step, here, width(sample)), sample)
+    parts = processes.join(step, here, width(sample))
+    return [record for part in parts for record in _records_of(step, part, sample)]
 
 
-def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
-    alike: dict[int, list[Part]] = {}  # by the number of processes that report them: few operators for many layers
-    for part in parts:
-        alike.setdefault(part.rows.shape[0], []).append(part)
-    found: dict[str, list[Record]] = {}
-    for group in alike.values():
-        flats, scalars = unpack(torch.cat([part.rows for part in group], dim=1), sample)
-        named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
-        phases = named[: len(FORWARD)], named[len(FORWARD) :]
-        heads = [(part, head) for part in group for head in range(part.rows.shape[1])]
-        for index, ((part, head), numbers) in enumerate(zip(heads, scalars.T.tolist(), strict=True)):
-            forward, backward = (
-                {name: summary for name, of_heads in phase if (summary := of_heads[index])} for phase in phases
-            )
-            of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
-            mode = "training" if part.training else "evaluation"
-            found.setdefault(part.layer, []).append(Record(step, part.layer, head, forward, backward, of_head, mode))
-    return [record for part in parts for record in found[part.layer]]
+def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
+    flats, scalars = unpack(part.rows, sample)
+    named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
+    phases = named[: len(FORWARD)], named[len(FORWARD) :]
+    for head, numbers in enumerate(scalars.T.tolist()):
+        forward, backward = (
+            {name: summary for name, of_heads in phase if (summary := of_heads[head])} for phase in phases
+        )
+        of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
+        mode = "training" if part.training else "evaluation"
+        yield Record(step, part.layer, head, forward, backward, of_head, mode)
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:

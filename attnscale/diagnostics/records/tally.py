@@ -17,9 +17,6 @@ GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradien
 SUMS = ("angle_in", "angle_out", *GRADIENTS, "skipped_calls")
 LARGEST = ("mismatch", "broken_row")
 
-# Numbers of calls that are kept apart before they are added up.
-APART = 64
-
 
 class Tally(Uncopied):
     """The sums of any number of calls, on the layer's device: they are read back once, for a report."""
@@ -28,7 +25,7 @@ class Tally(Uncopied):
         self.forward: Spread | None = None
         self.backward: Spread | None = None
         self.heads, self.device = 0, torch.device("cpu")
-        self._noted: dict[str, list[Tensor]] = {}  # each [H]
+        self._noted: dict[str, Tensor] = {}  # each [H]
 
     @property
     def is_empty(self) -> bool:
@@ -46,26 +43,20 @@ class Tally(Uncopied):
         """Add what a head has one of, [H]."""
         for name, value in numbers.items():
             self.heads, self.device = value.shape[0], value.device
-            noted = self._noted.setdefault(name, [])
-            noted.append(value.to(torch.float32))
-            if len(noted) > APART:
-                self._noted[name] = [self.scalar(name)]
+            join = torch.add if name in SUMS else torch.maximum
+            self._noted[name] = join(self.scalar(name), value.to(torch.float32))
 
     def absorb(self, other: Tally) -> None:
         """Take over what another one holds; it is empty then."""
         self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
-        for name, values in other._noted.items():
-            for value in values:
-                self.note(**{name: value})
+        self.note(**other._noted)
         other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
     def scalar(self, name: str) -> Tensor:
         """A number that a head has one of, of all calls together, [H]."""
-        noted = self._noted.get(name)
-        if not noted:
-            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
-        together = torch.stack(noted)
-        return together.sum(0) if name in SUMS else together.amax(0)
+        if name in self._noted:
+            return self._noted[name]
+        return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
 
     @property
     def numbers(self) -> int:
