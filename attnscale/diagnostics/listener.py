@@ -83,7 +83,7 @@ class LayerListener(Uncopied):
         if self.training.backward is not None and self.training.forward is None:
             # Backward came to calls that could not be told from evaluation: a model trained in evaluation mode.
             self.training.absorb(self.evaluation)
-        return self.evaluation if self.training.is_empty else self.training
+        return self.training if self.training.heads else self.evaluation
 
     def begin(self, graph: bool) -> int:
         """The number of a call, or of the one that a checkpoint repeats inside backward."""

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 DEFAULT = Thresholds()
 
 
-class Monitor:
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Watches the attention of a model while it trains; attnscale/diagnostics/README.md is its guide.
 
     At every `every`-th step it samples `rows` rows of each attention call (None: all), forward and backward, and hands
@@ -144,9 +144,6 @@ class Monitor:
             self._try(sink, sink.close)
         self._sinks = []
         self._notices.issue()
-
-    def __enter__(self) -> Monitor:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

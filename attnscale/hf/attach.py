@@ -39,7 +39,8 @@ def attach(model: nn.Module) -> Handle:
                 f"policy {learned[0]} has parameters, which from_pretrained leaves out: load the model with "
                 "attnscale.hf.load(path), or give it its policy with attnscale.hf.load_policy(model, path)"
             )
-        return _install(model, policies, config_record.record_of(model) or {})
+        on_existing = (config_record.record_of(model) or {}).get(config_record.ON_EXISTING, "raise")
+        return install(model, policies, on_existing=on_existing, loaded=True)
     configs = [config for config in config_record.configs_of(model) if config_record.has_record(config)]
     for config in configs:
         config.attnscale.models = max(config.attnscale.models, 1)
@@ -56,7 +57,8 @@ def install_recorded(
 
     Names of the tensors are those in the transformers model. `path` is for the message where one is missing.
     """
-    handle = _install(model, described_policies(model, record), record)
+    on_existing = record.get(config_record.ON_EXISTING, "raise")
+    handle = install(model, described_policies(model, record), on_existing=on_existing, loaded=True)
     inner = transformers_model(model)
     try:
         learned = read(inner)
@@ -91,11 +93,6 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
     chosen = select(model, **options)
     refuse_existing(model, chosen, on_existing)
     return build_policies(plan, chosen)
-
-
-def _install(model: nn.Module, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> Handle:
-    """Put the policies of a record into a model; removing them restores what transformers itself would have chosen."""
-    return install(model, policies, on_existing=record.get(config_record.ON_EXISTING, "raise"), loaded=True)
 
 
 def _located(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,13 +127,14 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     configs: dict[str, Any] = {}
     for path, module in model.named_modules():
         configs[path] = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
-        if _is_routed(module) or (_looks_like_attention(module) and not any(_within(path, other) for other in found)):
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if _is_routed(module) or (_looks_like_attention(module) and not inside):
             found[path] = module
     routed = [path for path, module in found.items() if _is_routed(module)]
     found = {
         path: module
         for path, module in found.items()
-        if path in routed or not any(_within(inner, path) for inner in routed)
+        if path in routed or not any(inner.startswith(f"{path}.") for inner in routed)
     }
     numbers = _numbers(list(found))
     layers = []
@@ -157,11 +157,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     raise ArgumentTypeError(
         f"model={type(model).__name__} is not accepted: expected {accepted}; attnscale.convert is for torch's own"
     )
-
-
-def holds_transformers_model(model: nn.Module) -> bool:
-    """Whether a module is a transformers model, or a wrapper of one."""
-    return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
 def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
@@ -196,8 +191,14 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return any(isinstance(weight, Tensor) and weight.dim() > 1 for weight in held)
 
 
-def _within(path: str, outer: str) -> bool:
-    return path.startswith(f"{outer}.")
+def split_number(path: str) -> tuple[str, int | None]:
+    """A path with * in place of its first number, and the number.
+
+    >>> split_number("model.layers.3.self_attn"), split_number("pooler")
+    (('model.layers.*.self_attn', 3), ('pooler', None))
+    """
+    match = _NUMBER.search(f".{path}.")
+    return _NUMBER.sub("*", f".{path}.", count=1)[1:-1], None if match is None else int(match[0])
 
 
 def _numbers(paths: list[str]) -> dict[str, int]:
@@ -210,9 +211,9 @@ def _numbers(paths: list[str]) -> dict[str, int]:
         stacks.setdefault(_NUMBER.sub("*", f".{path}."), []).append(path)
     numbers: dict[str, int] = {}
     for stack in stacks.values():
-        first = [match and int(match[0]) for match in (_NUMBER.search(f".{path}.") for path in stack)]
-        distinct = None not in first and max(Counter(first).values()) == 1
-        numbers |= dict(zip(stack, cast("list[int]", first) if distinct else range(len(stack)), strict=True))
+        first = [number for path in stack if (number := split_number(path)[1]) is not None]
+        distinct = len(set(first)) == len(stack)
+        numbers |= dict(zip(stack, first if distinct else range(len(stack)), strict=True))
     return numbers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf import selection
 from attnscale.hf.attach import described_policies
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, split_number, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
@@ -27,7 +26,6 @@ LENGTHS = (1024, 8192, 65536)
 
 Verdict = Literal["selected", "left alone", "refused", "free"]
 
-_FIRST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _TITLES = ("layer", "path", "part", "routed", "heads", "rope", "window", "sinks", "softcap", "scaled already", "apply")
 
 
@@ -52,7 +50,7 @@ class LayerInspection:
             "cross" if facts.cross else "text" if facts.text else "other",
             "yes" if facts.routed else "no",
             f"{facts.num_heads or '?'} × {facts.head_dim or '?'}",
-            {True: "RoPE", False: "NoPE", None: "?"}[facts.rope],
+            "RoPE" if facts.rope else "NoPE",
             "–" if facts.window is None else str(facts.window),
             "yes" if facts.sinks else "–",
             "–" if facts.softcap is None else f"{facts.softcap:g}",
@@ -215,17 +213,15 @@ def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str
     if policy.needs_query:
         return "β from its queries"
     beta = beta_at_end(policy, layer, lengths)
-    shown = []
-    for low, high in zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True):
-        shown.append(f"{low:.4g}" if low == high else f"{low:.4g}…{high:.4g}")
-    return f"β = {', '.join(shown)}"
+    ranges = zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True)
+    return f"β = {', '.join(f'{low:.4g}' if low == high else f'{low:.4g}…{high:.4g}' for low, high in ranges)}"
 
 
 def _lines(layers: Sequence[LayerInspection]) -> Iterator[tuple[str, ...]]:
     """Lines of the table, as cells: neighbours in a stack that are alike share a line."""
     stacks: dict[str, list[LayerInspection]] = {}
     for layer in layers:
-        stacks.setdefault(_FIRST_NUMBER.sub("*", f".{layer.facts.path}.", count=1)[1:-1], []).append(layer)
+        stacks.setdefault(split_number(layer.facts.path)[0], []).append(layer)
     for pattern, stack in stacks.items():
         for cells, neighbours in itertools.groupby(stack, key=lambda layer: layer.cells):
             run = [layer.facts for layer in neighbours]

@@ -8,15 +8,10 @@ from contextlib import ExitStack
 from typing import NoReturn
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnscale.hf.attach import attach
-from attnscale.hf.attention_layers import (
-    AttentionLayer,
-    find_attention_layers,
-    holds_transformers_model,
-    name_layers,
-    reject_model,
-)
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, name_layers, reject_model
 from attnscale.hf.config_record import is_pending
 from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
 from attnscale.hf.sites import NAME, SDPA, MonitoredSite, remove_site, site_of
@@ -29,7 +24,7 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Also tells all sites of the model which of them are cross attention.
     """
-    if not holds_transformers_model(model):
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         return
     if is_pending(model):
         for path in attach(model).policies:
@@ -46,8 +41,6 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
     model without such attention is refused, with what to do instead.
     """
-    if not holds_transformers_model(model):
-        return {}
     layers = find_attention_layers(model)
     free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
     usable = [layer for layer in free if layer.config._attn_implementation == SDPA]

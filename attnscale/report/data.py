@@ -107,7 +107,12 @@ def _assemble(path: str, cells: _Cells, groups: list[list[Alert]]) -> Run:
     row, column = {step: i for i, step in enumerate(steps)}, {one: i for i, one in enumerate(columns)}
     flat = {place: row[place[0]] * len(columns) + column[place[1:]] for place in cells.places}
     where, source = torch.tensor(list(flat.values())), torch.tensor(list(cells.places.values()))
-    planes = {key: _scatter(plane, where, source, len(steps), len(columns)) for key, plane in cells.planes.items()}
+    planes = {key: torch.full((len(steps) * len(columns),), torch.nan) for key in cells.planes}
+    for key, plane in cells.planes.items():
+        values = torch.frombuffer(plane, dtype=torch.float32)
+        there = source < len(values)
+        planes[key][where[there]] = values[source[there]]
+        planes[key] = planes[key].view(len(steps), len(columns))
     kinds = list(dict.fromkeys(alerts[0].kind for alerts in groups))
     bits = bytearray(len(steps) * len(columns))
     for alert in (alert for alerts in groups for alert in alerts):
@@ -117,12 +122,3 @@ def _assemble(path: str, cells: _Cells, groups: list[list[Alert]]) -> Run:
     alerting = torch.frombuffer(bits, dtype=torch.uint8).view(len(steps), len(columns))
     ordered = sorted(groups, key=lambda alerts: (alerts[0].step, alerts[0].layer, alerts[0].head))
     return Run(path, steps, columns, planes, ordered, kinds, alerting)
-
-
-def _scatter(plane: array[float], where: Tensor, source: Tensor, steps: int, columns: int) -> Tensor:
-    """Numbers in the order of the file as [steps, columns]."""
-    values = torch.frombuffer(plane, dtype=torch.float32)
-    found = torch.full((steps * columns,), torch.nan)
-    there = source < len(values)
-    found[where[there]] = values[source[there]]
-    return found.view(steps, columns)

@@ -20,7 +20,7 @@ def collect(layers: Iterable[LayerListener], step: int, processes: Processes, no
     here: dict[str, Part] = {}
     sample = processes.sample  # the same in all processes
     try:
-        tallies = [(layer, tally) for layer in layers if not (tally := layer.tally()).is_empty]
+        tallies = [(layer, tally) for layer in layers if (tally := layer.tally()).heads]
         if alone:
             sample = max([1, *(tally.width for _, tally in tallies)])
         packed = pack([tally for _, tally in tallies], sample)

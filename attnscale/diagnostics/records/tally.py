@@ -24,13 +24,8 @@ class Tally(Uncopied):
     def __init__(self) -> None:
         self.forward: Spread | None = None
         self.backward: Spread | None = None
-        self.heads, self.device = 0, torch.device("cpu")
+        self.heads, self.device = 0, torch.device("cpu")  # no heads: there was no call
         self._noted: dict[str, Tensor] = {}  # each [H]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there was no call."""
-        return self.heads == 0
 
     def add_forward(self, rows: Tensor, salt: int) -> None:
         """The quantities [Q, B, H, R] of a call in forward; the salt of its rows' keys is the call's own."""

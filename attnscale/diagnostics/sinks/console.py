@@ -91,7 +91,10 @@ class ConsoleSink:
             return ""
         mean = sum(values) / len(values)
         broken = not math.isfinite(mean)
-        cell = self._text(_short(mean), style="bold red" if red or broken else _style(quantity, mean))
+        style = "cyan"
+        if quantity.is_share:
+            style = "yellow" if mean > 0.9 or mean < 0.05 else "green"  # near one of the ends, or not
+        cell = self._text(_short(mean), style="bold red" if red or broken else style)
         if quantity.is_share and len(values) > 1 and not broken and self._console.width >= RANGE_WIDTH:
             cell.append(f"  {min(values):.2f}–{max(values):.2f}", style="not bold red" if red else "dim white")
         return cell
@@ -119,10 +122,3 @@ def _short(x: float) -> str:
     if x == 0 or not math.isfinite(x):
         return f"{x:.0f}"
     return f"{x:.3g}" if 1e-3 <= size < 1000 else f"{x:.1e}"
-
-
-def _style(quantity: Quantity, mean: float) -> str:
-    """Yellow where a share is near one of its ends."""
-    if quantity.is_share:
-        return "yellow" if mean > 0.9 or mean < 0.05 else "green"
-    return "cyan"

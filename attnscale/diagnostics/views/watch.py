@@ -59,7 +59,9 @@ class Watch:
         if missing:
             parts.append(Text(f"{missing} more layers without an alert now; --once shows all", style="dim"))
         if alerts:
-            parts.append(self._kinds())
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
+            text = f"\n{self.history.by_kind.total()} alerts: {kinds}; the latest:"
+            parts.append(Text(text, style="bold red", overflow="ellipsis", no_wrap=True))
             parts += [_alert_line(group) for group in alerts]
         return Group(*parts)
 
@@ -121,11 +123,6 @@ class Watch:
         values = [x for layer in self.history.layers for x in self.history.series(layer, quantity) if math.isfinite(x)]
         low, high = min(values, default=0.0), max(values, default=0.0)
         return low, high, shown.log and low > 0
-
-    def _kinds(self) -> Text:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
-        text = f"\n{self.history.by_kind.total()} alerts: {kinds}; the latest:"
-        return Text(text, style="bold red", overflow="ellipsis", no_wrap=True)
 
 
 def _heading(quantity: str, width: int) -> str:
