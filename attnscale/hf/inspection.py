@@ -118,9 +118,14 @@ def inspect(
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
         reject("policy", None, f"a policy, since it is given {sorted(parameters)}")
-    chosen = _chosen(model, layers, cross, towers)
+    try:
+        chosen = {layer.path for layer in selection.select(model, layers=layers, cross=cross, towers=towers)}
+    except ArgumentError:
+        if layers != "all" or towers not in ("text", "all"):
+            raise
+        chosen = set()  # a model without attention, or with none that reads text
     if plan is not None and chosen:
-        plan.check(max(chosen.values()) + 1)
+        plan.check(max(layer.layer for layer in found if layer.path in chosen) + 1)
     pending = described_policies(model) if is_pending(model) and record_of(model) is not None else {}
     judged = []
     for layer in found:
@@ -135,17 +140,6 @@ def inspect(
     cautions = tuple(find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
     return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
-
-
-def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Towers) -> dict[str, int]:
-    """Paths and numbers of the layers that `apply` would select."""
-    try:
-        chosen = selection.select(model, layers=layers, cross=cross, towers=towers)
-        return {layer.path: layer.layer for layer in chosen}
-    except ArgumentError:
-        if layers != "all" or towers not in ("text", "all"):
-            raise
-        return {}  # a model without attention, or with none that reads text
 
 
 def _named(plan: Plan | None) -> str | None:

@@ -28,12 +28,11 @@ _MARK = f".{NAME}."
 def save_policies(folder: str | Path, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> None:
     """Write policies, by their paths in the transformers model: a record, and a file with the learned values if any."""
     folder = Path(folder)
-    learned = {
-        f"{path}{_MARK}policy.{name}": _on_cpu(value)
-        for path, policy in policies.items()
-        if isinstance(policy, nn.Module)
-        for name, value in policy.state_dict().items()
-    }
+    learned: dict[str, Tensor] = {}
+    for path, policy in policies.items():
+        for name, value in policy.state_dict().items() if isinstance(policy, nn.Module) else ():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a sharded one, all of it
+            learned[f"{path}{_MARK}policy.{name}"] = whole.detach().cpu().contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     if learned:
         save = need("safetensors.torch", "handle.save", "hf").save
@@ -91,9 +90,3 @@ def split_name(name: str) -> tuple[str, str]:
     """
     path, _, rest = f".{name}".rpartition(_MARK)
     return path[1:], rest
-
-
-def _on_cpu(value: Tensor) -> Tensor:
-    """A tensor on the CPU; of a sharded one, all of it."""
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().cpu().contiguous()

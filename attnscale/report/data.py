@@ -85,17 +85,13 @@ class _Cells:
     def add(self, record: Record) -> None:
         self.places[record.step, record.layer, record.head] = self.length
         self.length += 1
+        numbers = {Key("scalar", name, "value"): value for name, value in record.scalars.items()}
         for phase, name, summary in record.summaries():
-            for statistic, value in zip(STATISTICS, summary, strict=False):
-                self._put(Key(phase, name, statistic), value)
-        for name, value in record.scalars.items():
-            self._put(Key("scalar", name, "value"), value)
-
-    def _put(self, key: Key, value: float) -> None:
-        plane = self.planes.setdefault(key, array("f"))
-        if missing := self.length - 1 - len(plane):
-            plane.extend([float("nan")] * missing)
-        plane.append(value)
+            numbers |= {Key(phase, name, statistic): getattr(summary, statistic) for statistic in STATISTICS}
+        for key, value in numbers.items():
+            plane = self.planes.setdefault(key, array("f"))
+            plane.extend([float("nan")] * (self.length - 1 - len(plane)))
+            plane.append(value)
 
 
 def _assemble(path: str, cells: _Cells, groups: list[list[Alert]]) -> Run:

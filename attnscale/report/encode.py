@@ -59,9 +59,9 @@ class Encoded(NamedTuple):
 
     def description(self) -> dict[str, Any]:
         """All of it but the text, for JSON."""
-        content = self._asdict()
-        del content["text"]
-        return content.pop("key")._asdict() | content
+        content = self.key._asdict() | self._asdict()
+        del content["key"], content["text"]
+        return content
 
 
 def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:

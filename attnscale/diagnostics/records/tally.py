@@ -66,11 +66,12 @@ class Tally(Uncopied):
 
     def spreads(self) -> tuple[Spread, Spread]:
         """Of the quantities of forward and backward; empty ones where there was no call."""
-        return self.forward or self._no_rows(FORWARD), self.backward or self._no_rows(BACKWARD)
-
-    def _no_rows(self, names: Sequence[str]) -> Spread:
+        nothing = (
+            torch.full((len(names), self.heads, 1), math.nan, device=self.device) for names in (FORWARD, BACKWARD)
+        )
         keys = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return Spread.of(torch.full((len(names), self.heads, 1), math.nan, device=self.device), keys)
+        forward, backward = (Spread.of(rows, keys) for rows in nothing)
+        return self.forward or forward, self.backward or backward
 
 
 def _spread_of(rows: Tensor, salt: int) -> Spread:

@@ -102,7 +102,9 @@ class Watch:
         if with_alerts:
             table.add_column("alerts", justify="right", width=6)
         for quantity in ranges:
-            heading = _heading(quantity, spark + NUMBER)
+            title, over_heads = QUANTITIES[quantity].title, COLUMNS[quantity].over_heads
+            long = title if over_heads == "largest" else f"{title} ({over_heads})"
+            heading = long if len(long) <= spark + NUMBER else title
             table.add_column(heading, width=spark + NUMBER, no_wrap=True, overflow="crop")
         for layer, name in zip(layers, names, strict=True):
             cells = [Text(name, style="red" if layer in self.history.alerting else "")]
@@ -123,12 +125,6 @@ class Watch:
         values = [x for layer in self.history.layers for x in self.history.series(layer, quantity) if math.isfinite(x)]
         low, high = min(values, default=0.0), max(values, default=0.0)
         return low, high, shown.log and low > 0
-
-
-def _heading(quantity: str, width: int) -> str:
-    title, over_heads = QUANTITIES[quantity].title, COLUMNS[quantity].over_heads
-    long = title if over_heads == "largest" else f"{title} ({over_heads})"
-    return long if len(long) <= width else title
 
 
 def sparkline(
