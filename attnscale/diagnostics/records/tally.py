@@ -66,11 +66,9 @@ class Tally(Uncopied):
 
     def spreads(self) -> tuple[Spread, Spread]:
         """Of the quantities of forward and backward; empty ones where there was no call."""
-        nothing = (
-            torch.full((len(names), self.heads, 1), math.nan, device=self.device) for names in (FORWARD, BACKWARD)
-        )
-        keys = torch.zeros(1, dtype=torch.int64, device=self.device)
-        forward, backward = (Spread.of(rows, keys) for rows in nothing)
+        key = torch.zeros(1, dtype=torch.int64, device=self.device)
+        shapes = ((len(names), self.heads, 1) for names in (FORWARD, BACKWARD))
+        forward, backward = (Spread.of(torch.full(shape, math.nan, device=self.device), key) for shape in shapes)
         return self.forward or forward, self.backward or backward
 
 
