@@ -174,10 +174,8 @@ def _judge(
         return "refused", unsupported
     site = site_of(layer.module)
     if isinstance(site, MonitoredSite):
-        monitored = "a Monitor listens to it"
-        if plan is None:
-            return "free", monitored
-        return "refused", f"{monitored}; close it, and attach a new one afterwards"
+        advice = "; close it, and attach a new one afterwards"
+        return "free" if plan is None else "refused", f"a Monitor listens to it{'' if plan is None else advice}"
     policy = pending if site is None else site.policy
     if policy is not None:
         has = f"has {_betas(policy, layer, lengths)}"
