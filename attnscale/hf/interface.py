@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from attnscale._util import state
 from attnscale.errors import ArgumentError
 from attnscale.hf.attach import attach
 from attnscale.hf.attention import attend
@@ -78,9 +78,11 @@ def make_mask(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
 def _tells_causality(kind: type[PreTrainedConfig]) -> bool:
     """Whether attention modules of models with this config have the right `is_causal`: "sdpa" relies on it too."""
-    models: Any = MODEL_MAPPING.get(kind, ())
-    models = models if isinstance(models, (tuple, list)) else (models,)
-    return bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+    known = state.HF_KNOWN_CAUSALITY
+    if kind not in known:
+        models: Any = MODEL_MAPPING.get(kind, ())
+        models = models if isinstance(models, (tuple, list)) else (models,)
+        known[kind] = bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+    return known[kind]

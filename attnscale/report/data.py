@@ -85,9 +85,10 @@ class _Cells:
     def add(self, record: Record) -> None:
         self.places[record.step, record.layer, record.head] = self.length
         self.length += 1
-        numbers = {Key("scalar", name, "value"): value for name, value in record.scalars.items()}
+        numbers: dict[Key, float] = {}
         for phase, name, summary in record.summaries():
             numbers |= {Key(phase, name, statistic): getattr(summary, statistic) for statistic in STATISTICS}
+        numbers |= {Key("scalar", name, "value"): value for name, value in record.scalars.items()}
         for key, value in numbers.items():
             plane = self.planes.setdefault(key, array("f"))
             plane.extend([float("nan")] * (self.length - 1 - len(plane)))

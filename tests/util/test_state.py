@@ -31,6 +31,7 @@ LISTED = {
     "FINDERS",
     "FILE_NUMBERS",
     "HF_HOLDERS",
+    "HF_KNOWN_CAUSALITY",
     "HF_COUNTED_MASKS",
 }
 
