@@ -197,9 +197,10 @@ def _sources(call: AttentionCall) -> list[Tensor]:
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    parts = x.split(max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
+    parts = torch.split(x, max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
-    return reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
+    total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
+    return total
 
 
 def _first_broken(out: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # What PEFT puts in front of the names of a model: with a tuner, or without where the method only adds to the inputs.
 _IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
 
+# The method that decides which keys of a checkpoint are reported as missing or unexpected.
+_ADJUST = "_adjust_missing_and_unexpected_keys"
+
 
 def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> Handle:
     """A model saved by `save_pretrained` while a policy was applied, with the policy and what it has learned.
@@ -132,14 +135,14 @@ def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[s
 @contextlib.contextmanager
 def _policies_expected() -> Iterator[None]:
     """Keep transformers from reporting the tensors of policies as unexpected; they are read afterwards."""
-    stock = PreTrainedModel._adjust_missing_and_unexpected_keys
+    stock = getattr(PreTrainedModel, _ADJUST)
 
     def adjust(model: PreTrainedModel, loading: Any) -> None:
         stock(model, loading)
         loading.unexpected_keys = {name for name in loading.unexpected_keys if not is_of_policy(name)}
 
-    PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
+    setattr(PreTrainedModel, _ADJUST, adjust)
     try:
         yield
     finally:
-        PreTrainedModel._adjust_missing_and_unexpected_keys = stock
+        setattr(PreTrainedModel, _ADJUST, stock)
