@@ -7,7 +7,7 @@ torch.Size([1, 8, 1024, 64])
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from attnscale.attention import (
     attention_weights,
@@ -17,7 +17,6 @@ from attnscale.attention import (
 )
 from attnscale.call.lengths import visible_keys
 from attnscale.convert import convert
-from attnscale.diagnostics import Monitor, observe
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, AttnScaleWarning, BackendError
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
@@ -26,6 +25,9 @@ from attnscale.policies import LengthPolicy, Policy, build_policy, register_poli
 from attnscale.softmax import SoftmaxOutput, softmax
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 from attnscale.statistics.gaps import accumulation_scale
+
+if TYPE_CHECKING:
+    from attnscale.diagnostics import Monitor, observe
 
 __version__ = "0.2.0"
 
@@ -61,8 +63,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`attnscale.hf` is imported when it is first used: it needs transformers, which nothing else does."""
-    if name == "hf":
-        return importlib.import_module("attnscale.hf")
+def __getattr__(name: str) -> Any:
+    """Imported when first used: `hf` needs transformers, and most programs have no monitor."""
+    if name in ("diagnostics", "hf"):
+        return importlib.import_module(f"attnscale.{name}")
+    if name in ("Monitor", "observe"):
+        return getattr(importlib.import_module("attnscale.diagnostics"), name)
     raise AttributeError(f"module 'attnscale' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,7 +21,7 @@ from attnscale.statistics.gaps import bracket_accumulation, count_gaps
 from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
 
 # Per case: `every` of the monitor, and how many steps are timed together.
-CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "not_this_step": (10**9, 1)}
+CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "every_50": (50, 50), "not_this_step": (10**9, 1)}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +34,8 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCa
     if not torch.compiler.is_compiling():
         if call.query.device.type == "meta":  # no values to report
             return run(call)
-        if _is_transformed():
-            reason = "inside torch.func transforms or forward-mode AD"
+        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+            reason = "inside torch.func transforms or forward-mode AD"  # which the functions below do not support
             _send(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
             return run(call)
     parts, graph = CallParts.of(call), torch.is_grad_enabled()
@@ -49,13 +50,8 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCa
     eager.number = _begin(tap_id, graph)
     _send_forward(out, eager.number, graph, tap_id, *parts)
     if out.requires_grad:
-        out.register_hook(eager.keep_gradient)  # type: ignore[no-untyped-call]
+        out.register_hook(partial(setattr, eager, "gradient"))  # type: ignore[no-untyped-call]
     return out
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode AD is active, which the autograd functions do not support."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 @dataclass(eq=False)
@@ -65,9 +61,6 @@ class _EagerCall:
     tap_id: Tensor
     number: int = UNKNOWN
     gradient: Tensor | None = None
-
-    def keep_gradient(self, gradient: Tensor) -> None:
-        self.gradient = gradient
 
 
 class _EagerInputs(Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import NoReturn
 
 from torch import nn
 
@@ -22,42 +21,31 @@ def add_finder(finder: Finder) -> None:
         state.FINDERS.append(finder)
 
 
-def find_attention(model: nn.Module) -> dict[str, nn.Module]:
-    """Every attention of a model that can be measured; a shared one appears once, under its first path."""
-    return _find(model) or _raise_nothing_found(model)
+def find_attention(model: nn.Module, undo: ExitStack | None = None) -> dict[str, nn.Module]:
+    """Every attention of a model that can be measured; a shared one appears once, under its first path.
 
-
-def open_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
-    """Like `find_attention`, but makes stock attention of transformers measurable, until `undo` is closed."""
-    found = _find(model)
-    if not found and _is_of_transformers(model):
-        found = importlib.import_module("attnscale.hf.monitoring").open_stock_attention(model, undo)
-    return found or _raise_nothing_found(model)
-
-
-def _find(model: nn.Module) -> dict[str, nn.Module]:
+    With `undo`, stock attention of transformers is made measurable, until that is closed.
+    """
     if not isinstance(model, nn.Module):
         reject_type("model", model, "a torch.nn.Module")
-    if _is_of_transformers(model):
+    modeling = "transformers.modeling_utils"
+    of_transformers = any(base.__module__ == modeling for m in model.modules() for base in type(m).__mro__)
+    if of_transformers:
         importlib.import_module("attnscale.hf")  # registers its finder; not needed for other models
     found: dict[str, nn.Module] = {}
     for finder in (_ours, *state.FINDERS):
         for path, module in finder(model):
             if all(module is not other for other in found.values()):
                 found[path] = module
+    if not found and of_transformers and undo is not None:
+        found = importlib.import_module("attnscale.hf.monitoring").open_stock_attention(model, undo)
+    if not found:
+        raise ArgumentError(
+            f"model={type(model).__name__} is not accepted: expected at least one attention of attnscale's; "
+            "attnscale.convert gives torch models theirs, attnscale.hf.apply those of transformers "
+            "(with the policy 'constant' they compute what they did)"
+        )
     return found
-
-
-def _raise_nothing_found(model: nn.Module) -> NoReturn:
-    raise ArgumentError(
-        f"model={type(model).__name__} is not accepted: expected at least one attention of attnscale's; "
-        "attnscale.convert gives torch models theirs, attnscale.hf.apply those of transformers "
-        "(with the policy 'constant' they compute what they did)"
-    )
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(base.__module__ == "transformers.modeling_utils" for m in model.modules() for base in type(m).__mro__)
 
 
 def _ours(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from functools import reduce
 from typing import NamedTuple
@@ -55,19 +54,12 @@ class LayerListener(Uncopied):
     there was no training. With `capture`, rows of the last call are kept, for the dump of an alert.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rows: int | None,
-        capture: bool = False,
-        module: nn.Module | None = None,
-        notices: Notices | None = None,
-    ) -> None:
+    def __init__(self, name: str, rows: int | None, capture: bool, module: nn.Module, notices: Notices) -> None:
         self.name = name
         self.rows = rows
         self.capture = capture
         self._module = module
-        self._notices = Notices() if notices is None else notices
+        self._notices = notices
         self.listening = False
         self.seed = 0  # of the rows that are sampled: the same in all processes
         self.rank = 0
@@ -91,7 +83,7 @@ class LayerListener(Uncopied):
         if self.training.backward is not None and self.training.forward is None:
             # Backward came to calls that could not be told from evaluation: a model trained in evaluation mode.
             self.training.absorb(self.evaluation)
-        return self.evaluation if self.training.is_empty else self.training
+        return self.training if self.training.heads else self.evaluation
 
     def begin(self, graph: bool) -> int:
         """The number of a call, or of the one that a checkpoint repeats inside backward."""
@@ -104,7 +96,7 @@ class LayerListener(Uncopied):
         """Measure the sampled rows of a call."""
         if _is_empty(event.call):
             return
-        trained = self._module is None or self._module.training
+        trained = self._module.training
         answerable = (trained or event.graph) and number != UNKNOWN
         tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
         rows = self._sampled(event.call)
@@ -204,21 +196,14 @@ def _sources(call: AttentionCall) -> list[Tensor]:
 
 def _squares(x: Tensor) -> Tensor:
     """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
-    # In the order of memory, where projections leave heads side by side: that is twice as fast.
-    beside = x.stride(1) < x.stride(2)
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows = max(1, NUMBERS // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
-    sums = []
-    for part in torch.split(x.transpose(1, 2) if beside else x, rows, dim=1 if beside else 2):
-        norms: Tensor = torch.linalg.vector_norm(part, dim=-1, dtype=wide)
-        sums.append(norms.square_().sum((0, 1) if beside else (0, 2)))
-    return reduce(torch.add, sums)
+    parts = torch.split(x, max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
+    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
+    total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
+    return total
 
 
 def _first_broken(out: Tensor) -> Tensor:
     """Per head the first row that holds a NaN or an infinity, −1 if none."""
-    # A quick answer for the usual case; on other devices reading the sum back would synchronise.
-    if out.device.type == "cpu" and math.isfinite(float(out.sum())):
-        return torch.full(out.shape[1:2], -1)
     broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]
     return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)

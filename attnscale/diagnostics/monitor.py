@@ -7,26 +7,31 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, distributed, nn
 
+from attnscale._util.checks import check_int
 from attnscale._util.files import write_whole
+from attnscale._util.optional import need
 from attnscale.call.tap import Tap
+from attnscale.diagnostics.autograd import run_reported
+from attnscale.diagnostics.discovery import find_attention
+from attnscale.diagnostics.listener import LayerListener
+from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.records.collect import collect
+from attnscale.diagnostics.records.distributed import Processes
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.diagnostics.thresholds import Thresholds, find_alerts
-from attnscale.errors import MissingDependencyError, MonitorWarning, reject, reject_type
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from attnscale.errors import MonitorWarning, reject, reject_type
 
 log = logging.getLogger(__name__)
 
 DEFAULT = Thresholds()
 
 
-class Monitor:
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Watches the attention of a model while it trains; attnscale/diagnostics/README.md is its guide.
 
     At every `every`-th step it samples `rows` rows of each attention call (None: all), forward and backward, and hands
@@ -38,15 +43,9 @@ class Monitor:
     again until it has been back; it goes to `on_alert` and to the sinks that take alerts. `dump` is a folder for the
     query and key rows of a head that raised one.
 
-    Records describe training: calls in training mode with gradients enabled, and calls that backward reached. Other
-    calls (validation, a reference model) only count where a layer had no such call; its records then have the mode
-    "evaluation". Calls that cannot be measured, as inside `torch.func`, are counted in `scalars["skipped_calls"]`.
-
     In a distributed run every process has a monitor and calls `step`. Layers are joined by name over `process_group`
     (None: all processes), whose first process hands the records to its sinks. Where processes hold different layers or
     heads under the same names (pipeline stages, tensor parallelism), pass the group of those that hold the same.
-
-    Copies of a monitor, by `copy` or `pickle`, are closed and have no model.
 
     >>> import torch
     >>> from attnscale import ScaledDotProductAttention
@@ -69,12 +68,11 @@ class Monitor:
         alerts: Thresholds | str | Path | None = DEFAULT,
         on_alert: Callable[[Alert], object] | None = None,
         dump: str | Path | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            reject("every", every, "an int >= 1")
-        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-            reject("rows", rows, "an int >= 1 or None for all rows")
+        check_int("every", every, "an int >= 1", least=1)
+        if rows is not None:
+            check_int("rows", rows, "an int >= 1 or None for all rows", least=1)
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
@@ -86,15 +84,8 @@ class Monitor:
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
-        # Imported late, since `import attnscale` imports this file and most programs have no monitor.
-        from attnscale.diagnostics.autograd import run_reported
-        from attnscale.diagnostics.discovery import open_attention
-        from attnscale.diagnostics.listener import LayerListener
-        from attnscale.diagnostics.notices import Notices
-        from attnscale.diagnostics.records.distributed import Processes
-
         with contextlib.ExitStack() as undo:
-            found = open_attention(model, undo)
+            found = find_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
                 reject("model", type(model).__name__, "a model that no other monitor is attached to")
             self._undo = undo.pop_all()  # removes what made a stock model measurable
@@ -122,8 +113,7 @@ class Monitor:
 
         Every process of a distributed run calls it with the same number and gets the records of all.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            reject("step", step, "an int >= 0")
+        check_int("step", step, "an int >= 0", least=0)
         records: list[Record] = []
         alerts: list[Alert] = []
         if self._closed:
@@ -155,9 +145,6 @@ class Monitor:
         self._sinks = []
         self._notices.issue()
 
-    def __enter__(self) -> Monitor:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -169,8 +156,6 @@ class Monitor:
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Add the records and alerts of a step to the lists, and pass them on."""
-        from attnscale.diagnostics.records.collect import collect
-
         records += collect(list(self.layers.values()), step, self._processes, self._notices)
         crossed = [] if self.limits is None else find_alerts(records, self.limits)
         found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
@@ -216,10 +201,7 @@ def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor]) -> No
 
     The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
     """
-    try:
-        from safetensors.torch import save
-    except ImportError as error:
-        raise MissingDependencyError("dumps need safetensors: pip install 'attnscale[hf]'") from error
+    save = need("safetensors.torch", "dump", "hf").save
     if not captured:
         return
     query, key = captured["query"], captured["key"]

@@ -23,7 +23,11 @@ def padding_rows(context: Context) -> Tensor | None:
         return None
     if isinstance(context.slot, int) and context.slot >= context.keys:
         return None
-    own, inside = _own_slots(context)
+    # Where every key has a row, slots that were looked up from positions would pass over the padded ones.
+    aligned = context.queries == context.keys
+    slots = torch.arange(context.keys, device=context.device)[None] if aligned else context.slots()
+    own = slots.clamp(0, max(context.keys - 1, 0))
+    inside = own == slots
     padded = None if context.padding is None else _at(context.padding, own) & inside
     masked = None if context.mask is None else _hidden_by_mask(context.mask, own, inside)
     return padded | masked if padded is not None and masked is not None else masked if padded is None else padded
@@ -43,17 +47,6 @@ def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
 def blank(x: Tensor, rows: Tensor | None) -> Tensor:
     """[B, H, Tq, D] with zeros in the given rows [B|1, Tq]."""
     return x if rows is None else x.masked_fill(rows[:, None, :, None], 0.0)
-
-
-def _own_slots(context: Context) -> tuple[Tensor, Tensor]:
-    """The slot of each row's own key [B|1, Tq], clamped to the keys, and whether it is among them."""
-    if context.queries == context.keys:
-        # Slots that were looked up from positions pass over padding, and so never name a padded one.
-        own = torch.arange(context.keys, device=context.device)[None]
-    else:
-        own = context.slots()
-    clamped = own.clamp(0, max(context.keys - 1, 0))
-    return clamped, clamped == own
 
 
 def _at(x: Tensor, slots: Tensor) -> Tensor:

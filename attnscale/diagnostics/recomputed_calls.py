@@ -42,7 +42,11 @@ class Origins:
         start = node._sequence_nr()
         run = torch._C._current_graph_task_id(), start
         if self._run != run:
-            self._run, self._left = run, self._since(start)[::-1]
+            # Calls that were made after the node; if that was made inside backward, calls repeated there.
+            later = [number for count, number in self._repeats if count > start]
+            if not later and self._forgotten <= start:
+                later = [number for count, number in self._forwards if count > start]
+            self._run, self._left = run, later[::-1]
         number = self._left.pop() if self._left else UNKNOWN
         if not graph and number != UNKNOWN:
             self._repeats.append((_count(), number))
@@ -51,13 +55,6 @@ class Origins:
     def answered(self, number: int) -> None:
         """Backward has come to a call: what repeated it is done."""
         self._repeats = [repeat for repeat in self._repeats if repeat[1] != number]
-
-    def _since(self, start: int) -> list[int]:
-        """The calls that were made after a node; if that was made inside backward, calls repeated there."""
-        repeats = [number for count, number in self._repeats if count > start]
-        if repeats or self._forgotten > start:
-            return repeats
-        return [number for count, number in self._forwards if count > start]
 
 
 def _count() -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from attnscale._util.checks import check_int
 from attnscale._util.yaml_files import read_yaml
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.views.display import ALERTS, QUANTITIES
@@ -49,8 +50,7 @@ class Thresholds:
                 if not isinstance(value, bool):
                     reject(field.name, value, "True or False")
             elif field.name == "after_step":
-                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                    reject(field.name, value, "an int >= 0")
+                check_int(field.name, value, "an int >= 0", least=0)
             elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
                 reject(field.name, value, "a number >= 0 or None")
 

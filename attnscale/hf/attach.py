@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from attnscale.errors import ArgumentError
 from attnscale.hf import config_record
-from attnscale.hf.attention_layers import AttentionLayer, routed_layers, transformers_model
+from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_policies, check_fits, read_plan
 from attnscale.hf.policy_files import is_of_policy
@@ -39,7 +39,8 @@ def attach(model: nn.Module) -> Handle:
                 f"policy {learned[0]} has parameters, which from_pretrained leaves out: load the model with "
                 "attnscale.hf.load(path), or give it its policy with attnscale.hf.load_policy(model, path)"
             )
-        return _install(model, policies, config_record.record_of(model) or {})
+        on_existing = (config_record.record_of(model) or {}).get(config_record.ON_EXISTING, "raise")
+        return install(model, policies, on_existing=on_existing, loaded=True)
     configs = [config for config in config_record.configs_of(model) if config_record.has_record(config)]
     for config in configs:
         config.attnscale.models = max(config.attnscale.models, 1)
@@ -56,7 +57,8 @@ def install_recorded(
 
     Names of the tensors are those in the transformers model. `path` is for the message where one is missing.
     """
-    handle = _install(model, described_policies(model, record), record)
+    on_existing = record.get(config_record.ON_EXISTING, "raise")
+    handle = install(model, described_policies(model, record), on_existing=on_existing, loaded=True)
     inner = transformers_model(model)
     try:
         learned = read(inner)
@@ -80,10 +82,20 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
     if config_record.MODULES in given:
-        located = _located(model, config_record.read_modules(given))
+        modules, inner, layers = config_record.read_modules(given), transformers_model(model), routed_layers(model)
+        located = config_record.locate(modules, layers, inner.base_model_prefix)
+        missing = [path for path in modules if path not in located]
+        # A model of another class may lack a part: an encoder alone has no decoder.
+        if missing and (not located or type(inner).__name__ in (inner.config.architectures or ())):
+            raise ArgumentError(
+                f"config.attnscale names {missing[0]}, which {type(inner).__name__} does not have: was it saved by "
+                "another version of transformers? Load it with attn_implementation='sdpa' and call attnscale.hf.apply"
+            )
+        entries = {path: modules[recorded] for recorded, path in located.items()}
         return {
-            layer.path: check_fits(config_record.build_described(entry, **layer.shape), layer)
-            for layer, entry in located
+            layer.path: check_fits(config_record.build_described(entries[path], **layer.shape), layer)
+            for path, layer in layers.items()
+            if path in entries
         }
     # Written by hand: a policy or a plan, and keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}
@@ -92,26 +104,3 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
     chosen = select(model, **options)
     refuse_existing(model, chosen, on_existing)
     return build_policies(plan, chosen)
-
-
-def _install(model: nn.Module, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> Handle:
-    """Put the policies of a record into a model; removing them restores what transformers itself would have chosen."""
-    return install(model, policies, on_existing=record.get(config_record.ON_EXISTING, "raise"), loaded=True)
-
-
-def _located(
-    model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
-) -> list[tuple[AttentionLayer, Mapping[str, Any]]]:
-    """The layers of a model that a record names, with their descriptions, in the order of the model."""
-    inner, layers = transformers_model(model), routed_layers(model)
-    found = {
-        path: recorded for recorded, path in config_record.locate(modules, layers, inner.base_model_prefix).items()
-    }
-    missing = [path for path in modules if path not in found.values()]
-    # A model of another class may lack a part: an encoder alone has no decoder.
-    if missing and (not found or type(inner).__name__ in (inner.config.architectures or ())):
-        raise ArgumentError(
-            f"config.attnscale names {missing[0]}, which {type(inner).__name__} does not have: was it saved by another "
-            "version of transformers? Load it with attn_implementation='sdpa' and call attnscale.hf.apply"
-        )
-    return [(layer, modules[found[path]]) for path, layer in layers.items() if path in found]

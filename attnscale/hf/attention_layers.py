@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
@@ -29,34 +29,87 @@ _OTHER = re.compile(r"linear|lightning|delta|deformable|rwkv|pooling|mlp|output|
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention module. `layer` is its number in its stack.
-
-    `routed`: it calls transformers' attention interface. `sparse`: an indexer or compressor decides which keys it sees.
-    """
+    """One attention module, and what its source, its attributes and its config say about it."""
 
     path: str
     module: nn.Module
-    layer: int
-    routed: bool
-    cross: bool
-    text: bool
-    sparse: bool
+    layer: int  # its number in its stack
+    text: bool  # it belongs to a part of the model that reads or writes text
     num_heads: int | None
     head_dim: int | None
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    rope: bool | None
 
     @property
     def config(self) -> PreTrainedConfig:
         """The config whose attention implementation this module uses."""
         return cast(PreTrainedConfig, self.module.config)
 
-    @property
+    @cached_property
     def kind(self) -> str | None:
         """Its name in the config's `layer_types`, such as "sliding_attention"; None where it has no name."""
-        return _layer_kind(self.module, self.layer)
+        own = getattr(self.module, "layer_type", None)
+        kinds = getattr(getattr(self.module, "config", None), "layer_types", None)
+        if own is None and isinstance(kinds, (list, tuple)) and self.layer < len(kinds):
+            own = kinds[self.layer]
+        return own if isinstance(own, str) else None
+
+    @cached_property
+    def routed(self) -> bool:
+        """Whether it calls transformers' attention interface."""
+        return _is_routed(self.module)
+
+    @cached_property
+    def cross(self) -> bool:
+        named = _CROSS.search(f"{self.path} {type(self.module).__name__}")
+        return bool(getattr(self.module, "is_cross_attention", False) or named)
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
+        if getattr(self.module, "compressor", None) is not None:
+            return True
+        if all(passed_keyword(self.module, name) is None for name in CHOSEN_KEYS):
+            return False
+        shared = "prev_topk_indices" in read_forward(type(self.module)).text  # chosen by an earlier layer's indexer
+        return shared or getattr(self.module, "indexer", UNKNOWN) is not None
+
+    @cached_property
+    def window(self) -> int | None:
+        """The sliding window or chunk, if it has one."""
+        config = getattr(self.module, "config", None)
+        if self.kind == "chunked_attention":
+            return _first(config, ("attention_chunk_size",))
+        if "sliding_window" in read_forward(type(self.module)).keywords:
+            window = passed_keyword(self.module, "sliding_window")
+            return window if isinstance(window, int) else None
+        if self.kind is None or "sliding" not in self.kind:
+            return None
+        return _first(self.module, ("sliding_window",)) or _first(config, ("sliding_window",))
+
+    @cached_property
+    def softcap(self) -> float | None:
+        softcap = passed_keyword(self.module, "softcap")
+        return softcap if isinstance(softcap, (int, float)) else None
+
+    @cached_property
+    def sinks(self) -> bool:
+        return passed_keyword(self.module, "s_aux") is not None
+
+    @cached_property
+    def rope(self) -> bool:
+        """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
+        rotated = rotates_queries(self.module)
+        if rotated is not None or self.cross:
+            return bool(rotated)
+        config = getattr(self.module, "config", None)
+        bases = getattr(config, "layer_rope_theta", None)
+        if bases is not None:
+            return bool(bases[self.layer])
+        parameters = getattr(config, "rope_parameters", None)
+        if parameters is None or getattr(config, "position_embedding_type", "rope") != "rope":
+            return False
+        if self.kind in parameters:
+            return parameters[self.kind] is not None
+        return parameters.get("rope_theta", UNKNOWN) is not None
 
     @property
     def shape(self) -> dict[str, int]:
@@ -74,19 +127,22 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     configs: dict[str, Any] = {}
     for path, module in model.named_modules():
         configs[path] = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
-        if _is_routed(module) or (_looks_like_attention(module) and not any(_within(path, other) for other in found)):
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if _is_routed(module) or (_looks_like_attention(module) and not inside):
             found[path] = module
     routed = [path for path, module in found.items() if _is_routed(module)]
     found = {
         path: module
         for path, module in found.items()
-        if path in routed or not any(_within(inner, path) for inner in routed)
+        if path in routed or not any(inner.startswith(f"{path}.") for inner in routed)
     }
     numbers = _numbers(list(found))
-    return [
-        _read_layer(path, module, numbers[path], configs[path], is_text(path, configs[path]))
-        for path, module in found.items()
-    ]
+    layers = []
+    for path, module in found.items():
+        index, text = getattr(module, "layer_idx", None), is_text(path, configs[path])
+        layer = index if isinstance(index, int) and index >= 0 else numbers[path]
+        layers.append(AttentionLayer(path, module, layer, text, *_shape(module, configs[path])))
+    return layers
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -101,11 +157,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     raise ArgumentTypeError(
         f"model={type(model).__name__} is not accepted: expected {accepted}; attnscale.convert is for torch's own"
     )
-
-
-def holds_transformers_model(model: nn.Module) -> bool:
-    """Whether a module is a transformers model, or a wrapper of one."""
-    return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
 def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
@@ -131,14 +182,6 @@ def _is_routed(module: nn.Module) -> bool:
     return read_forward(type(module)).routed and hasattr(module, "config")
 
 
-def _layer_kind(module: nn.Module, layer: int) -> str | None:
-    own = getattr(module, "layer_type", None)
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    if own is None and isinstance(kinds, (list, tuple)) and layer < len(kinds):
-        own = kinds[layer]
-    return own if isinstance(own, str) else None
-
-
 def _looks_like_attention(module: nn.Module) -> bool:
     name = type(module).__name__
     if "attention" not in name.lower() or _OTHER.search(name) or isinstance(module, nn.MultiheadAttention):
@@ -148,8 +191,14 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return any(isinstance(weight, Tensor) and weight.dim() > 1 for weight in held)
 
 
-def _within(path: str, outer: str) -> bool:
-    return path.startswith(f"{outer}.")
+def split_number(path: str) -> tuple[str, int | None]:
+    """A path with * in place of its first number, and the number.
+
+    >>> split_number("model.layers.3.self_attn"), split_number("pooler")
+    (('model.layers.*.self_attn', 3), ('pooler', None))
+    """
+    match = _NUMBER.search(f".{path}.")
+    return _NUMBER.sub("*", f".{path}.", count=1)[1:-1], None if match is None else int(match[0])
 
 
 def _numbers(paths: list[str]) -> dict[str, int]:
@@ -162,9 +211,9 @@ def _numbers(paths: list[str]) -> dict[str, int]:
         stacks.setdefault(_NUMBER.sub("*", f".{path}."), []).append(path)
     numbers: dict[str, int] = {}
     for stack in stacks.values():
-        first = [match and int(match[0]) for match in (_NUMBER.search(f".{path}.") for path in stack)]
-        distinct = None not in first and max(Counter(first).values()) == 1
-        numbers |= dict(zip(stack, cast("list[int]", first) if distinct else range(len(stack)), strict=True))
+        first = [number for path in stack if (number := split_number(path)[1]) is not None]
+        distinct = len(set(first)) == len(stack)
+        numbers |= dict(zip(stack, first if distinct else range(len(stack)), strict=True))
     return numbers
 
 
@@ -181,29 +230,6 @@ def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
         others = {type(getattr(config, name, None)) for name in parts if _NOT_TEXT.search(name)}
         return lambda path, own: type(own) not in others
     return lambda path, own: not (config.is_encoder_decoder and ".encoder." in f".{path}.")
-
-
-def _read_layer(path: str, module: nn.Module, number: int, config: object, text: bool) -> AttentionLayer:
-    index = getattr(module, "layer_idx", None)
-    layer = index if isinstance(index, int) and index >= 0 else number
-    heads, head_dim = _shape(module, config)
-    cross = bool(getattr(module, "is_cross_attention", False)) or bool(_CROSS.search(f"{path} {type(module).__name__}"))
-    softcap = passed_keyword(module, "softcap")
-    return AttentionLayer(
-        path=path,
-        module=module,
-        layer=layer,
-        routed=_is_routed(module),
-        cross=cross,
-        text=text,
-        sparse=_is_sparse(module),
-        num_heads=heads,
-        head_dim=head_dim,
-        window=_window(module, layer),
-        softcap=softcap if isinstance(softcap, (int, float)) else None,
-        sinks=passed_keyword(module, "s_aux") is not None,
-        rope=_has_rope(module, layer, cross),
-    )
 
 
 def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
@@ -225,43 +251,3 @@ def _first(owner: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
-    if getattr(module, "compressor", None) is not None:
-        return True
-    if all(passed_keyword(module, name) is None for name in CHOSEN_KEYS):
-        return False
-    shared = "prev_topk_indices" in read_forward(type(module)).text  # chosen by the indexer of an earlier layer
-    return shared or getattr(module, "indexer", UNKNOWN) is not None
-
-
-def _window(module: nn.Module, layer: int) -> int | None:
-    """The sliding window or chunk of a layer, if it has one."""
-    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
-    if kind == "chunked_attention":
-        return _first(config, ("attention_chunk_size",))
-    if "sliding_window" in read_forward(type(module)).keywords:
-        window = passed_keyword(module, "sliding_window")
-        return window if isinstance(window, int) else None
-    if kind is None or "sliding" not in kind:
-        return None
-    return _first(module, ("sliding_window",)) or _first(config, ("sliding_window",))
-
-
-def _has_rope(module: nn.Module, layer: int, cross: bool) -> bool:
-    """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
-    rotated = rotates_queries(module)
-    if rotated is not None or cross:
-        return bool(rotated)
-    config, kind = getattr(module, "config", None), _layer_kind(module, layer)
-    bases = getattr(config, "layer_rope_theta", None)
-    if bases is not None:
-        return bool(bases[layer])
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters is None or getattr(config, "position_embedding_type", "rope") != "rope":
-        return False
-    if kind in parameters:
-        return parameters[kind] is not None
-    return parameters.get("rope_theta", UNKNOWN) is not None

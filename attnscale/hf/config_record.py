@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError
-from attnscale.hf.attention_layers import routed_layers, transformers_model
+from attnscale.hf.attention_layers import routed_layers, split_number, transformers_model
 from attnscale.hf.sites import NAME, is_decided
 from attnscale.policies import Policy, build_policy_for
 from attnscale.policies.base import LengthPolicy
@@ -36,7 +36,6 @@ DESCRIPTION = "description"
 # The key under which a description holds the class of a policy that has no registered name.
 _CLASS = "class"
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -44,10 +43,9 @@ def write_record(policies: Mapping[str, Policy], on_existing: str) -> dict[str, 
     """The record of a model whose modules at these paths have these policies."""
     groups: dict[tuple[str, str], list[int]] = {}
     for path, policy in policies.items():
-        match = _NUMBER.search(f".{path}.")
-        pattern = _NUMBER.sub("*", f".{path}.", count=1)[1:-1]
+        pattern, number = split_number(path)
         description = json.dumps(describe(policy), sort_keys=True)
-        groups.setdefault((pattern, description), []).extend([] if match is None else [int(match[0])])
+        groups.setdefault((pattern, description), []).extend([] if number is None else [number])
     modules = {
         pattern.replace("*", write_range(numbers), 1): json.loads(description)
         for (pattern, description), numbers in groups.items()

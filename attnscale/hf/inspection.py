@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf import selection
 from attnscale.hf.attach import described_policies
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, split_number, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
@@ -27,7 +26,6 @@ LENGTHS = (1024, 8192, 65536)
 
 Verdict = Literal["selected", "left alone", "refused", "free"]
 
-_FIRST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _TITLES = ("layer", "path", "part", "routed", "heads", "rope", "window", "sinks", "softcap", "scaled already", "apply")
 
 
@@ -52,7 +50,7 @@ class LayerInspection:
             "cross" if facts.cross else "text" if facts.text else "other",
             "yes" if facts.routed else "no",
             f"{facts.num_heads or '?'} × {facts.head_dim or '?'}",
-            {True: "RoPE", False: "NoPE", None: "?"}[facts.rope],
+            "RoPE" if facts.rope else "NoPE",
             "–" if facts.window is None else str(facts.window),
             "yes" if facts.sinks else "–",
             "–" if facts.softcap is None else f"{facts.softcap:g}",
@@ -120,9 +118,14 @@ def inspect(
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
         reject("policy", None, f"a policy, since it is given {sorted(parameters)}")
-    chosen = _chosen(model, layers, cross, towers)
+    try:
+        chosen = {layer.path for layer in selection.select(model, layers=layers, cross=cross, towers=towers)}
+    except ArgumentError:
+        if layers != "all" or towers not in ("text", "all"):
+            raise
+        chosen = set()  # a model without attention, or with none that reads text
     if plan is not None and chosen:
-        plan.check(max(chosen.values()) + 1)
+        plan.check(max(layer.layer for layer in found if layer.path in chosen) + 1)
     pending = described_policies(model) if is_pending(model) and record_of(model) is not None else {}
     judged = []
     for layer in found:
@@ -137,17 +140,6 @@ def inspect(
     cautions = tuple(find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
     return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
-
-
-def _chosen(model: nn.Module, layers: Layers, cross: bool, towers: Towers) -> dict[str, int]:
-    """Paths and numbers of the layers that `apply` would select."""
-    try:
-        chosen = selection.select(model, layers=layers, cross=cross, towers=towers)
-        return {layer.path: layer.layer for layer in chosen}
-    except ArgumentError:
-        if layers != "all" or towers not in ("text", "all"):
-            raise
-        return {}  # a model without attention, or with none that reads text
 
 
 def _named(plan: Plan | None) -> str | None:
@@ -182,10 +174,8 @@ def _judge(
         return "refused", unsupported
     site = site_of(layer.module)
     if isinstance(site, MonitoredSite):
-        monitored = "a Monitor listens to it"
-        if plan is None:
-            return "free", monitored
-        return "refused", f"{monitored}; close it, and attach a new one afterwards"
+        advice = "; close it, and attach a new one afterwards"
+        return "free" if plan is None else "refused", f"a Monitor listens to it{'' if plan is None else advice}"
     policy = pending if site is None else site.policy
     if policy is not None:
         has = f"has {_betas(policy, layer, lengths)}"
@@ -215,17 +205,15 @@ def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str
     if policy.needs_query:
         return "β from its queries"
     beta = beta_at_end(policy, layer, lengths)
-    shown = []
-    for low, high in zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True):
-        shown.append(f"{low:.4g}" if low == high else f"{low:.4g}…{high:.4g}")
-    return f"β = {', '.join(shown)}"
+    ranges = zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True)
+    return f"β = {', '.join(f'{low:.4g}' if low == high else f'{low:.4g}…{high:.4g}' for low, high in ranges)}"
 
 
 def _lines(layers: Sequence[LayerInspection]) -> Iterator[tuple[str, ...]]:
     """Lines of the table, as cells: neighbours in a stack that are alike share a line."""
     stacks: dict[str, list[LayerInspection]] = {}
     for layer in layers:
-        stacks.setdefault(_FIRST_NUMBER.sub("*", f".{layer.facts.path}.", count=1)[1:-1], []).append(layer)
+        stacks.setdefault(split_number(layer.facts.path)[0], []).append(layer)
     for pattern, stack in stacks.items():
         for cells, neighbours in itertools.groupby(stack, key=lambda layer: layer.cells):
             run = [layer.facts for layer in neighbours]

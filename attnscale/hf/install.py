@@ -16,13 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnscale._util.removable import Removable
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject
 from attnscale.hf import selection
-from attnscale.hf.attention_layers import (
-    AttentionLayer,
-    name_layers,
-    reject_model,
-    routed_layers,
-    transformers_model,
-)
+from attnscale.hf.attention_layers import AttentionLayer, name_layers, reject_model, routed_layers, transformers_model
 from attnscale.hf.config_record import configs_of, release, save_implementation, switch, write_record
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, build_policies, read_plan

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NoReturn
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnscale.hf.attach import attach
-from attnscale.hf.attention_layers import (
-    AttentionLayer,
-    find_attention_layers,
-    holds_transformers_model,
-    name_layers,
-    reject_model,
-)
+from attnscale.hf.attention_layers import find_attention_layers, name_layers, reject_model
 from attnscale.hf.config_record import is_pending
 from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
 from attnscale.hf.sites import NAME, SDPA, MonitoredSite, remove_site, site_of
@@ -29,7 +23,7 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Also tells all sites of the model which of them are cross attention.
     """
-    if not holds_transformers_model(model):
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         return
     if is_pending(model):
         for path in attach(model).policies:
@@ -46,13 +40,21 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
     model without such attention is refused, with what to do instead.
     """
-    if not holds_transformers_model(model):
-        return {}
     layers = find_attention_layers(model)
     free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
     usable = [layer for layer in free if layer.config._attn_implementation == SDPA]
+    if not layers:
+        reject_model_without_attention(model)
     if not usable:
-        _refuse(model, layers)
+        routed = [layer for layer in layers if layer.routed and not layer.sparse]
+        if not routed:
+            reason = INDEXED_KEYS if layers[0].routed else f"{OWN_ATTENTION} instead of asking transformers' interface"
+            advice = "such as an attnscale.ScaledDotProductAttention called in its forward"
+            reject_model(model, f"{reason}; a monitor hears attention of attnscale's, {advice}", layers)
+        names = " and ".join(sorted({repr(layer.config._attn_implementation) for layer in routed}))
+        advice = "which is attention with β = 1, or load the model with attn_implementation='sdpa'"
+        call = "call attnscale.hf.apply(model, 'constant') first"
+        reject_model(model, f"a monitor cannot listen to attn_implementation={names}; {call}, {advice}")
     others = [layer for layer in layers if layer not in usable]
     if others:
         log.warning("attnscale: %s cannot be listened to, of %d attention modules", name_layers(others), len(layers))
@@ -62,20 +64,3 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         layer.module.add_module(NAME, site)
         undo.callback(remove_site, layer.module)
     return found
-
-
-def _refuse(model: nn.Module, layers: Sequence[AttentionLayer]) -> NoReturn:
-    """Refuse a model without a policy that a monitor cannot listen to."""
-    if not layers:
-        reject_model_without_attention(model)
-    routed = [layer for layer in layers if layer.routed and not layer.sparse]
-    if not routed:
-        reason = INDEXED_KEYS if layers[0].routed else f"{OWN_ATTENTION} instead of asking transformers' interface"
-        advice = "such as an attnscale.ScaledDotProductAttention called in its forward"
-        reject_model(model, f"{reason}; a monitor hears attention of attnscale's, {advice}", layers)
-    names = " and ".join(sorted({repr(layer.config._attn_implementation) for layer in routed}))
-    reject_model(
-        model,
-        f"a monitor cannot listen to attn_implementation={names}; call attnscale.hf.apply(model, 'constant') first, "
-        "which is attention with β = 1, or load the model with attn_implementation='sdpa'",
-    )

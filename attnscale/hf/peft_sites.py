@@ -42,7 +42,6 @@ class TrainedSite(AuxiliaryTrainingWrapper, Site):
         return names[0] if names else None
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Train or freeze the policy as the active adapters."""
         self.set_requires_grad(adapter_names, not inference_mode)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
@@ -59,11 +58,9 @@ class TrainedSite(AuxiliaryTrainingWrapper, Site):
         self, adapter_name: str, state_dict: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The tensors for the adapter's file: the parameters, and the description of their policy as bytes."""
-        text = json.dumps(describe(self.policy)).encode()
-        description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return {name: value for name, value in state_dict.items() if name.startswith("policy.")} | {
-            DESCRIPTION: description
-        }
+        text = bytearray(json.dumps(describe(self.policy)).encode())
+        learned = {name: value for name, value in state_dict.items() if name.startswith("policy.")}
+        return learned | {DESCRIPTION: torch.frombuffer(text, dtype=torch.uint8)}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
         """No names to translate; so an adapter file without a policy loads too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,11 @@ _MARK = f".{NAME}."
 def save_policies(folder: str | Path, policies: Mapping[str, Policy], record: Mapping[str, Any]) -> None:
     """Write policies, by their paths in the transformers model: a record, and a file with the learned values if any."""
     folder = Path(folder)
-    learned = {
-        f"{path}{_MARK}policy.{name}": _on_cpu(value)
-        for path, policy in policies.items()
-        if isinstance(policy, nn.Module)
-        for name, value in policy.state_dict().items()
-    }
+    learned: dict[str, Tensor] = {}
+    for path, policy in policies.items():
+        for name, value in policy.state_dict().items() if isinstance(policy, nn.Module) else ():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a sharded one, all of it
+            learned[f"{path}{_MARK}policy.{name}"] = whole.detach().cpu().contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     if learned:
         save = need("safetensors.torch", "handle.save", "hf").save
@@ -44,17 +42,12 @@ def save_policies(folder: str | Path, policies: Mapping[str, Policy], record: Ma
         (folder / POLICY_WEIGHTS).unlink(missing_ok=True)  # of policies that were saved here before
 
 
-@dataclass(frozen=True)
 class StoredFiles:
-    """A folder, or a repository on the Hub by its id, whose files come from the cache or are downloaded."""
+    """A folder, or a repository on the Hub by its id, that `from_pretrained` would load from, given its arguments."""
 
-    path: str
-    where: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def at(cls, path: str | Path, arguments: Mapping[str, Any]) -> StoredFiles:
-        """The files that `from_pretrained` would load from, given its arguments."""
-        return cls(str(path), {key: arguments[key] for key in _WHERE if key in arguments})
+    def __init__(self, path: str | Path, arguments: Mapping[str, Any]) -> None:
+        self.path = str(path)
+        self.where = {key: arguments[key] for key in _WHERE if key in arguments}
 
     def file(self, name: str) -> Path | None:
         """A file by its name; None where there is none."""
@@ -97,9 +90,3 @@ def split_name(name: str) -> tuple[str, str]:
     """
     path, _, rest = f".{name}".rpartition(_MARK)
     return path[1:], rest
-
-
-def _on_cpu(value: Tensor) -> Tensor:
-    """A tensor on the CPU; of a sharded one, all of it."""
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().cpu().contiguous()

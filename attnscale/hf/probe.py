@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,14 +46,23 @@ def probe_sites(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs |
 
 
 def _run(model: nn.Module, inputs: Inputs) -> Exception | None:
-    """The exception of a forward, if any; a refusal of attnscale itself is raised."""
+    """The exception of a forward in evaluation mode, if any; a refusal of attnscale itself is raised.
+
+    Modes and random number generators are restored.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    model.eval()
     try:
-        with _undisturbed(model):
+        with torch.random.fork_rng(devices), torch.no_grad():
             model(**inputs)
     except ArgumentError:
         raise
     except Exception as error:
         return error
+    finally:
+        for module, training in modes:
+            module.training = training
     return None
 
 
@@ -86,17 +94,3 @@ def _shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
     if name == "input_features" and bins is not None and hasattr(config, "max_source_positions"):
         return 1, bins, 2 * config.max_source_positions
     return None
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modes and random number generators are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

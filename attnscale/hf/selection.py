@@ -39,7 +39,12 @@ def select(
     elif layers == "nope":
         chosen = [layer for layer in every if layer.rope is False]
     else:
-        numbers = _numbers(layers)
+        if isinstance(layers, str):
+            numbers = read_range("layers", layers)
+        else:
+            numbers = list(layers) if isinstance(layers, Iterable) else [layers]
+        if not numbers or any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+            reject_type("layers", layers, "'all', 'full', 'nope', a number, several, or a range such as '4-11'")
         present = {layer.layer for layer in every}
         if present and any(number not in present for number in numbers):
             reject("layers", layers, f"'all', 'full', 'nope' or layers of this model, {write_range(sorted(present))}")
@@ -50,16 +55,6 @@ def select(
             f"of {type(transformers_model(model)).__name__}; attnscale.hf.inspect(model) shows what it has"
         )
     return chosen
-
-
-def _numbers(layers: str | int | Sequence[int]) -> list[int]:
-    """The layers that a number, several, or a range such as "4-11" names."""
-    if isinstance(layers, str):
-        return read_range("layers", layers)
-    given = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not given or any(isinstance(number, bool) or not isinstance(number, int) for number in given):
-        reject_type("layers", layers, "'all', 'full', 'nope', a number, several, or a range such as '4-11'")
-    return given
 
 
 def refuse_model_as_policy(model: object, policy: object) -> None:

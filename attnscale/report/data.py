@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,40 +24,28 @@ class Key(NamedTuple):
     statistic: str
 
 
-class AlertGroup(NamedTuple):
-    """The alerts of one kind in one head: how many, when, and the first and the latest of them."""
-
-    times: int
-    first: Alert
-    latest: Alert
-
-
 @dataclass(frozen=True)
 class Run:
     """The content of a file of records. A column is a head of a layer; columns are in the order of the model.
 
-    `planes` are [steps, columns] in fp32, NaN where nothing was recorded. `alerting` [steps, columns] has a bit for
-    each kind of alert, numbered as in `kinds`; kinds beyond the seventh share the last bit.
+    `planes` are [steps, columns] in fp32, NaN where nothing was recorded. `groups` are the alerts of one kind in one
+    head each. `alerting` [steps, columns] has a bit for each kind of alert, numbered as in `kinds`; kinds beyond the
+    seventh share the last bit.
     """
 
     path: str
     steps: list[int]
     columns: list[tuple[str, int]]
     planes: dict[Key, Tensor]
-    groups: list[AlertGroup]
+    groups: list[list[Alert]]
     kinds: list[str]
     alerting: Tensor
-
-    @property
-    def layers(self) -> list[str]:
-        """In the order of the model."""
-        return list(dict.fromkeys(layer for layer, _ in self.columns))
 
     def thinned(self, number: int) -> Run:
         """So many steps, evenly spaced, with the first and the last; alerts between two move to the earlier."""
         index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
         between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
-        alerting = torch.stack([_any_bit(self.alerting[part]) for part in between])
+        alerting = torch.stack([reduce(torch.bitwise_or, self.alerting[part]) for part in between])
         planes = {key: plane[index] for key, plane in self.planes.items()}
         return replace(self, steps=[self.steps[i] for i in index], planes=planes, alerting=alerting)
 
@@ -69,11 +57,12 @@ def read_run(path: str | Path) -> Run:
         reject("path", str(path), "a JSONL file of records, not a directory")
     if not path.exists():
         reject("path", str(path), "an existing JSONL file of records")
-    cells, alerts, line = _Cells(), _Alerts(), 0
+    cells, line = _Cells(), 0
+    alerts: dict[tuple[str, str, int], list[Alert]] = {}  # by kind, layer and head
     try:
         for line, found in enumerate(read_jsonl(path), start=1):  # noqa: B007
             if isinstance(found, Alert):
-                alerts.add(found)
+                alerts.setdefault((found.kind, found.layer, found.head), []).append(found)
             else:
                 cells.add(found)
     except OSError as error:
@@ -82,7 +71,7 @@ def read_run(path: str | Path) -> Run:
         raise ArgumentError(f"line {line + 1} of {path} is not a record of attnscale's JsonlSink: {error}") from error
     if not cells.places:
         reject("path", str(path), "a file with at least one record")
-    return _assemble(str(path), cells, alerts)
+    return _assemble(str(path), cells, list(alerts.values()))
 
 
 class _Cells:
@@ -96,70 +85,37 @@ class _Cells:
     def add(self, record: Record) -> None:
         self.places[record.step, record.layer, record.head] = self.length
         self.length += 1
+        numbers: dict[Key, float] = {}
         for phase, name, summary in record.summaries():
-            for statistic, value in zip(STATISTICS, summary, strict=False):
-                self._put(Key(phase, name, statistic), value)
-        for name, value in record.scalars.items():
-            self._put(Key("scalar", name, "value"), value)
-
-    def _put(self, key: Key, value: float) -> None:
-        plane = self.planes.setdefault(key, array("f"))
-        if missing := self.length - 1 - len(plane):
-            plane.extend([float("nan")] * missing)
-        plane.append(value)
+            numbers |= {Key(phase, name, statistic): getattr(summary, statistic) for statistic in STATISTICS}
+        numbers |= {Key("scalar", name, "value"): value for name, value in record.scalars.items()}
+        for key, value in numbers.items():
+            plane = self.planes.setdefault(key, array("f"))
+            plane.extend([float("nan")] * (self.length - 1 - len(plane)))
+            plane.append(value)
 
 
-class _Alerts:
-    """Alerts as groups, and as bits of the cells where they were raised."""
-
-    def __init__(self) -> None:
-        self.groups: dict[tuple[str, str, int], AlertGroup] = {}
-        self.kinds: list[str] = []
-        self.bits: dict[tuple[int, str, int], int] = {}
-
-    def add(self, alert: Alert) -> None:
-        key = (alert.kind, alert.layer, alert.head)
-        before = self.groups.get(key, AlertGroup(0, alert, alert))
-        self.groups[key] = AlertGroup(before.times + 1, before.first, alert)
-        if alert.kind not in self.kinds:
-            self.kinds.append(alert.kind)
-        place = (alert.step, alert.layer, alert.head)
-        self.bits[place] = self.bits.get(place, 0) | 1 << min(self.kinds.index(alert.kind), 7)
-
-
-def _assemble(path: str, cells: _Cells, alerts: _Alerts) -> Run:
+def _assemble(path: str, cells: _Cells, groups: list[list[Alert]]) -> Run:
     steps = sorted({step for step, _, _ in cells.places})
     heads: dict[str, set[int]] = {}
     for _, layer, head in cells.places:
         heads.setdefault(layer, set()).add(head)
     columns = [(layer, head) for layer, found in heads.items() for head in sorted(found)]
     row, column = {step: i for i, step in enumerate(steps)}, {one: i for i, one in enumerate(columns)}
-
-    def flat(places: Iterable[tuple[int, str, int]]) -> Tensor:
-        return torch.tensor([row[step] * len(columns) + column[layer, head] for step, layer, head in places])
-
-    where, source = flat(cells.places), torch.tensor(list(cells.places.values()))
-    planes = {key: _scatter(plane, where, source, len(steps), len(columns)) for key, plane in cells.planes.items()}
-    known = {place: bits for place, bits in alerts.bits.items() if place in cells.places}
-    alerting = torch.zeros(len(steps) * len(columns), dtype=torch.uint8)
-    if known:
-        alerting[flat(known)] = torch.tensor(list(known.values()), dtype=torch.uint8)
-    groups = sorted(alerts.groups.values(), key=lambda group: (group.first.step, group.first.layer, group.first.head))
-    return Run(path, steps, columns, planes, groups, alerts.kinds, alerting.view(len(steps), len(columns)))
-
-
-def _scatter(plane: array[float], where: Tensor, source: Tensor, steps: int, columns: int) -> Tensor:
-    """Numbers in the order of the file as [steps, columns]."""
-    values = torch.frombuffer(plane, dtype=torch.float32)
-    found = torch.full((steps * columns,), torch.nan)
-    there = source < len(values)
-    found[where[there]] = values[source[there]]
-    return found.view(steps, columns)
-
-
-def _any_bit(rows: Tensor) -> Tensor:
-    """The bits set in any row of [rows, columns]."""
-    found = rows[0].clone()
-    for row in rows[1:]:
-        found |= row
-    return found
+    flat = {place: row[place[0]] * len(columns) + column[place[1:]] for place in cells.places}
+    where, source = torch.tensor(list(flat.values())), torch.tensor(list(cells.places.values()))
+    planes = {key: torch.full((len(steps) * len(columns),), torch.nan) for key in cells.planes}
+    for key, plane in cells.planes.items():
+        values = torch.frombuffer(plane, dtype=torch.float32)
+        there = source < len(values)
+        planes[key][where[there]] = values[source[there]]
+        planes[key] = planes[key].view(len(steps), len(columns))
+    kinds = list(dict.fromkeys(alerts[0].kind for alerts in groups))
+    bits = bytearray(len(steps) * len(columns))
+    for alert in (alert for alerts in groups for alert in alerts):
+        place = alert.step, alert.layer, alert.head
+        if place in flat:
+            bits[flat[place]] |= 1 << min(kinds.index(alert.kind), 7)
+    alerting = torch.frombuffer(bits, dtype=torch.uint8).view(len(steps), len(columns))
+    ordered = sorted(groups, key=lambda alerts: (alerts[0].step, alerts[0].layer, alerts[0].head))
+    return Run(path, steps, columns, planes, ordered, kinds, alerting)

@@ -6,7 +6,7 @@ import base64
 import math
 import zlib
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ class Detail(NamedTuple):
     statistics: tuple[str, ...]
     centre: int  # bytes of the mean, and of single numbers
     others: int
+
+    def width(self, key: Key) -> int:
+        """Bytes of a number; 0 where it is left out."""
+        if key.statistic in ("mean", "value"):
+            return self.centre
+        return self.others if key.statistic in self.statistics else 0
 
 
 # From the best to the smallest; if none fits, steps are left out. One byte is as exact as a band can be drawn.
@@ -51,12 +57,20 @@ class Encoded(NamedTuple):
     base: int | None
     text: str
 
+    def description(self) -> dict[str, Any]:
+        """All of it but the text, for JSON."""
+        content = self.key._asdict() | self._asdict()
+        del content["key"], content["text"]
+        return content
+
 
 def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
     """The run in the best detail that fits the budget; if none does, in the least, with as many steps as fit."""
-    detail, expected = DETAILS[-1], 0
+    # Sizes are estimated from some columns, since compressing all of them takes seconds.
+    every = max(1, len(run.steps) * len(run.columns) // SAMPLE)
+    some = replace(run, planes={key: plane[:, ::every] for key, plane in run.planes.items()})
     for detail in DETAILS:
-        expected = _expected_size(run, detail)
+        expected = _size(_encode(some, detail)) * every
         if expected <= budget:
             break
     while True:
@@ -68,23 +82,8 @@ def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
             return run, detail, encoded
 
 
-def _expected_size(run: Run, detail: Detail) -> int:
-    """Estimated from some columns, since compressing all of them takes seconds."""
-    every = max(1, len(run.steps) * len(run.columns) // SAMPLE)
-    some = replace(run, planes={key: plane[:, ::every] for key, plane in run.planes.items()})
-    return _size(_encode(some, detail)) * every
-
-
 def _size(encoded: list[Encoded]) -> int:
     return sum(len(plane.text) for plane in encoded)
-
-
-def _kept(key: Key, detail: Detail) -> bool:
-    return key.statistic == "value" or key.statistic in detail.statistics
-
-
-def _width(key: Key, detail: Detail) -> int:
-    return detail.centre if key.statistic in ("mean", "value") else detail.others
 
 
 def _encode(run: Run, detail: Detail) -> list[Encoded]:
@@ -92,18 +91,19 @@ def _encode(run: Run, detail: Detail) -> list[Encoded]:
     places: dict[Key, int] = {}
     bits: dict[Key, Tensor] = {}
     for key, plane in run.planes.items():
-        if not _kept(key, detail):
+        width = detail.width(key)
+        if not width:
             continue
         # Backward mostly repeats forward: XORed with it, mostly zeros remain.
         twin = key._replace(phase="forward")
         base = places.get(twin) if key.phase == "backward" else None
         other = run.planes.get(key._replace(phase="backward")) if key.phase == "forward" else None
         scale = _scale(plane, other) if base is None else found[base][2:5]
-        own = bits[key] = _bits(plane, _width(key, detail), *scale)
+        own = bits[key] = _bits(plane, width, *scale)
         if base is not None:
             own = own ^ bits[twin]
         places[key] = len(found)
-        found.append(Encoded(key, _width(key, detail), *scale, base, pack(own, _width(key, detail))))
+        found.append(Encoded(key, width, *scale, base, pack(own, width)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from attnscale import __version__
+from attnscale.diagnostics.records.record import Alert
 from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
-from attnscale.report.data import AlertGroup, Run
-from attnscale.report.encode import BUDGET, Encoded, encode, pack
+from attnscale.report.data import Run
+from attnscale.report.encode import BUDGET, encode, pack
 
 PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
@@ -29,18 +31,18 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "layers": _layers(shown),
         "exact": detail.centre == 4,
         "statistics": detail.statistics,
-        "planes": [_describe(plane) for plane in planes],
+        "planes": [plane.description() for plane in planes],
         "quantities": _quantities(shown),
         "colours": COLOURS,
         "kinds": shown.kinds,
         "meanings": {kind: _meaning(kind) for kind in shown.kinds},
         "alerts": [_alert(group) for group in shown.groups[:MOST_GROUPS]],
-        "alertCount": sum(group.times for group in shown.groups),
+        "alertCount": sum(map(len, shown.groups)),
         "groupCount": len(shown.groups),
     }
     texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
     parts = {
-        "title": _escape(Path(run.path).name),
+        "title": html.escape(Path(run.path).name, quote=False),
         "style": asset("page.css"),
         "content": json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         "numbers": "\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
@@ -52,10 +54,6 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
 def asset(name: str) -> str:
     """The text of a file in assets/."""
     return files("attnscale.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _layers(run: Run) -> list[dict[str, Any]]:
@@ -83,21 +81,14 @@ def _meaning(kind: str) -> dict[str, str]:
     return {"explanation": ALERTS[kind].explanation, "quantity": f"{quantity.phase or 'scalar'}.{quantity.name}"}
 
 
-def _describe(plane: Encoded) -> dict[str, Any]:
-    return {
-        **plane.key._asdict(),
-        **{name: getattr(plane, name) for name in ("width", "low", "high", "powers", "base")},
-    }
-
-
-def _alert(group: AlertGroup) -> dict[str, Any]:
-    latest = group.latest
+def _alert(group: list[Alert]) -> dict[str, Any]:
+    latest = group[-1]
     return {
         "kind": latest.kind,
         "layer": latest.layer,
         "head": latest.head,
-        "count": group.times,
-        "first": group.first.step,
+        "count": len(group),
+        "first": group[0].step,
         "last": latest.step,
         "value": _plain(latest.value),
         "limit": _plain(latest.limit),

@@ -224,6 +224,7 @@ def test_written_rows_can_be_read_by_whoever_may_read_new_files(tmp_path: Path) 
         (row(provider="stats_all_rows", y=2.0), "≤ 2.1"),
         (dataclasses.replace(row(provider="every_1", y=1.25), kernel="monitor"), "≤ 1.2 missed"),
         (dataclasses.replace(row(provider="every_10", y=1.04), kernel="monitor"), "≤ 1.03 missed"),
+        (dataclasses.replace(row(provider="every_50", y=1.02), kernel="monitor"), "≤ 1.01 missed"),
         (row(provider="flex_attention", y=20.0), ""),
         (row("times_cheaper", y=9.0), "≥ 10 missed"),
         (row(provider="gap_adaptive", y=3.6), "≤ 3.5 missed"),
@@ -349,7 +350,7 @@ def test_flex_attention_is_left_out_with_a_reason(
     assert caplog.messages[-1].endswith("16 keys: there is no C++ compiler 'no-such-compiler'")
 
 
-@pytest.mark.parametrize("name", ["every_1", "every_10", "not_this_step"])
+@pytest.mark.parametrize("name", ["every_1", "every_10", "every_50", "not_this_step"])
 def test_watching_is_measured_against_the_same_training_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
 
@@ -376,8 +377,8 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
     (found,) = MonitorCost(name, 16, rounds=3).measure()
     assert (found.kernel, found.provider, found.metric, found.y) == ("monitor", name, "time_ratio", 1.5)
     # The first is the step that the monitor was made in, with nothing to hear; the others are measured.
-    expected = {"every_1": [False, True], "every_10": [False] * 10 + [True], "not_this_step": [False, False]}
-    assert reports == 2 * expected[name]  # and the model alone in between
+    listened = {"every_1": [True], "every_10": [False] * 9 + [True], "every_50": [False] * 49 + [True]}
+    assert reports == 2 * [False, *listened.get(name, [False])]  # and the model alone in between
 
 
 def test_what_is_around_a_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

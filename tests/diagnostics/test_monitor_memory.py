@@ -15,6 +15,7 @@ from attnscale.bench.monitor_cost import MonitorMemory, training
 from attnscale.call.tap import CallEvent
 from attnscale.diagnostics import Monitor
 from attnscale.diagnostics.listener import LayerListener
+from attnscale.diagnostics.notices import Notices
 
 MOST = 32 * 2**20
 
@@ -25,7 +26,7 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
     q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads // group, length, 16, generator=generator).to(dtype) for _ in range(2))
     _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
-    listener, heard = LayerListener("layer", rows=64), CallEvent(call, out)
+    listener, heard = LayerListener("layer", 64, False, torch.nn.Module(), Notices()), CallEvent(call, out)
 
     def step() -> None:
         listener.reset()

@@ -342,7 +342,7 @@ def test_a_record_less_what_others_have_leaves_gaps_and_shifts_nothing(run_file:
 
 def test_alerts_are_grouped_by_head_and_kind_and_marked_where_they_were(run_file: Path) -> None:
     run = read_run(run_file)
-    assert [(group.times, group.first, group.latest.step) for group in run.groups[:1]] == [(2, ALERTS[0], 40)]
+    assert [(len(group), group[0], group[-1].step) for group in run.groups[:1]] == [(2, ALERTS[0], 40)]
     assert run.kinds == ["collapsed", "exploding", "broken"]
     marked = {(run.steps[s], *run.columns[c]): int(run.alerting[s, c]) for s, c in run.alerting.nonzero().tolist()}
     assert marked == {

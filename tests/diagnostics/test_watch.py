@@ -140,7 +140,7 @@ def test_a_file_that_became_shorter_is_read_from_its_beginning(path: Path) -> No
     write(path, [report(5)])
     watch.update()
     assert watch.history.steps == [5]
-    assert watch.history.alert_count == 0
+    assert watch.history.by_kind.total() == 0
     path.write_bytes(b"")
     watch.update()
     assert watch.history.steps == []
@@ -200,7 +200,7 @@ def test_memory_is_bounded_and_what_is_kept_covers_the_whole_run() -> None:
     for step in range(5000):
         history.add([record(step, w_max=step / 5000), alert(step, layer=LAYERS[0])])
         assert len(history.steps) <= 65
-    assert history.reports == history.alert_count == 5000
+    assert history.reports == history.by_kind.total() == 5000
     assert len(history.alerts) == 10
     steps = history.steps
     assert (steps[0], steps[-1]) == (0, 4999)

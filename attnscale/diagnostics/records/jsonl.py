@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from attnscale.diagnostics.records.record import Alert, Record
 
@@ -50,7 +49,11 @@ class Tail:
         except FileNotFoundError:
             return
         with file:
-            self._check_restart(file)
+            status = os.fstat(file.fileno())
+            before, self._identity = self._identity, (status.st_dev, status.st_ino)
+            if before not in (None, self._identity) or status.st_size < self.offset:
+                self.offset, self.skipped, self._overlong = 0, 0, False
+                self.restarts += 1
             file.seek(self.offset)
             while line := file.readline(LONGEST):
                 complete = line.endswith(b"\n")
@@ -65,12 +68,3 @@ class Tail:
                     yield parse_line(line)
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     self.skipped += 1
-
-    def _check_restart(self, file: BinaryIO) -> None:
-        status = os.fstat(file.fileno())
-        identity = (status.st_dev, status.st_ino)
-        replaced = self._identity is not None and identity != self._identity
-        self._identity = identity
-        if replaced or status.st_size < self.offset:
-            self.offset, self.skipped, self._overlong = 0, 0, False
-            self.restarts += 1

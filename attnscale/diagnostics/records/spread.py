@@ -20,8 +20,6 @@ from attnscale.diagnostics.records.record import Summary
 # Rows kept per layer for the quantiles, in one process; mean and extremes are of all rows.
 KEPT = 1024
 LEVELS = (0.1, 0.5, 0.9)
-# Numbers of samples that are put in order at a time.
-NUMBERS = 2**22
 # Keys are 32 bits wide; this one is larger than any of them.
 NO_KEY = 2**32
 _BITS = NO_KEY - 1
@@ -110,10 +108,7 @@ def summaries(flats: Tensor) -> list[list[Summary | None]]:
     """
     count, total, least, largest = flats[..., :4].unbind(-1)  # each [P, Q, H]
     moments = torch.stack([count.sum(0), total.sum(0), least.amin(0), largest.amax(0)], dim=-1).tolist()
-    processes, quantities, _, numbers = flats.shape
-    heads = max(1, NUMBERS // (processes * quantities * numbers))
-    chunks = zip(*(torch.split(x, heads, dim=2) for x in (flats[..., 4:], count)), strict=True)
-    marks = torch.cat([_quantiles(*chunk) for chunk in chunks], dim=1).tolist()
+    marks = _quantiles(flats[..., 4:], count).tolist()
     return [
         [
             Summary(total / count, p10, p50, p90, least, largest, int(count)) if count else None
@@ -131,20 +126,14 @@ def _quantiles(samples: Tensor, numbers: Tensor) -> Tensor:
     known = ~samples.isnan()
     ordered, order = samples.movedim(0, 2).flatten(2).sort(dim=-1)  # NaN last
     last = known.sum((0, 3)).sub_(1).clamp_(min=0)[..., None]
-    if samples.shape[0] == 1:
-        place = last * torch.tensor(LEVELS, dtype=torch.float64)
-        below = place.to(torch.int64)
-        part = place - below
-        above = torch.minimum(below + 1, last)
-    else:
-        share = torch.where(known, (numbers / known.sum(-1))[..., None], 0.0).to(torch.float64)
-        weight = share.movedim(0, 2).flatten(2).gather(-1, order)
-        # A row lies in the middle of what it stands for; the first at 0.
-        places = weight.cumsum(-1) - weight / 2 - weight[..., :1] / 2
-        place = places.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64)
-        below = (torch.searchsorted(places, place, right=True) - 1).clamp_(min=0).minimum(last)
-        above = torch.minimum(below + 1, last)
-        left, right = places.gather(-1, below), places.gather(-1, above)
-        part = torch.where(right > left, (place - left) / (right - left), 0.0)
+    share = torch.where(known, (numbers / known.sum(-1))[..., None], 0.0).to(torch.float64)
+    weight = share.movedim(0, 2).flatten(2).gather(-1, order)
+    # A row lies in the middle of what it stands for; the first at 0.
+    places = weight.cumsum(-1) - weight / 2 - weight[..., :1] / 2
+    place = places.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64)
+    below = (torch.searchsorted(places, place, right=True) - 1).clamp_(min=0).minimum(last)
+    above = torch.minimum(below + 1, last)
+    left, right = places.gather(-1, below), places.gather(-1, above)
+    part = torch.where(right > left, (place - left) / (right - left), 0.0)
     low, high = ordered.gather(-1, below), ordered.gather(-1, above)
     return torch.where(low == high, low, torch.lerp(low.to(torch.float64), high.to(torch.float64), part))

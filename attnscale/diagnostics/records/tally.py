@@ -13,19 +13,9 @@ from attnscale.diagnostics.records.spread import Spread, row_keys
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: sums over calls, and for the last two the largest.
-SUMS = (
-    "angle_in",
-    "angle_out",
-    "query_gradient",
-    "key_gradient",
-    "value_gradient",
-    "output_gradient",
-    "skipped_calls",
-)
+GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
+SUMS = ("angle_in", "angle_out", *GRADIENTS, "skipped_calls")
 LARGEST = ("mismatch", "broken_row")
-
-# Numbers of calls that are kept apart before they are added up.
-APART = 64
 
 
 class Tally(Uncopied):
@@ -34,46 +24,34 @@ class Tally(Uncopied):
     def __init__(self) -> None:
         self.forward: Spread | None = None
         self.backward: Spread | None = None
-        self.heads, self.device = 0, torch.device("cpu")
-        self._noted: dict[str, list[Tensor]] = {}  # each [H]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there was no call."""
-        return self.heads == 0
+        self.heads, self.device = 0, torch.device("cpu")  # no heads: there was no call
+        self._noted: dict[str, Tensor] = {}  # each [H]
 
     def add_forward(self, rows: Tensor, salt: int) -> None:
         """The quantities [Q, B, H, R] of a call in forward; the salt of its rows' keys is the call's own."""
         self.forward = _merged(self.forward, _spread_of(rows, salt))
 
     def add_backward(self, rows: Tensor, salt: int) -> None:
-        """The same in backward."""
         self.backward = _merged(self.backward, _spread_of(rows, salt))
 
     def note(self, **numbers: Tensor) -> None:
         """Add what a head has one of, [H]."""
         for name, value in numbers.items():
             self.heads, self.device = value.shape[0], value.device
-            noted = self._noted.setdefault(name, [])
-            noted.append(value.to(torch.float32))
-            if len(noted) > APART:
-                self._noted[name] = [self.scalar(name)]
+            join = torch.add if name in SUMS else torch.maximum
+            self._noted[name] = join(self.scalar(name), value.to(torch.float32))
 
     def absorb(self, other: Tally) -> None:
         """Take over what another one holds; it is empty then."""
         self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
-        for name, values in other._noted.items():
-            for value in values:
-                self.note(**{name: value})
+        self.note(**other._noted)
         other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
     def scalar(self, name: str) -> Tensor:
         """A number that a head has one of, of all calls together, [H]."""
-        noted = self._noted.get(name)
-        if not noted:
-            return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
-        together = torch.stack(noted)
-        return together.sum(0) if name in SUMS else together.amax(0)
+        if name in self._noted:
+            return self._noted[name]
+        return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
 
     @property
     def numbers(self) -> int:
@@ -88,11 +66,10 @@ class Tally(Uncopied):
 
     def spreads(self) -> tuple[Spread, Spread]:
         """Of the quantities of forward and backward; empty ones where there was no call."""
-        return self.forward or self._no_rows(FORWARD), self.backward or self._no_rows(BACKWARD)
-
-    def _no_rows(self, names: Sequence[str]) -> Spread:
-        keys = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return Spread.of(torch.full((len(names), self.heads, 1), math.nan, device=self.device), keys)
+        key = torch.zeros(1, dtype=torch.int64, device=self.device)
+        shapes = ((len(names), self.heads, 1) for names in (FORWARD, BACKWARD))
+        forward, backward = (Spread.of(torch.full(shape, math.nan, device=self.device), key) for shape in shapes)
+        return self.forward or forward, self.backward or backward
 
 
 def _spread_of(rows: Tensor, salt: int) -> Spread:

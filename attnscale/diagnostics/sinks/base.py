@@ -14,11 +14,9 @@ class Sink(Protocol):
 
     def log(self, records: Sequence[Record], step: int) -> None:
         """Take the records of a step, one per layer and head."""
-        ...
 
     def close(self) -> None:
         """End of the run."""
-        ...
 
 
 @runtime_checkable
@@ -27,4 +25,3 @@ class AlertSink(Sink, Protocol):
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
         """Take the alerts of a step."""
-        ...

@@ -28,20 +28,17 @@ class ConsoleSink:
     def __init__(self, file: IO[str] | None = None) -> None:
         if file is not None and not callable(getattr(file, "write", None)):
             reject_type("file", file, "a text file, or None for stdout")
-        what = "ConsoleSink"
-        self._table = need("rich.table", what, "cli")
-        self._text = need("rich.text", what, "cli")
-        self._box = need("rich.box", what, "cli")
-        self._group = need("rich.console", what, "cli").Group
-        live = need("rich.live", what, "cli").Live
-        console = need("rich.console", what, "cli").Console
-        self._console = console(file=file)
+        table, text, self._box, console, live = (
+            need(f"rich.{part}", "ConsoleSink", "cli") for part in ("table", "text", "box", "console", "live")
+        )
+        self._table, self._text, self._group = table.Table, text.Text, console.Group
+        self._console = console.Console(file=file)
         self._live: Any = None
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._console.is_jupyter:
             # Without auto_refresh rich starts no thread.
-            self._live = live(console=self._console, auto_refresh=False)
+            self._live = live.Live(console=self._console, auto_refresh=False)
         else:
-            self._console = console(file=file, width=max(FILE_WIDTH, self._console.width), color_system=None)
+            self._console = console.Console(file=file, width=max(FILE_WIDTH, self._console.width), color_system=None)
         self._stop: Any = None
         self._records: Sequence[Record] = ()
         self._closed = False
@@ -77,7 +74,7 @@ class ConsoleSink:
         for alert in alerts:
             kinds[alert.layer].add(alert.kind)
         box = self._box.SIMPLE_HEAD if self._live is None else self._box.ROUNDED
-        table = self._table.Table(title=f"attention, step {step}", title_justify="left", box=box, pad_edge=False)
+        table = self._table(title=f"attention, step {step}", title_justify="left", box=box, pad_edge=False)
         table.add_column("layer", overflow="fold")
         for quantity in quantities:
             table.add_column(quantity.title, justify="right", no_wrap=True)
@@ -85,7 +82,7 @@ class ConsoleSink:
             heads = [record for record in records if record.layer == layer]
             red = {name for kind in kinds[layer] if kind in ALERTS for name in ALERTS[kind].quantities}
             cells = [self._cell(heads, quantity, quantity.name in red) for quantity in quantities]
-            table.add_row(self._text.Text(layer, style="bold red" if kinds[layer] else "bold"), *cells)
+            table.add_row(self._text(layer, style="bold red" if kinds[layer] else "bold"), *cells)
         return table
 
     def _cell(self, records: Sequence[Record], quantity: Quantity, red: bool) -> Any:
@@ -94,7 +91,10 @@ class ConsoleSink:
             return ""
         mean = sum(values) / len(values)
         broken = not math.isfinite(mean)
-        cell = self._text.Text(_short(mean), style="bold red" if red or broken else _style(quantity, mean))
+        style = "cyan"
+        if quantity.is_share:
+            style = "yellow" if mean > 0.9 or mean < 0.05 else "green"  # near one of the ends, or not
+        cell = self._text(_short(mean), style="bold red" if red or broken else style)
         if quantity.is_share and len(values) > 1 and not broken and self._console.width >= RANGE_WIDTH:
             cell.append(f"  {min(values):.2f}–{max(values):.2f}", style="not bold red" if red else "dim white")
         return cell
@@ -109,7 +109,7 @@ class ConsoleSink:
             more = f" (and {len(group) - 1} more heads)" if len(group) > 1 else ""
             lines.append(f"! step {group[0].step}: {kind}: {layer}, head {group[0].head}{more}: {group[0].message}")
         rest = [f"! and {len(lines) - SHOWN_ALERTS} more"] if len(lines) > SHOWN_ALERTS else []
-        return self._text.Text("\n".join(lines[:SHOWN_ALERTS] + rest), style="red")
+        return self._text("\n".join(lines[:SHOWN_ALERTS] + rest), style="red")
 
 
 def _short(x: float) -> str:
@@ -122,10 +122,3 @@ def _short(x: float) -> str:
     if x == 0 or not math.isfinite(x):
         return f"{x:.0f}"
     return f"{x:.3g}" if 1e-3 <= size < 1000 else f"{x:.1e}"
-
-
-def _style(quantity: Quantity, mean: float) -> str:
-    """Yellow where a share is near one of its ends."""
-    if quantity.is_share:
-        return "yellow" if mean > 0.9 or mean < 0.05 else "green"
-    return "cyan"

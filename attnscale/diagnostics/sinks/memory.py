@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from attnscale._util.checks import check_int
 from attnscale.diagnostics.records.record import Alert, Record
-from attnscale.errors import reject
 
 
 class MemorySink:
     """Keeps the records of the last `steps` reports, and their alerts."""
 
     def __init__(self, steps: int = 1000) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            reject("steps", steps, "an int >= 1")
+        check_int("steps", steps, "an int >= 1", least=1)
         self._reports: deque[tuple[int, tuple[Record, ...]]] = deque(maxlen=steps)
         self.alerts: deque[Alert] = deque(maxlen=steps)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnscale._util import state
+from attnscale._util.checks import check_int
 from attnscale._util.optional import need
 from attnscale.diagnostics.records.record import Alert, Record, by_kind, layers_of
 from attnscale.diagnostics.views.display import Quantity
@@ -39,8 +40,8 @@ class TensorBoardSink:
             reject_type("folder", folder, "a path")
         if Path(folder).exists() and not Path(folder).is_dir():
             reject("folder", str(folder), "a folder, not a file")
-        if images is not None and (isinstance(images, bool) or not isinstance(images, int) or images < 1):
-            reject("images", images, "an int >= 1 or None")
+        if images is not None:
+            check_int("images", images, "an int >= 1 or None", least=1)
         what = "TensorBoardSink"
         self._numpy = need("numpy", what, "log")
         self._records = need("tensorboard.summary.writer.record_writer", what, "log")

@@ -5,6 +5,7 @@ The page, the terminal, plots, TensorBoard and the README take them from here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -105,6 +106,15 @@ ALERTS = {
     "mismatch": AlertKind("backward saw other statistics than forward", ("mismatch",)),
     "broken": AlertKind("NaN or infinity in the output", ("broken_row",)),
 }
+
+
+def place_on_scale(x: float, low: float, high: float, log: bool) -> float:
+    """Where a value lies between the ends of a scale, 0 to 1; NaN stays NaN."""
+    if math.isnan(x):
+        return math.nan
+    if x <= low or x >= high:  # infinities, and what has no logarithm, lie at the ends
+        return 0.5 if x == low == high else float(x > low)
+    return math.log(x / low) / math.log(high / low) if log else (x - low) / (high - low)
 
 
 def short_names(layers: Sequence[str]) -> list[str]:

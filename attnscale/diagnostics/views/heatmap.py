@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from attnscale._util.optional import need
 from attnscale.diagnostics.records.record import Record, layers_of
-from attnscale.diagnostics.views.display import COLOURS, MAIN, Quantity
+from attnscale.diagnostics.views.display import COLOURS, MAIN, Quantity, place_on_scale
 
 RGB = tuple(tuple(bytes.fromhex(colour[1:])) for colour in COLOURS)
 BACKGROUND = (255, 255, 255)
@@ -40,16 +40,7 @@ class Grid(NamedTuple):
     def shares(self) -> list[list[float]]:
         """The values as places on the scale, 0 to 1; NaN stays NaN."""
         low, high = self.scale()
-        return [[self._share(x, low, high) for x in row] for row in self.values]
-
-    def _share(self, x: float, low: float, high: float) -> float:
-        if math.isnan(x):
-            return math.nan
-        if x <= low or x >= high:  # infinities, and what has no logarithm, lie at the ends
-            return 0.5 if x == low == high else float(x > low)
-        if self.quantity.log:
-            return math.log(x / low) / math.log(high / low)
-        return (x - low) / (high - low)
+        return [[place_on_scale(x, low, high, self.quantity.log) for x in row] for row in self.values]
 
 
 def grid_of(records: Sequence[Record], quantity: Quantity) -> Grid | None:

@@ -36,7 +36,6 @@ class History:
     def __init__(self, most_steps: int = 512, most_alerts: int = 256) -> None:
         self.most_steps = most_steps
         self.alerts: deque[Alert] = deque(maxlen=most_alerts)
-        self.alert_count = 0
         self.by_layer: Counter[str] = Counter()
         self.by_kind: Counter[str] = Counter()
         self.heads: dict[str, int] = {}
@@ -62,7 +61,6 @@ class History:
         for item in items:
             if isinstance(item, Alert):
                 self.alerts.append(item)
-                self.alert_count += 1
                 self.by_layer[item.layer] += 1
                 self.by_kind[item.kind] += 1
                 if self._latest is not None and item.step == self._latest[0]:

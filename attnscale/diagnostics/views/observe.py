@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import Any
 
 from torch import nn
 
 from attnscale._util.optional import need
 from attnscale.diagnostics.monitor import Monitor
 from attnscale.diagnostics.records.record import Record
+from attnscale.diagnostics.views.display import COLOURS
+from attnscale.diagnostics.views.flatten import numbers_of
+from attnscale.diagnostics.views.heatmap import MISSING, colour, main_grids
 from attnscale.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from attnscale.diagnostics.views.heatmap import Grid
-
-# `import attnscale` imports this file, so what only shows results is imported where it is used.
 
 
 class Inspection:
@@ -31,8 +30,6 @@ class Inspection:
 
         `frame["forward/w_max/mean"].unstack()` is layer × head.
         """
-        from attnscale.diagnostics.views.flatten import numbers_of
-
         pandas = need("pandas", "to_pandas", "report")
         rows = []
         for record in self.records:
@@ -43,13 +40,10 @@ class Inspection:
 
     def plot(self) -> Any:
         """A matplotlib figure with a heat map of layer × head for each main quantity."""
-        from attnscale.diagnostics.views.display import COLOURS
-        from attnscale.diagnostics.views.heatmap import MISSING
-
         # Unused here, but a notebook only shows figures once pyplot has been imported.
         need("matplotlib.pyplot", "plot", "report")
         figures, colours = need("matplotlib.figure", "plot", "report"), need("matplotlib.colors", "plot", "report")
-        grids = self._grids()
+        grids = main_grids(self.records)
         if not grids:
             raise ArgumentError("records=() is not accepted: expected a model that was called inside the block")
         palette = colours.LinearSegmentedColormap.from_list("attn", COLOURS)
@@ -78,42 +72,30 @@ class Inspection:
         return figure
 
     def __str__(self) -> str:
-        lines = [["layer", "head", *(grid.quantity.title for grid in self._grids())]]
+        lines = [["layer", "head", *(grid.quantity.title for grid in main_grids(self.records))]]
         lines += [[layer, str(head), *map(_short, numbers)] for layer, head, numbers, _ in self._lines()]
         if len(lines) == 1:
             return "nothing was seen: the model has not been called, or the block has not ended"
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        return "\n".join(
-            "  ".join(
-                text.ljust(width) if column == 0 else text.rjust(width)
-                for column, (text, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        )
+        first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = ([layer.ljust(first), *map(str.rjust, cells, others)] for layer, *cells in lines)
+        return "\n".join(map("  ".join, aligned))
 
     def __repr__(self) -> str:
         return f"<Inspection of {len(self.records)} heads>"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         if not self.records:
             return f"<p>{escape(str(self))}</p>"
-        titles = ["layer", "head", *(grid.quantity.title for grid in self._grids())]
+        titles = ["layer", "head", *(grid.quantity.title for grid in main_grids(self.records))]
         lines = ["<tr>" + "".join(f"<th>{escape(title)}</th>" for title in titles) + "</tr>"]
         for layer, head, numbers, shares in self._lines():
             cells = "".join(_cell(number, share) for number, share in zip(numbers, shares, strict=True))
             lines.append(f"<tr><td>{escape(layer)}</td><td>{head}</td>{cells}</tr>")
         return f"<table>{''.join(lines)}</table>"
 
-    def _grids(self) -> list[Grid]:
-        from attnscale.diagnostics.views.heatmap import main_grids
-
-        return main_grids(self.records)
-
     def _lines(self) -> Iterator[tuple[str, int, list[float], list[float]]]:
         """Layer, head, and for each main quantity its value and its place on the colour scale."""
-        grids = [(grid, grid.shares()) for grid in self._grids()]
+        grids = [(grid, grid.shares()) for grid in main_grids(self.records)]
         for record in self.records:
             row = grids[0][0].layers.index(record.layer)
             numbers = [grid.values[row][record.head] for grid, _ in grids]
@@ -147,8 +129,6 @@ def _short(x: float) -> str:
 def _cell(number: float, share: float) -> str:
     if math.isnan(number):
         return "<td></td>"
-    from attnscale.diagnostics.views.heatmap import colour
-
     red, green, blue = colour(share)
     ink = "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
     style = f"background:#{red:02x}{green:02x}{blue:02x};color:{ink};text-align:right"

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from attnscale.diagnostics.records.jsonl import Tail
 from attnscale.diagnostics.records.record import Alert
-from attnscale.diagnostics.views.display import QUANTITIES, short_names
+from attnscale.diagnostics.views.display import QUANTITIES, place_on_scale, short_names
 from attnscale.diagnostics.views.history import COLUMNS, History
 from attnscale.errors import reject
 
@@ -60,7 +59,9 @@ class Watch:
         if missing:
             parts.append(Text(f"{missing} more layers without an alert now; --once shows all", style="dim"))
         if alerts:
-            parts.append(self._kinds())
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
+            text = f"\n{self.history.by_kind.total()} alerts: {kinds}; the latest:"
+            parts.append(Text(text, style="bold red", overflow="ellipsis", no_wrap=True))
             parts += [_alert_line(group) for group in alerts]
         return Group(*parts)
 
@@ -87,23 +88,31 @@ class Watch:
         return [layer for layer in layers if layer in set(wanted)]
 
     def _table(self, layers: list[str], width: int, bars: str) -> Table:
-        plan = _plan(layers, width, any(self.history.by_layer.values()))
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, width=min(width, plan.width))
-        table.add_column("layer", width=plan.name, no_wrap=True, overflow="ellipsis")
-        if plan.alerts:
+        """As many quantities as fit with a sparkline each; where none does, only the number of one."""
+        names = short_names(layers)
+        widest = max(5, min(max(map(len, names)), 28, width // 4))
+        room = width - widest - 2 - 8 * bool(self.history.by_layer)
+        fitting = next((number for number in range(len(COLUMNS), 0, -1) if room // number >= NARROW + NUMBER + 2), 0)
+        spark = min(room // fitting - NUMBER - 2, 48) if fitting else 0
+        with_alerts = bool(fitting and self.history.by_layer)
+        ranges = {quantity: self._range(quantity) for quantity in [*COLUMNS][: fitting or 1]}
+        used = widest + 2 + 8 * with_alerts + len(ranges) * (spark + NUMBER + 2)
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, width=min(width, used))
+        table.add_column("layer", width=widest, no_wrap=True, overflow="ellipsis")
+        if with_alerts:
             table.add_column("alerts", justify="right", width=6)
-        for quantity in plan.quantities:
-            table.add_column(_heading(quantity, plan.cell), width=plan.cell, no_wrap=True, overflow="crop")
-        ranges = {quantity: self._range(quantity) for quantity in plan.quantities}
-        for layer, name in zip(layers, short_names(layers), strict=True):
-            count = self.history.by_layer[layer]
-            style = "red" if layer in self.history.alerting else ""
-            cells = [Text(name, style=style)]
-            if plan.alerts:
-                cells.append(Text(str(count) if count else "", style="red"))
-            for quantity in plan.quantities:
+        for quantity in ranges:
+            title, over_heads = QUANTITIES[quantity].title, COLUMNS[quantity].over_heads
+            long = title if over_heads == "largest" else f"{title} ({over_heads})"
+            heading = long if len(long) <= spark + NUMBER else title
+            table.add_column(heading, width=spark + NUMBER, no_wrap=True, overflow="crop")
+        for layer, name in zip(layers, names, strict=True):
+            cells = [Text(name, style="red" if layer in self.history.alerting else "")]
+            if with_alerts:
+                cells.append(Text(str(self.history.by_layer.get(layer, "")), style="red"))
+            for quantity, scale in ranges.items():
                 values = self.history.series(layer, quantity)
-                drawn = sparkline(self.history.steps, values, plan.spark, *ranges[quantity], bars)
+                drawn = sparkline(self.history.steps, values, spark, *scale, bars)
                 cells.append(Text.assemble((drawn, "cyan"), (f"{_number(values[-1]):>{NUMBER}}", "")))
             table.add_row(*cells)
         return table
@@ -116,46 +125,6 @@ class Watch:
         values = [x for layer in self.history.layers for x in self.history.series(layer, quantity) if math.isfinite(x)]
         low, high = min(values, default=0.0), max(values, default=0.0)
         return low, high, shown.log and low > 0
-
-    def _kinds(self) -> Text:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
-        text = f"\n{self.history.alert_count} alerts: {kinds}; the latest:"
-        return Text(text, style="bold red", overflow="ellipsis", no_wrap=True)
-
-
-class _Plan(NamedTuple):
-    """The widths of the columns, and which there are."""
-
-    name: int
-    alerts: bool
-    quantities: tuple[str, ...]
-    spark: int  # characters of a sparkline
-
-    @property
-    def cell(self) -> int:
-        return self.spark + NUMBER
-
-    @property
-    def width(self) -> int:
-        return self.name + 2 + 8 * self.alerts + len(self.quantities) * (self.cell + 2)
-
-
-def _plan(layers: list[str], width: int, alerts: bool) -> _Plan:
-    """As many quantities as fit with a sparkline each; where none does, the number of one."""
-    name = max(5, min(max(map(len, short_names(layers))), 28, width // 4))
-    quantities = tuple(COLUMNS)
-    while quantities:
-        spark = (width - name - 2 - 8 * alerts) // len(quantities) - NUMBER - 2
-        if spark >= NARROW:
-            return _Plan(name, alerts, quantities, min(spark, 48))
-        quantities = quantities[:-1]
-    return _Plan(name, False, tuple(COLUMNS)[:1], 0)
-
-
-def _heading(quantity: str, width: int) -> str:
-    title, over_heads = QUANTITIES[quantity].title, COLUMNS[quantity].over_heads
-    long = title if over_heads == "largest" else f"{title} ({over_heads})"
-    return long if len(long) <= width else title
 
 
 def sparkline(
@@ -186,11 +155,8 @@ def _bar(cell: list[float], low: float, high: float, log: bool, bars: str) -> st
     known = [x for x in cell if not math.isnan(x)]
     if not known:
         return " "
-    value = sum(known) / len(known)
-    if log:
-        value, low, high = (math.log(max(x, 1e-300)) for x in (value, low, high))
-    share = (value - low) / (high - low) if high > low else 0.5
-    return bars[min(len(bars) - 1, max(0, int(share * len(bars))))]
+    share = place_on_scale(min(max(sum(known) / len(known), low), high), low, high, log)
+    return bars[min(len(bars) - 1, int(share * len(bars)))]
 
 
 def _number(value: float) -> str:
