@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -29,8 +29,10 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # What PEFT puts in front of the names of a model: with a tuner, or without where the method only adds to the inputs.
 _IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
 
-# The method that decides which keys of a checkpoint are reported as missing or unexpected.
-_ADJUST = "_adjust_missing_and_unexpected_keys"
+# The class attribute with patterns of keys that transformers does not report as unexpected.
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
+_POLICY_KEYS = rf"(^|\.){NAME}\."
+_INHERITED = object()
 
 
 def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> Handle:
@@ -57,7 +59,7 @@ def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, 
     if arguments.get("attn_implementation") == NAME:
         del arguments["attn_implementation"]
     # None: what transformers would choose. The policies come afterwards, with what they have learned.
-    with _policies_expected():
+    with _policies_expected(kind, config):
         model: PreTrainedModel = kind.from_pretrained(path, **{"attn_implementation": None} | arguments)
     for loaded in configs_of(model):
         loaded.__dict__.pop(NAME, None)
@@ -133,16 +135,34 @@ def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[s
 
 
 @contextlib.contextmanager
-def _policies_expected() -> Iterator[None]:
-    """Keep transformers from reporting the tensors of policies as unexpected; they are read afterwards."""
-    stock = getattr(PreTrainedModel, _ADJUST)
+def _policies_expected(kind: type, config: Mapping[str, Any]) -> Iterator[None]:
+    """Keep transformers from reporting the tensors of policies as unexpected; they are read afterwards.
 
-    def adjust(model: PreTrainedModel, loading: Any) -> None:
-        stock(model, loading)
-        loading.unexpected_keys = {name for name in loading.unexpected_keys if not is_of_policy(name)}
-
-    setattr(PreTrainedModel, _ADJUST, adjust)
+    For an auto class it is the class that it builds for a config, given as the data of config.json.
+    """
+    model_class = _built_class(kind, config)
+    if model_class is None:
+        yield
+        return
+    own = vars(model_class).get(_IGNORED, _INHERITED)
+    setattr(model_class, _IGNORED, {*(getattr(model_class, _IGNORED, None) or ()), _POLICY_KEYS})
     try:
         yield
     finally:
-        setattr(PreTrainedModel, _ADJUST, stock)
+        if own is _INHERITED:
+            delattr(model_class, _IGNORED)
+        else:
+            setattr(model_class, _IGNORED, own)
+
+
+def _built_class(kind: type, config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """The class that `kind.from_pretrained` builds; None where transformers does not know it."""
+    if issubclass(kind, PreTrainedModel):
+        return kind
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return None
+    mapped = getattr(kind, "_model_mapping", {}).get(CONFIG_MAPPING[model_type], None)
+    known = {model.__name__: model for model in (mapped if isinstance(mapped, tuple) else (mapped,)) if model}
+    saved = [known[name] for name in config.get("architectures") or () if name in known]
+    return next(iter([*saved, *known.values()]), None)
