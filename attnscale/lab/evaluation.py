@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shlex
 import time
@@ -11,12 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
@@ -28,6 +25,7 @@ from attnscale.lab.needles import BYTES, NeedleFormat, Retrieval, hide_needles
 from attnscale.lab.peak_memory import peak_memory
 from attnscale.lab.tables import write_tables
 from attnscale.lab.tasks import answer_questions, read_window, recall_sequence, seeded, windows_of
+from attnscale.lab.text import Text
 
 Progress = Callable[[int, int, str], None]
 
@@ -41,14 +39,16 @@ class Evaluation:
     Args:
         models: folders of HuggingFace models, or "embedded"; several are seeds of one recipe.
         output: folder for finished cells, tables and page; a run that was interrupted goes on from there.
-        policies: names such as log, with parameters as gap_adaptive:r=4, with a label as argmax=constant:beta=1e6, or
-            YAML files of policies or plans. Length laws without parameters are anchored at the trained length.
+        policies: names such as log, with parameters as gap_adaptive:r=4, with a label as argmax=constant:beta=1e6, with
+            a rotary embedding of their own as log@yarn:2 or constant@own, or YAML files of policies or plans. Length
+            laws without parameters are anchored at the trained length.
         lengths: of the sequences, in tokens.
         tasks: of perplexity, needle (one in each sequence), multi_needle and recall (multi-query associative recall).
-        text: file that windows and haystacks are taken from; the embedded model has its own.
+        text: file that windows and haystacks are taken from, of which at most the first 8 MB are read; the embedded
+            model has its own.
         trained_length: where laws are anchored; by default max_position_embeddings of the config.
         layers: which layers get the policy, as in attnscale.hf.apply.
-        rope: another rotary embedding, such as yarn:4, without a temperature of its own.
+        rope: another rotary embedding, such as yarn:4 or linear:4, without a temperature of its own.
         windows: pieces of text for perplexity.
         samples: sequences per length for retrieval.
         asked: questions in each sequence, at the most.
@@ -115,10 +115,10 @@ class Evaluation:
 def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
     """Compute the cells that the output folder lacks, and write its tables; returns the folder."""
     output = Path(evaluation.output)
-    folders = [ModelFolder.at(given, evaluation.rope, evaluation.dtype) for given in evaluation.models]
+    folders = [ModelFolder.at(given, evaluation.dtype) for given in evaluation.models]
     if len({folder.name for folder in folders}) < len(folders):
         reject("models", evaluation.models, "folders of different names")
-    texts = [_Text.read(evaluation, folder) for folder in folders]  # refuses what is missing, before any work
+    texts = [_read_text(evaluation, folder) for folder in folders]  # refuses what is missing, before any work
     laws = {folder.name: _laws(evaluation, folder) for folder in folders}
     jobs = [
         _Job(folder, law, text, key)
@@ -154,56 +154,37 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
         progress(done, len(jobs), "writing tables")
 
 
-class _Text(NamedTuple):
-    """The text of an evaluation in the tokens of one model, and how many bytes each token has."""
-
-    tokens: Tensor
-    sizes: Tensor
-    digest: str
-    tokenizer: Any
-
-    @classmethod
-    def read(cls, evaluation: Evaluation, folder: ModelFolder) -> _Text:
-        path = evaluation.text
-        if path is None and folder.name != EMBEDDED and (set(evaluation.tasks) - {"recall"}):
-            reject("text", None, "a text file, except for the embedded model")
-        if path is None:
-            content = files("attnscale.lab").joinpath("embedded", "held_out.txt").read_bytes()
-        elif Path(path).is_file():
-            content = Path(path).read_bytes()
-        else:
-            reject("text", path, "an existing text file")
-        tokenizer = folder.tokenizer()
-        tokens = torch.tensor(tokenizer(content.decode("utf-8", "replace"), add_special_tokens=False).input_ids)
-        sizes = [len(tokenizer.decode([token]).encode()) for token in range(int(tokens.max()) + 1)]
-        return cls(tokens, torch.tensor(sizes), _digest(tokens), tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a piece of text."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
-
-
 class _Job(NamedTuple):
     folder: ModelFolder
     law: Law
-    text: _Text
+    text: Text
     key: Key
 
 
-def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
+def _read_text(evaluation: Evaluation, folder: ModelFolder) -> Text:
+    if evaluation.text is None and folder.name != EMBEDDED and (set(evaluation.tasks) - {"recall"}):
+        reject("text", None, "a text file, except for the embedded model")
+    return Text.read(evaluation.text, folder.tokenizer())
+
+
+def _trained_length(evaluation: Evaluation, folder: ModelFolder) -> int:
     trained = evaluation.trained_length or folder.trained_length
     if trained is None:
         reject("trained_length", None, f"a length: the config of {folder.name} has no max_position_embeddings")
-    laws = [read_law(entry, trained) for entry in evaluation.policies]
+    return trained
+
+
+def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
+    trained = _trained_length(evaluation, folder)
+    laws = [read_law(entry, trained, evaluation.rope) for entry in evaluation.policies]
     if len({law.label for law in laws}) < len(laws):
         reject("policies", evaluation.policies, "entries with different labels (label=name:key=value)")
     return laws
 
 
-def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: _Text) -> Iterator[Key]:
+def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: Text) -> Iterator[Key]:
     """The cells of a model and a policy, each with everything that decides its result."""
-    same: Key = {"model": folder.fingerprint, "rope": folder.rope, "dtype": folder.dtype, "layers": evaluation.layers}
+    same: Key = {"model": folder.fingerprint, "rope": law.rope, "dtype": folder.dtype, "layers": evaluation.layers}
     same |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
     if "perplexity" in evaluation.tasks:
         longest = max(evaluation.lengths)
@@ -247,9 +228,11 @@ def _prepared(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Iterator
     import attnscale.hf
 
     if law.policy == {"name": OWN}:
-        yield folder.load_with_policy().model.eval()
+        model = folder.load_with_policy()
+        folder.refuse_too_long(model, max(evaluation.lengths))
+        yield model
         return
-    model = folder.load()
+    model = folder.load(law.rope, _trained_length(evaluation, folder))
     folder.refuse_too_long(model, max(evaluation.lengths))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is what is measured
@@ -261,7 +244,7 @@ def _compute(evaluation: Evaluation, model: nn.Module, job: _Job) -> dict[str, A
     key, text = job.key, job.text
     if key["task"] == "perplexity":
         window = windows_of(text.tokens, key["length"], evaluation.windows)[key["sample"]]
-        return read_window(model, window, evaluation.lengths, text.sizes, evaluation.chunk)
+        return read_window(model, window, evaluation.lengths, text.size, evaluation.chunk)
     generator = seeded(evaluation.seed, key["task"], key["length"], key["sample"])
     if key["task"] == "recall":
         ordinary = sorted(set(range(len(text.tokenizer))) - set(text.tokenizer.all_special_ids))
@@ -284,7 +267,7 @@ def _write_description(
         "models": {
             folder.name: {
                 "fingerprint": folder.fingerprint,
-                "trained_length": evaluation.trained_length or folder.trained_length,
+                "trained_length": _trained_length(evaluation, folder),
             }
             for folder in folders
         },
@@ -302,7 +285,3 @@ def _command(evaluation: Evaluation) -> str:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{field.name.replace('_', '-')}", text]
     return shlex.join(words)
-
-
-def _digest(tokens: Tensor) -> str:
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
