@@ -263,7 +263,7 @@ def _write_description(
     content = {
         "attnscale": __version__,
         "command": _command(evaluation),
-        "spec": dataclasses.asdict(evaluation),
+        "spec": dataclasses.asdict(evaluation) | dataclasses.asdict(evaluation.style),
         "models": {
             folder.name: {
                 "fingerprint": folder.fingerprint,
@@ -271,7 +271,9 @@ def _write_description(
             }
             for folder in folders
         },
-        "policies": {law.label: law.policy for law in laws[folders[0].name]},
+        "policies": {
+            law.label: law.policy | ({} if law.rope is None else {"rope": law.rope}) for law in laws[folders[0].name]
+        },
     }
     write_whole(output / "run.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

@@ -209,7 +209,7 @@ def _depths(data: EvaluationData) -> str:
 def _table(data: EvaluationData) -> str:
     hint = (
         "In brackets 95 % intervals; differences are paired, to constant, and bold where the interval leaves out zero. "
-        "Seconds are of all tasks and models together, on the machine that ran them."
+        "Seconds are for one sequence of each task and model, on the machine that ran them."
     )
     return _section("table", "All numbers", hint, results_table(data))
 

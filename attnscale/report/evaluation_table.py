@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from html import escape
 
 from attnscale.report.evaluation_data import BITS, PERPLEXITY, EvaluationData, Result
@@ -23,7 +24,7 @@ def results_table(data: EvaluationData) -> str:
     heads = [name for task in tasks for name in (f"{task}, accuracy", "difference, points")]
     prose = data.whole(PERPLEXITY, BITS)
     if prose:
-        columns.append((prose, bits, bits))
+        columns.append((prose, bits, partial(bits, digits=3)))
         heads += ["bits per byte", "difference"]
     costs = _costs(data)
     heads += ["seconds", "peak MB"] if costs else []
@@ -48,7 +49,7 @@ def reproduction(data: EvaluationData) -> str:
     """The command, the versions and the fingerprints that run.json has, and the files of the folder."""
     run, parts = data.run, []
     if isinstance(command := run.get("command"), str):
-        parts.append(f'<p class="scroll"><code id="command">{escape(command)}</code></p>')
+        parts.append(f'<p><code id="command">{escape(command)}</code></p>')
     lines = [("attnscale", str(run["attnscale"]))] if "attnscale" in run else []
     models = run.get("models")
     for name, known in models.items() if isinstance(models, Mapping) else ():

@@ -52,10 +52,10 @@ def points(share: float) -> str:
     return (text.removesuffix(".0").replace("-0", "0") if float(text) == 0 else text).replace("-", MINUS)
 
 
-def bits(value: float) -> str:
+def bits(value: float, digits: int = 2) -> str:
     """
-    >>> bits(1.2), bits(-0.0001), bits(-0.0254)
-    ('1.20', '0.00', '−0.03')
+    >>> bits(1.2), bits(-0.0001), bits(-0.0254), bits(-0.0254, digits=3)
+    ('1.20', '0.00', '−0.03', '−0.025')
     """
-    text = f"{value:.2f}"
+    text = f"{value:.{digits}f}"
     return (text.lstrip("-") if float(text) == 0 else text).replace("-", MINUS)
