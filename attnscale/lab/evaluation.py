@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -48,6 +48,8 @@ class Evaluation:
             model has its own.
         trained_length: where laws are anchored; by default max_position_embeddings of the config.
         layers: which layers get the policy, as in attnscale.hf.apply.
+        on_existing: where the model scales its logits by length already, raise an error, compose the policy with that,
+            or replace it.
         rope: another rotary embedding, such as yarn:4 or linear:4, without a temperature of its own.
         windows: pieces of text for perplexity.
         samples: sequences per length for retrieval.
@@ -59,7 +61,8 @@ class Evaluation:
         alphabet: symbols of keys and values.
         key_symbols: symbols of a key.
         value_symbols: symbols of a value.
-        num_kv_pairs: pairs of key and value in recall, whose input_seq_len is the length.
+        num_kv_pairs: pairs of key and value in recall.
+        input_seq_len: lengths for recall; by default those of all tasks.
         seed: of all sequences.
         chunk: tokens of one forward; the cache carries the rest.
         dtype: of the weights, float32, bfloat16 or float16.
@@ -73,6 +76,7 @@ class Evaluation:
     text: str | None = None
     trained_length: int | None = None
     layers: str = "full"
+    on_existing: Literal["raise", "compose", "replace"] = "raise"
     rope: str | None = None
     windows: int = 8
     samples: int = 8
@@ -85,6 +89,7 @@ class Evaluation:
     key_symbols: int = NeedleFormat.key_symbols
     value_symbols: int = NeedleFormat.value_symbols
     num_kv_pairs: int = 64
+    input_seq_len: tuple[int, ...] = ()
     seed: int = 0
     chunk: int = 2048
     dtype: str = "float32"
@@ -93,15 +98,25 @@ class Evaluation:
         for name in ("models", "policies", "lengths", "tasks"):
             if not getattr(self, name):
                 reject(name, getattr(self, name), "at least one")
-        for name in ("windows", "samples", "asked", "needles_every", "num_kv_pairs", "chunk"):
-            if getattr(self, name) < 1:
+        for name in ("windows", "samples", "asked", "needles_every", "num_kv_pairs", "chunk", "trained_length"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 reject(name, getattr(self, name), "a number >= 1")
-        for length in self.lengths:
-            if length < 8:
-                reject("lengths", length, "lengths of 8 tokens or more")
+        for name in ("lengths", "input_seq_len"):
+            for length in getattr(self, name):
+                if length < 8:
+                    reject(name, length, "lengths of 8 tokens or more")
         for task in self.tasks:
             if task not in TASKS:
                 reject("tasks", task, ", ".join(TASKS))
+
+    def lengths_of(self, task: str) -> tuple[int, ...]:
+        """The lengths at which a task is measured."""
+        return (task == "recall" and self.input_seq_len) or self.lengths
+
+    @property
+    def longest(self) -> int:
+        """Of all sequences."""
+        return max(length for task in self.tasks for length in self.lengths_of(task))
 
     @property
     def style(self) -> NeedleFormat:
@@ -140,7 +155,9 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
     """Compute the jobs whose cells are missing, a model with its policy at a time."""
     missing = [job for job in jobs if cells.read(job.key) is None]
     done = len(jobs) - len(missing)
-    for folder, law, some in _runs(missing):
+    runs = list(_runs(missing))
+    _refuse_mistakes(evaluation, runs)
+    for folder, law, some in runs:
         with _prepared(evaluation, folder, law) as model:
             for job in some:
                 if progress is not None:
@@ -154,11 +171,23 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
         progress(done, len(jobs), "writing tables")
 
 
+def _refuse_mistakes(evaluation: Evaluation, runs: list[_Run]) -> None:
+    """Prepare every model with every policy, and build the first sequences: nobody should wait hours for an error."""
+    for folder, law, jobs in runs:
+        with _prepared(evaluation, folder, law):
+            for job in jobs:
+                if job.key["task"] != "perplexity" and job.key["sample"] == 0 and law is runs[0][1]:
+                    _sequence(evaluation, job)
+
+
 class _Job(NamedTuple):
     folder: ModelFolder
     law: Law
     text: Text
     key: Key
+
+
+_Run = tuple[ModelFolder, Law, list[_Job]]
 
 
 def _read_text(evaluation: Evaluation, folder: ModelFolder) -> Text:
@@ -186,6 +215,8 @@ def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: Text) -> 
     """The cells of a model and a policy, each with everything that decides its result."""
     same: Key = {"model": folder.fingerprint, "rope": law.rope, "dtype": folder.dtype, "layers": evaluation.layers}
     same |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
+    if evaluation.on_existing != "raise":
+        same["on_existing"] = evaluation.on_existing
     if "perplexity" in evaluation.tasks:
         longest = max(evaluation.lengths)
         windows_of(text.tokens, longest, evaluation.windows)
@@ -195,7 +226,7 @@ def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: Text) -> 
     for task in evaluation.tasks:
         if task == "perplexity":
             continue
-        for length in evaluation.lengths:
+        for length in evaluation.lengths_of(task):
             if task == "recall":
                 content: Key = {"num_kv_pairs": evaluation.num_kv_pairs}
             else:
@@ -213,7 +244,7 @@ def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: Text) -> 
                 }
 
 
-def _runs(jobs: list[_Job]) -> Iterator[tuple[ModelFolder, Law, list[_Job]]]:
+def _runs(jobs: list[_Job]) -> Iterator[_Run]:
     """Jobs by model and policy, so that each pair is prepared once."""
     groups: dict[tuple[str, str], list[_Job]] = {}
     for job in jobs:
@@ -229,14 +260,14 @@ def _prepared(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Iterator
 
     if law.policy == {"name": OWN}:
         model = folder.load_with_policy()
-        folder.refuse_too_long(model, max(evaluation.lengths))
+        folder.refuse_too_long(model, evaluation.longest)
         yield model
         return
     model = folder.load(law.rope, _trained_length(evaluation, folder))
-    folder.refuse_too_long(model, max(evaluation.lengths))
+    folder.refuse_too_long(model, evaluation.longest)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is what is measured
-        with attnscale.hf.apply(model, law.policy, layers=evaluation.layers):
+        with attnscale.hf.apply(model, law.policy, layers=evaluation.layers, on_existing=evaluation.on_existing):
             yield model
 
 
@@ -245,15 +276,19 @@ def _compute(evaluation: Evaluation, model: nn.Module, job: _Job) -> dict[str, A
     if key["task"] == "perplexity":
         window = windows_of(text.tokens, key["length"], evaluation.windows)[key["sample"]]
         return read_window(model, window, evaluation.lengths, text.size, evaluation.chunk)
+    return answer_questions(model, _sequence(evaluation, job), evaluation.chunk)
+
+
+def _sequence(evaluation: Evaluation, job: _Job) -> Retrieval:
+    """The sequence of a retrieval cell, the same for all policies."""
+    key, text = job.key, job.text
     generator = seeded(evaluation.seed, key["task"], key["length"], key["sample"])
     if key["task"] == "recall":
         ordinary = sorted(set(range(len(text.tokenizer))) - set(text.tokenizer.all_special_ids))
-        retrieval: Retrieval = recall_sequence(key["length"], evaluation.num_kv_pairs, ordinary, generator)
-    else:
-        retrieval = hide_needles(
-            evaluation.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
-        )
-    return answer_questions(model, retrieval, evaluation.chunk)
+        return recall_sequence(key["length"], evaluation.num_kv_pairs, ordinary, generator)
+    return hide_needles(
+        evaluation.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
+    )
 
 
 def _write_description(

@@ -57,7 +57,7 @@ class ModelFolder:
         """The model in eval mode, on a GPU where there is one; with another rotary embedding if asked."""
         transformers, config = need("transformers", "evaluate", "hf"), self._config()
         stretch(config, rope, trained_length)
-        options = {"config": config, "dtype": getattr(torch, self.dtype), "attn_implementation": "sdpa"}
+        options = {"config": config, "dtype": getattr(torch, self.dtype)}
         model: nn.Module = self._read(lambda: transformers.AutoModelForCausalLM.from_pretrained(self.path, **options))
         return _placed(model)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnscale.errors import reject
+from attnscale.errors import ArgumentError, reject
 
 KINDS = ("yarn", "linear")
 UNSTRETCHED = "own"  # the rotary embedding that the model's config has
@@ -37,7 +37,7 @@ def stretch(config: Any, rope: str | None, trained_length: int) -> None:
     text = config.get_text_config()
     known = getattr(text, "rope_parameters", None)
     if not known:
-        reject("rope", rope, f"nothing: a model of type {text.model_type} has no rotary embedding to stretch")
+        raise ArgumentError(f"rope={rope!r} is not accepted: a {text.model_type} model has no rotary embedding")
     stretched: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         stretched |= {"original_max_position_embeddings": trained_length, "attention_factor": 1.0}
