@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from html import escape
 
 from attnscale.report.evaluation_data import BITS, PERPLEXITY, EvaluationData, Result
@@ -24,7 +23,7 @@ def results_table(data: EvaluationData) -> str:
     heads = [name for task in tasks for name in (f"{task}, accuracy", "difference, points")]
     prose = data.whole(PERPLEXITY, BITS)
     if prose:
-        columns.append((prose, bits, partial(bits, digits=3)))
+        columns.append((prose, bits, bits))
         heads += ["bits per byte", "difference"]
     costs = _costs(data)
     heads += ["seconds", "peak MB"] if costs else []

@@ -52,10 +52,11 @@ def points(share: float) -> str:
     return (text.removesuffix(".0").replace("-0", "0") if float(text) == 0 else text).replace("-", MINUS)
 
 
-def bits(value: float, digits: int = 2) -> str:
+def bits(value: float) -> str:
+    """Bits per byte with two digits, or with three if they are few.
+
+    >>> bits(1.2), bits(-0.0001), bits(-0.0254)
+    ('1.20', '0.00', '−0.025')
     """
-    >>> bits(1.2), bits(-0.0001), bits(-0.0254), bits(-0.0254, digits=3)
-    ('1.20', '0.00', '−0.03', '−0.025')
-    """
-    text = f"{value:.{digits}f}"
+    text = f"{value:.3f}" if 0.0005 <= abs(value) < 0.0995 else f"{value:.2f}"
     return (text.lstrip("-") if float(text) == 0 else text).replace("-", MINUS)
