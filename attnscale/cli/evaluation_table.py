@@ -54,11 +54,12 @@ def read_lines(folder: Path) -> dict[str, list[Line]]:
     from attnscale.report.evaluation_data import BITS, PERPLEXITY, read_evaluation
 
     data = read_evaluation(folder)
-    prose, tables = data.whole(PERPLEXITY, BITS), {}
+    prose = data.whole(PERPLEXITY, BITS)
+    tables: dict[str, list[Line]] = {}
     for task in data.retrieval_tasks or [PERPLEXITY]:
         answers = data.whole(task, "accuracy")
         tables[task] = [
-            _line(place, answers.get(place), prose.get(place), data.heads_at.get((task, *place), []))
+            _line(place, answers.get(place), prose.get(place), data.heads_at.get((task, place[0], place[1]), []))
             for place in itertools.product(data.policies, data.lengths)
             if place in answers or place in prose
         ]

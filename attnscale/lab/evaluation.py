@@ -111,7 +111,7 @@ class Evaluation:
 
     def lengths_of(self, task: str) -> tuple[int, ...]:
         """The lengths at which a task is measured."""
-        return (task == "recall" and self.input_seq_len) or self.lengths
+        return self.input_seq_len if task == "recall" and self.input_seq_len else self.lengths
 
     @property
     def longest(self) -> int:
