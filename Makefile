@@ -7,7 +7,7 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench perplexity resources figures format wheel clean
+.PHONY: help setup demo experiments test test-real lint types bench resources figures format wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,11 +46,6 @@ types: $(INSTALLED)  ## mypy, strict
 
 bench: $(INSTALLED)  ## measure on this machine and write the table
 	$(PY) -m attnscale bench --output .github/assets/bench_cpu.csv
-
-perplexity: $(INSTALLED)  ## what policies do to the perplexity of the real model; takes long
-	$(PY) scripts/smollm2.py
-	$(PY) scripts/perplexity.py
-	$(PY) scripts/plot_perplexity.py
 
 experiments: $(INSTALLED)  ## train the models of the README's tables and measure them; takes an hour
 	$(PY) -m attnscale run configs/experiment/training.yaml 'policies=[constant]'

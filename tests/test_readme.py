@@ -224,15 +224,11 @@ def test_figures_of_models_are_those_of_the_committed_tables() -> None:
     for mode, text in (("prefill", "prefill"), ("decode", "decoding a token")):
         assert f"| {text} | {rows['log', mode]:.2f} |" in BENCH
         assert f"| {text}, padded | {rows['log_padded', mode]:.2f} |" in BENCH
-    table: dict[tuple[str, ...], list[str]] = {}
-    for row in read("perplexity.csv"):
-        shown = table.setdefault((row["policy"], row["parameters"], row["rope"]), [])
-        shown.append(f"{float(row['perplexity']):.2f}")
-    assert len(table) > 1
-    for perplexities in table.values():
-        assert f" | {' | '.join(perplexities)} |" in HF
-    told = re.findall(
-        r"\d+\.\d\d", re.search(r"perplexity at\s+16384 is(.*?)\(`make perplexity`", README, re.DOTALL)[1]
-    )
-    assert len(told) == 4
-    assert set(told) <= {perplexities[-1] for perplexities in table.values()}
+    bits = {(row["policy"], row["bin"]): row for row in read("smollm2.csv") if row["metric"] == "bits_per_byte"}
+    bins = ("2048-4096", "4096-6144", "6144-8192", "8192-12288")
+    for policy, text in (("constant", "β = 1"), ("log", "`log`, L = 8192, floor")):
+        shown = [f"{float(bits[policy, part]['value']):.3f}" for part in bins]
+        assert f"| {text} | {' | '.join(shown)} |" in HF
+    assert all(float(bits["log", part]["difference"]) == 0 for part in bins[:-1])
+    ends = [float(bits["log", bins[-1]][f"difference{end}"]) for end in ("", "_low", "_high")]
+    assert "| difference | 0 | 0 | 0 | {:.4f} ({:.4f} to {:.4f}) |".format(*ends).replace("-", "−") in HF

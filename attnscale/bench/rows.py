@@ -29,11 +29,11 @@ class Row:
     version: str
 
 
-def write_rows(path: str | Path, rows: Iterable[Any], kind: type[Any] = Row, digits: int = 4) -> None:
+def write_rows(path: str | Path, rows: Iterable[Any], kind: type[Any] = Row) -> None:
     """Write all rows, of one dataclass, as CSV, or leave an earlier file as it was."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(kind)])
-    writer.writerows([f"{v:.{digits}f}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)
+    writer.writerows([f"{v:.4f}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text.getvalue())

@@ -20,8 +20,8 @@ def evaluate(parser: Parser) -> None:
     kind, _ = load("evaluation")
     parser.set_defaults(run=_evaluate)
     parser.show_examples(
-        "embedded --lengths 128:4096 --tasks multi_needle",
         "MODEL --policies constant,sqrt_log,log,log_squared,gap_adaptive --lengths 512:32768 --text FILE",
+        "MODEL --rope yarn:4 --policies constant,log,constant@own,plan.yaml --tasks perplexity,needle --text FILE",
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help=field_documents(kind).get("models"))
     parser.add_argument("--report", action=argparse.BooleanOptionalAction, default=True, help="write the page, too")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import csv
+import itertools
 import statistics
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-from attnscale.errors import reject
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from attnscale.report.evaluation_data import HeadStatistics, Result
 
 QUANTITIES = {"w_max": "w_max", "entropy": "entropy", "accumulation_8": "Λ", "criticality": "β/Λ"}
 INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
@@ -50,43 +50,39 @@ def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
 
 
 def read_lines(folder: Path) -> dict[str, list[Line]]:
-    """Lines by task, lengths upwards and policies in the order of the file; perplexity stands beside each task."""
-    rows = [row for row in _read(folder / "results.csv") if not row["bin"]]
-    pooled = [row for row in rows if row["model"] == "all"] or rows
-    values = {(row["task"], row["metric"], int(row["length"]), row["policy"]): row for row in pooled}
-    measured = _medians(_read(folder / "statistics.csv"))
-    tasks = dict.fromkeys(task for task, metric, _, _ in values if metric == "accuracy") or {"perplexity": None}
-    places = list(dict.fromkeys((length, policy) for _, _, length, policy in values))
-    tables = {}
-    for task in tasks:
+    """Lines by task, lengths upwards and `constant` first; perplexity stands beside each task."""
+    from attnscale.report.evaluation_data import BITS, PERPLEXITY, read_evaluation
+
+    data = read_evaluation(folder)
+    prose = data.whole(PERPLEXITY, BITS)
+    tables: dict[str, list[Line]] = {}
+    for task in data.retrieval_tasks or [PERPLEXITY]:
+        answers = data.whole(task, "accuracy")
         tables[task] = [
-            Line(
-                length,
-                policy,
-                _number(row := values.get((task, "accuracy", length, policy)), "value"),
-                _standard_error(row),
-                _number(values.get(("perplexity", "bits_per_byte", length, policy)), "value"),
-                tuple(measured.get((task, length, policy, quantity)) for quantity in QUANTITIES),
-            )
-            for length, policy in sorted(places, key=lambda place: place[0])
+            _line(place, answers.get(place), prose.get(place), data.heads_at.get((task, place[0], place[1]), []))
+            for place in itertools.product(data.policies, data.lengths)
+            if place in answers or place in prose
         ]
+        tables[task].sort(key=lambda line: line.length)
     return tables
 
 
-def _medians(rows: list[dict[str, str]]) -> dict[tuple[str, int, str, str], float]:
-    """Each quantity over models, layers and heads."""
-    found = defaultdict(list)
-    for row in rows:
-        for quantity in QUANTITIES:
-            if (number := _number(row, quantity)) is not None:
-                found[row["task"], int(row["length"]), row["policy"], quantity].append(number)
-    return {place: statistics.median(numbers) for place, numbers in found.items()}
-
-
-def _standard_error(row: dict[str, str] | None) -> float | None:
-    """From the interval of the bootstrap, which is what the file has."""
-    low, high = _number(row, "low"), _number(row, "high")
-    return None if low is None or high is None else (high - low) / INTERVAL
+def _line(
+    place: tuple[str, int], answers: Result | None, prose: Result | None, heads: Sequence[HeadStatistics]
+) -> Line:
+    """Quantities are medians over models, layers and heads; the standard error is that of the bootstrap's interval."""
+    error = None
+    if answers is not None and answers.low is not None and answers.high is not None:
+        error = (answers.high - answers.low) / INTERVAL
+    known = [[head.values[name] for head in heads if name in head.values] for name in QUANTITIES]
+    return Line(
+        place[1],
+        place[0],
+        None if answers is None else answers.value,
+        error,
+        None if prose is None else prose.value,
+        tuple(statistics.median(numbers) if numbers else None for numbers in known),
+    )
 
 
 def _table(task: str, lines: list[Line]) -> Table:
@@ -114,14 +110,3 @@ def _table(task: str, lines: list[Line]) -> Table:
 
 def _shown(number: float | None) -> str:
     return "" if number is None else f"{number:.3f}" if abs(number) < 1000 else f"{number:.1e}"
-
-
-def _number(row: dict[str, str] | None, column: str) -> float | None:
-    return float(row[column]) if row and row[column] else None
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        reject("folder", str(path.parent), f"the folder of an evaluation, with {path.name}")
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))

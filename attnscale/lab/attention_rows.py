@@ -14,7 +14,7 @@ from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import Run, Tap
 from attnscale.diagnostics.discovery import find_attention
 from attnscale.statistics import StatsRequest, row_statistics
-from attnscale.statistics.gaps import accumulation_scale
+from attnscale.statistics.gaps import accumulation_scales
 
 RANKS = (2, 8, 16)  # Λ from these ranks on: the first ranks make it heavy-tailed
 FIRST_KEYS = 4  # left out of "without_first": an attention sink lies there, and inflates Λ
@@ -92,7 +92,7 @@ def measure_rows(call: AttentionCall) -> Tensor:
     stats = row_statistics(scores, beta, shown, StatsRequest(lse=False, max_logit=False))
     late = shown.clone()
     late[..., :FIRST_KEYS] = False
-    scales = [accumulation_scale(scores, rank, mask) for mask in (shown, late) for rank in RANKS]
+    scales = [scale for mask in (shown, late) for scale in accumulation_scales(scores, RANKS, mask)]
     criticality = beta / scales[RANKS.index(8)]
     columns = [stats.visible.to(scores.dtype), beta, stats.w_max, stats.entropy, *scales, criticality]
     return torch.stack([column for column in columns if column is not None], dim=-1).cpu()

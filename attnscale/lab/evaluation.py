@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shlex
 import time
@@ -11,12 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
@@ -28,6 +25,7 @@ from attnscale.lab.needles import BYTES, NeedleFormat, Retrieval, hide_needles
 from attnscale.lab.peak_memory import peak_memory
 from attnscale.lab.tables import write_tables
 from attnscale.lab.tasks import answer_questions, read_window, recall_sequence, seeded, windows_of
+from attnscale.lab.text import Text
 
 Progress = Callable[[int, int, str], None]
 
@@ -41,14 +39,18 @@ class Evaluation:
     Args:
         models: folders of HuggingFace models, or "embedded"; several are seeds of one recipe.
         output: folder for finished cells, tables and page; a run that was interrupted goes on from there.
-        policies: names such as log, with parameters as gap_adaptive:r=4, with a label as argmax=constant:beta=1e6, or
-            YAML files of policies or plans. Length laws without parameters are anchored at the trained length.
+        policies: names such as log, with parameters as gap_adaptive:r=4, with a label as argmax=constant:beta=1e6, with
+            a rotary embedding of their own as log@yarn:2 or constant@own, or YAML files of policies or plans. Length
+            laws without parameters are anchored at the trained length.
         lengths: of the sequences, in tokens.
         tasks: of perplexity, needle (one in each sequence), multi_needle and recall (multi-query associative recall).
-        text: file that windows and haystacks are taken from; the embedded model has its own.
+        text: file that windows and haystacks are taken from, of which at most the first 8 MB are read; the embedded
+            model has its own.
         trained_length: where laws are anchored; by default max_position_embeddings of the config.
         layers: which layers get the policy, as in attnscale.hf.apply.
-        rope: another rotary embedding, such as yarn:4, without a temperature of its own.
+        on_existing: where the model scales its logits by length already, raise an error, compose the policy with that,
+            or replace it.
+        rope: another rotary embedding, such as yarn:4 or linear:4, without a temperature of its own.
         windows: pieces of text for perplexity.
         samples: sequences per length for retrieval.
         asked: questions in each sequence, at the most.
@@ -59,7 +61,8 @@ class Evaluation:
         alphabet: symbols of keys and values.
         key_symbols: symbols of a key.
         value_symbols: symbols of a value.
-        num_kv_pairs: pairs of key and value in recall, whose input_seq_len is the length.
+        num_kv_pairs: pairs of key and value in recall.
+        input_seq_len: lengths for recall; by default those of all tasks.
         seed: of all sequences.
         chunk: tokens of one forward; the cache carries the rest.
         dtype: of the weights, float32, bfloat16 or float16.
@@ -73,6 +76,7 @@ class Evaluation:
     text: str | None = None
     trained_length: int | None = None
     layers: str = "full"
+    on_existing: Literal["raise", "compose", "replace"] = "raise"
     rope: str | None = None
     windows: int = 8
     samples: int = 8
@@ -85,6 +89,7 @@ class Evaluation:
     key_symbols: int = NeedleFormat.key_symbols
     value_symbols: int = NeedleFormat.value_symbols
     num_kv_pairs: int = 64
+    input_seq_len: tuple[int, ...] = ()
     seed: int = 0
     chunk: int = 2048
     dtype: str = "float32"
@@ -93,15 +98,25 @@ class Evaluation:
         for name in ("models", "policies", "lengths", "tasks"):
             if not getattr(self, name):
                 reject(name, getattr(self, name), "at least one")
-        for name in ("windows", "samples", "asked", "needles_every", "num_kv_pairs", "chunk"):
-            if getattr(self, name) < 1:
+        for name in ("windows", "samples", "asked", "needles_every", "num_kv_pairs", "chunk", "trained_length"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 reject(name, getattr(self, name), "a number >= 1")
-        for length in self.lengths:
-            if length < 8:
-                reject("lengths", length, "lengths of 8 tokens or more")
+        for name in ("lengths", "input_seq_len"):
+            for length in getattr(self, name):
+                if length < 8:
+                    reject(name, length, "lengths of 8 tokens or more")
         for task in self.tasks:
             if task not in TASKS:
                 reject("tasks", task, ", ".join(TASKS))
+
+    def lengths_of(self, task: str) -> tuple[int, ...]:
+        """The lengths at which a task is measured."""
+        return self.input_seq_len if task == "recall" and self.input_seq_len else self.lengths
+
+    @property
+    def longest(self) -> int:
+        """Of all sequences."""
+        return max(length for task in self.tasks for length in self.lengths_of(task))
 
     @property
     def style(self) -> NeedleFormat:
@@ -115,10 +130,10 @@ class Evaluation:
 def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
     """Compute the cells that the output folder lacks, and write its tables; returns the folder."""
     output = Path(evaluation.output)
-    folders = [ModelFolder.at(given, evaluation.rope, evaluation.dtype) for given in evaluation.models]
+    folders = [ModelFolder.at(given, evaluation.dtype) for given in evaluation.models]
     if len({folder.name for folder in folders}) < len(folders):
         reject("models", evaluation.models, "folders of different names")
-    texts = [_Text.read(evaluation, folder) for folder in folders]  # refuses what is missing, before any work
+    texts = [_read_text(evaluation, folder) for folder in folders]  # refuses what is missing, before any work
     laws = {folder.name: _laws(evaluation, folder) for folder in folders}
     jobs = [
         _Job(folder, law, text, key)
@@ -140,7 +155,9 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
     """Compute the jobs whose cells are missing, a model with its policy at a time."""
     missing = [job for job in jobs if cells.read(job.key) is None]
     done = len(jobs) - len(missing)
-    for folder, law, some in _runs(missing):
+    runs = list(_runs(missing))
+    _refuse_mistakes(evaluation, runs)
+    for folder, law, some in runs:
         with _prepared(evaluation, folder, law) as model:
             for job in some:
                 if progress is not None:
@@ -154,57 +171,52 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
         progress(done, len(jobs), "writing tables")
 
 
-class _Text(NamedTuple):
-    """The text of an evaluation in the tokens of one model, and how many bytes each token has."""
-
-    tokens: Tensor
-    sizes: Tensor
-    digest: str
-    tokenizer: Any
-
-    @classmethod
-    def read(cls, evaluation: Evaluation, folder: ModelFolder) -> _Text:
-        path = evaluation.text
-        if path is None and folder.name != EMBEDDED and (set(evaluation.tasks) - {"recall"}):
-            reject("text", None, "a text file, except for the embedded model")
-        if path is None:
-            content = files("attnscale.lab").joinpath("embedded", "held_out.txt").read_bytes()
-        elif Path(path).is_file():
-            content = Path(path).read_bytes()
-        else:
-            reject("text", path, "an existing text file")
-        tokenizer = folder.tokenizer()
-        tokens = torch.tensor(tokenizer(content.decode("utf-8", "replace"), add_special_tokens=False).input_ids)
-        sizes = [len(tokenizer.decode([token]).encode()) for token in range(int(tokens.max()) + 1)]
-        return cls(tokens, torch.tensor(sizes), _digest(tokens), tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a piece of text."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+def _refuse_mistakes(evaluation: Evaluation, runs: list[_Run]) -> None:
+    """Prepare every model with every policy, and build the first sequences: nobody should wait hours for an error."""
+    for folder, law, jobs in runs:
+        with _prepared(evaluation, folder, law):
+            for job in jobs:
+                if job.key["task"] != "perplexity" and job.key["sample"] == 0 and law is runs[0][1]:
+                    _sequence(evaluation, job)
 
 
 class _Job(NamedTuple):
     folder: ModelFolder
     law: Law
-    text: _Text
+    text: Text
     key: Key
 
 
-def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
+_Run = tuple[ModelFolder, Law, list[_Job]]
+
+
+def _read_text(evaluation: Evaluation, folder: ModelFolder) -> Text:
+    if evaluation.text is None and folder.name != EMBEDDED and (set(evaluation.tasks) - {"recall"}):
+        reject("text", None, "a text file, except for the embedded model")
+    return Text.read(evaluation.text, folder.tokenizer())
+
+
+def _trained_length(evaluation: Evaluation, folder: ModelFolder) -> int:
     trained = evaluation.trained_length or folder.trained_length
     if trained is None:
         reject("trained_length", None, f"a length: the config of {folder.name} has no max_position_embeddings")
-    laws = [read_law(entry, trained) for entry in evaluation.policies]
+    return trained
+
+
+def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
+    trained = _trained_length(evaluation, folder)
+    laws = [read_law(entry, trained, evaluation.rope) for entry in evaluation.policies]
     if len({law.label for law in laws}) < len(laws):
         reject("policies", evaluation.policies, "entries with different labels (label=name:key=value)")
     return laws
 
 
-def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: _Text) -> Iterator[Key]:
+def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: Text) -> Iterator[Key]:
     """The cells of a model and a policy, each with everything that decides its result."""
-    same: Key = {"model": folder.fingerprint, "rope": folder.rope, "dtype": folder.dtype, "layers": evaluation.layers}
+    same: Key = {"model": folder.fingerprint, "rope": law.rope, "dtype": folder.dtype, "layers": evaluation.layers}
     same |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
+    if evaluation.on_existing != "raise":
+        same["on_existing"] = evaluation.on_existing
     if "perplexity" in evaluation.tasks:
         longest = max(evaluation.lengths)
         windows_of(text.tokens, longest, evaluation.windows)
@@ -214,7 +226,7 @@ def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: _Text) ->
     for task in evaluation.tasks:
         if task == "perplexity":
             continue
-        for length in evaluation.lengths:
+        for length in evaluation.lengths_of(task):
             if task == "recall":
                 content: Key = {"num_kv_pairs": evaluation.num_kv_pairs}
             else:
@@ -232,7 +244,7 @@ def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: _Text) ->
                 }
 
 
-def _runs(jobs: list[_Job]) -> Iterator[tuple[ModelFolder, Law, list[_Job]]]:
+def _runs(jobs: list[_Job]) -> Iterator[_Run]:
     """Jobs by model and policy, so that each pair is prepared once."""
     groups: dict[tuple[str, str], list[_Job]] = {}
     for job in jobs:
@@ -247,13 +259,15 @@ def _prepared(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Iterator
     import attnscale.hf
 
     if law.policy == {"name": OWN}:
-        yield folder.load_with_policy().model.eval()
+        model = folder.load_with_policy()
+        folder.refuse_too_long(model, evaluation.longest)
+        yield model
         return
-    model = folder.load()
-    folder.refuse_too_long(model, max(evaluation.lengths))
+    model = folder.load(law.rope, _trained_length(evaluation, folder))
+    folder.refuse_too_long(model, evaluation.longest)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is what is measured
-        with attnscale.hf.apply(model, law.policy, layers=evaluation.layers):
+        with attnscale.hf.apply(model, law.policy, layers=evaluation.layers, on_existing=evaluation.on_existing):
             yield model
 
 
@@ -261,16 +275,20 @@ def _compute(evaluation: Evaluation, model: nn.Module, job: _Job) -> dict[str, A
     key, text = job.key, job.text
     if key["task"] == "perplexity":
         window = windows_of(text.tokens, key["length"], evaluation.windows)[key["sample"]]
-        return read_window(model, window, evaluation.lengths, text.sizes, evaluation.chunk)
+        return read_window(model, window, evaluation.lengths, text.size, evaluation.chunk)
+    return answer_questions(model, _sequence(evaluation, job), evaluation.chunk)
+
+
+def _sequence(evaluation: Evaluation, job: _Job) -> Retrieval:
+    """The sequence of a retrieval cell, the same for all policies."""
+    key, text = job.key, job.text
     generator = seeded(evaluation.seed, key["task"], key["length"], key["sample"])
     if key["task"] == "recall":
         ordinary = sorted(set(range(len(text.tokenizer))) - set(text.tokenizer.all_special_ids))
-        retrieval: Retrieval = recall_sequence(key["length"], evaluation.num_kv_pairs, ordinary, generator)
-    else:
-        retrieval = hide_needles(
-            evaluation.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
-        )
-    return answer_questions(model, retrieval, evaluation.chunk)
+        return recall_sequence(key["length"], evaluation.num_kv_pairs, ordinary, generator)
+    return hide_needles(
+        evaluation.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
+    )
 
 
 def _write_description(
@@ -280,15 +298,17 @@ def _write_description(
     content = {
         "attnscale": __version__,
         "command": _command(evaluation),
-        "spec": dataclasses.asdict(evaluation),
+        "spec": dataclasses.asdict(evaluation) | dataclasses.asdict(evaluation.style),
         "models": {
             folder.name: {
                 "fingerprint": folder.fingerprint,
-                "trained_length": evaluation.trained_length or folder.trained_length,
+                "trained_length": _trained_length(evaluation, folder),
             }
             for folder in folders
         },
-        "policies": {law.label: law.policy for law in laws[folders[0].name]},
+        "policies": {
+            law.label: law.policy | ({} if law.rope is None else {"rope": law.rope}) for law in laws[folders[0].name]
+        },
     }
     write_whole(output / "run.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
@@ -302,7 +322,3 @@ def _command(evaluation: Evaluation) -> str:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{field.name.replace('_', '-')}", text]
     return shlex.join(words)
-
-
-def _digest(tokens: Tensor) -> str:
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]

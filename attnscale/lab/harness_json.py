@@ -12,6 +12,7 @@ from attnscale import __version__
 from attnscale._util.files import write_whole
 
 METRICS = {"accuracy": "acc", "bits_per_byte": "bits_per_byte", "nats_per_token": "nats_per_token"}
+HIGHER_IS_BETTER = {"acc": True, "bits_per_byte": False, "nats_per_token": False}
 INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
 
 
@@ -26,17 +27,19 @@ def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for policy in dict.fromkeys(row["policy"] for row in pooled):
         results: dict[str, dict[str, Any]] = {}
         samples: dict[str, dict[str, int]] = {}
+        higher: dict[str, dict[str, bool]] = {}
         for row in (row for row in pooled if row["policy"] == policy):
             task, metric = f"{row['task']}_{row['length']}", METRICS[row["metric"]]
             entry = results.setdefault(task, {"alias": task})
             entry[f"{metric},none"] = row["value"]
             entry[f"{metric}_stderr,none"] = (row["high"] - row["low"]) / INTERVAL
+            higher.setdefault(task, {})[metric] = HIGHER_IS_BETTER[metric]
             samples[task] = {"original": row["samples"], "effective": row["samples"]}
         content = {
             "results": results,
             "n-samples": samples,
             "versions": dict.fromkeys(results, __version__),
-            "higher_is_better": {task: {"acc": True, "bits_per_byte": False} for task in results},
+            "higher_is_better": higher,
             "config": {"model": "hf", "model_args": {"attnscale_policy": policy}},
         }
         target = folder / "lm_eval" / f"results_{re.sub(r'[^A-Za-z0-9_.=-]', '_', policy)}.json"

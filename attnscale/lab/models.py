@@ -1,4 +1,4 @@
-"""The models of an evaluation: loaded from a folder, with another RoPE where asked, and named by their content."""
+"""The models of an evaluation: loaded from a folder, and named by their content."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from attnscale._util.optional import need
 from attnscale.errors import ArgumentError, reject
+from attnscale.lab.rope import stretch
 
 EMBEDDED = "embedded"
 
@@ -25,41 +26,24 @@ class ModelFolder:
 
     name: str
     path: Path
-    rope: str | None = None
     dtype: str = "float32"
 
     @classmethod
-    def at(cls, given: str, rope: str | None, dtype: str) -> ModelFolder:
+    def at(cls, given: str, dtype: str) -> ModelFolder:
         """The folder that a user names; what cannot be a model is refused before anything is computed."""
         path = Path(str(files("attnscale.lab").joinpath("embedded"))) if given == EMBEDDED else Path(given)
         if not (path / "config.json").is_file():
             reject("model", given, "a folder with the config.json of a HuggingFace model, or 'embedded'")
         if not any(path.glob("*.safetensors")):
             reject("model", given, "a folder with weights (*.safetensors) beside its config.json")
-        if rope is not None:
-            _read_rope(rope)
         if dtype not in ("float32", "bfloat16", "float16"):
             reject("dtype", dtype, "float32, bfloat16 or float16")
-        return cls(EMBEDDED if given == EMBEDDED else path.resolve().name, path, rope, dtype)
-
-    @cached_property
-    def config(self) -> Any:
-        """The model's config, with the RoPE asked for."""
-        config = need("transformers", "evaluate", "hf").AutoConfig.from_pretrained(self.path)
-        if self.rope is not None:
-            kind, factor = _read_rope(self.rope)
-            trained = config.max_position_embeddings
-            # Temperature is the policy's: YaRN's own factor of the logits is switched off.
-            stretched = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
-            config.rope_parameters = dict(config.rope_parameters) | stretched
-            if kind == "yarn":
-                config.rope_parameters["attention_factor"] = 1.0
-        return config
+        return cls(EMBEDDED if given == EMBEDDED else path.resolve().name, path, dtype)
 
     @cached_property
     def trained_length(self) -> int | None:
         """The length that the config names; None where it names none."""
-        return getattr(self.config, "max_position_embeddings", None)
+        return getattr(self._config().get_text_config(), "max_position_embeddings", None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -69,23 +53,29 @@ class ModelFolder:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
-    def load(self) -> nn.Module:
-        """The model in eval mode, on a GPU where there is one."""
-        transformers = need("transformers", "evaluate", "hf")
-        options = {"config": self.config, "dtype": getattr(torch, self.dtype), "attn_implementation": "sdpa"}
+    def load(self, rope: str | None = None, trained_length: int = 0) -> nn.Module:
+        """The model in eval mode, on a GPU where there is one; with another rotary embedding if asked."""
+        transformers, config = need("transformers", "evaluate", "hf"), self._config()
+        stretch(config, rope, trained_length)
+        options = {"config": config, "dtype": getattr(torch, self.dtype)}
         model: nn.Module = self._read(lambda: transformers.AutoModelForCausalLM.from_pretrained(self.path, **options))
-        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        return _placed(model)
 
-    def load_with_policy(self) -> Any:
-        """The handle of the model with the policy that it was saved with."""
+    def load_with_policy(self) -> nn.Module:
+        """The same with the policy that it was saved with."""
         import attnscale.hf
 
-        return self._read(lambda: attnscale.hf.load(self.path))
+        handle = self._read(lambda: attnscale.hf.load(self.path, dtype=getattr(torch, self.dtype)))
+        return _placed(handle.model)
 
     def tokenizer(self) -> Any:
         """Its tokenizer."""
         transformers = need("transformers", "evaluate", "hf")
         return self._read(lambda: transformers.AutoTokenizer.from_pretrained(self.path))
+
+    def _config(self) -> Any:
+        transformers = need("transformers", "evaluate", "hf")
+        return self._read(lambda: transformers.AutoConfig.from_pretrained(self.path))
 
     def _read(self, read: Callable[[], Any]) -> Any:
         logging = need("transformers.utils.logging", "evaluate", "hf")
@@ -115,12 +105,5 @@ class ModelFolder:
                     reject("lengths", length, f"at most {limit}: this model has a table of that many positions")
 
 
-def _read_rope(rope: str) -> tuple[str, float]:
-    kind, _, factor = rope.partition(":")
-    try:
-        number = float(factor)
-    except ValueError:
-        number = 0.0
-    if kind not in ("yarn", "linear", "dynamic") or number < 1:
-        reject("rope", rope, "'yarn:4', 'linear:4' or 'dynamic:4', with a factor >= 1")
-    return kind, number
+def _placed(model: nn.Module) -> nn.Module:
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

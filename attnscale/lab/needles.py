@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,12 @@ class NeedleFormat:
     value_symbols: int = 4
 
     def __post_init__(self) -> None:
-        for name, holes in (("needle", ("{key}", "{value}")), ("question", ("{key}",)), ("answer", ("{value}",))):
-            if not all(hole in getattr(self, name) for hole in holes):
-                reject(name, getattr(self, name), f"a text with {' and '.join(holes)}")
+        for name, holes in (("needle", ("key", "value")), ("question", ("key",)), ("answer", ("value",))):
+            if _holes(getattr(self, name)) != set(holes):
+                reject(name, getattr(self, name), f"a text with {' and '.join(f'{{{hole}}}' for hole in holes)}")
+        for name in ("key_symbols", "value_symbols"):
+            if getattr(self, name) < 1:
+                reject(name, getattr(self, name), "a number >= 1")
         if len(set(self.alphabet)) != len(self.alphabet) or len(self.alphabet) < 2:
             reject("alphabet", self.alphabet, "two or more different symbols")
 
@@ -61,6 +65,14 @@ class NeedleFormat:
     def _word(self, number: int, symbols: int) -> str:
         base = len(self.alphabet)
         return "".join(self.alphabet[number // base**place % base] for place in reversed(range(symbols)))
+
+
+def _holes(template: str) -> set[str]:
+    """The names in braces; none where the braces do not match."""
+    try:
+        return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError:
+        return set()
 
 
 # The format in which the embedded model was trained. Its symbols are rare in the text around the needles.

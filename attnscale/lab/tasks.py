@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,12 @@ def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def read_window(model: nn.Module, window: Tensor, lengths: Sequence[int], sizes: Tensor, chunk: int) -> dict[str, Any]:
-    """Nats, tokens and bytes between the edges of the lengths, in one forward of a window [T + 1].
+def read_window(
+    model: nn.Module, window: Tensor, lengths: Sequence[int], size: Callable[[Tensor], int], chunk: int
+) -> dict[str, Any]:
+    """Nats and bytes between the edges of the lengths, in one forward of a window [T + 1].
 
-    `sizes` [256 or more] are the bytes of each token. A length's own figure is that of its second half.
+    `size` tells the bytes of consecutive tokens. A length's own figure is that of its second half.
     """
     edges = sorted({0, *(length // 2 for length in lengths), *lengths})
     inputs, targets = window[:-1], window[1:]
@@ -51,9 +53,8 @@ def read_window(model: nn.Module, window: Tensor, lengths: Sequence[int], sizes:
     with listen_to_rows(model, [position for some in rows.values() for position in some]) as listener:
         for positions, logits in stream(model, inputs, chunk, listener=listener):
             nats[positions] = cross_entropy(logits, targets[positions], reduction="none").double()
-    sized = sizes[targets].double()
     bins = [
-        {"start": a, "stop": b, "nats": nats[a:b].sum().item(), "bytes": sized[a:b].sum().item()}
+        {"start": a, "stop": b, "nats": nats[a:b].sum().item(), "bytes": size(targets[a:b])}
         for a, b in itertools.pairwise(edges)
     ]
     return {"bins": bins, "statistics": {str(length): medians(listener, some) for length, some in rows.items()}}

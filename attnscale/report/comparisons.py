@@ -78,7 +78,12 @@ def statistics_task(data: EvaluationData) -> str | None:
 
 
 def retrieving_heads(data: EvaluationData, task: str) -> dict[str, Head]:
-    """For each model the head with the largest w_max under `constant`, at the trained length or nearest to it."""
+    """For each model the head with the largest w_max under `constant`, at the trained length or nearest to it.
+
+    None where nothing was to be retrieved: in prose such a head looks at the first key.
+    """
+    if task == PERPLEXITY:
+        return {}
     rows = [row for row in data.statistics if row.task == task and row.policy == CONSTANT and "w_max" in row.values]
     found: dict[str, Head] = {}
     for model in dict.fromkeys(row.model for row in rows):

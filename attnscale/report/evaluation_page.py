@@ -178,9 +178,10 @@ def _heads(data: EvaluationData) -> str:
     body = (
         f'<p class="choice">{controls}</p><p id="readout" aria-live="polite"></p><div class="plots three">{maps}</div>'
     )
+    frame = "; the frame is first at the retrieving one" if data.retrieval_tasks else ""
     hint = (
-        "Each cell is the median of a head; the frame is first at the retrieving one. Colours span all policies and "
-        "lengths, so that they can be compared. Click a cell, or use the arrow keys, to read it."
+        f"Each cell is the median of a head{frame}. Colours span all policies and lengths, so that they can be "
+        "compared. Click a cell, or use the arrow keys, to read it."
     )
     return _section("heads", "Layer × head", hint, body)
 
@@ -209,7 +210,7 @@ def _depths(data: EvaluationData) -> str:
 def _table(data: EvaluationData) -> str:
     hint = (
         "In brackets 95 % intervals; differences are paired, to constant, and bold where the interval leaves out zero. "
-        "Seconds are of all tasks and models together, on the machine that ran them."
+        "Seconds are for one sequence of each task and model, on the machine that ran them."
     )
     return _section("table", "All numbers", hint, results_table(data))
 

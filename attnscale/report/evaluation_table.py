@@ -48,7 +48,7 @@ def reproduction(data: EvaluationData) -> str:
     """The command, the versions and the fingerprints that run.json has, and the files of the folder."""
     run, parts = data.run, []
     if isinstance(command := run.get("command"), str):
-        parts.append(f'<p class="scroll"><code id="command">{escape(command)}</code></p>')
+        parts.append(f'<p><code id="command">{escape(command)}</code></p>')
     lines = [("attnscale", str(run["attnscale"]))] if "attnscale" in run else []
     models = run.get("models")
     for name, known in models.items() if isinstance(models, Mapping) else ():

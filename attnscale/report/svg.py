@@ -52,7 +52,8 @@ def chart(label: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
     names = [one for one in series if one.joined and one.points] if ends and len(series) <= 10 else []
     room = LETTER * max((len(_cut(one.label)) for one in names), default=0) + (18 if names else 0)
     frame = _Frame(x, y, WIDTH - RIGHT - room)
-    parts = [*frame.axes(), *(frame.mark(mark) for mark in marks)]
+    places = [frame.at(point.x, point.y) for one in series for point in one.points]
+    parts = [*frame.axes(), *(frame.mark(mark, places) for mark in marks)]
     parts += [frame.band(one) for one in series if one.bands]
     for one in series:
         parts += frame.whiskers(one) if not one.bands else []
@@ -116,7 +117,8 @@ class _Frame:
         yield f'<text class="name" x="{middle:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(self.x.label)}</text>'
         yield f'<text class="name" x="4" y="13">{escape(self.y.label)}</text>'
 
-    def mark(self, mark: Mark) -> str:
+    def mark(self, mark: Mark, points: Sequence[tuple[float, float]]) -> str:
+        """The line, and its name where the fewest points are near."""
         if mark.x is not None:
             if not self.x.low <= mark.x <= self.x.high:
                 return ""
@@ -126,7 +128,13 @@ class _Frame:
             path = f"M{x:.1f} {TOP - 3}V{self.bottom}"
         elif mark.y is not None and self.y.low <= mark.y <= self.y.high:
             _, y = self.at(self.x.low, mark.y)
-            place = f'x="{self.right - 3:.1f}" y="{y - 4:.1f}" text-anchor="end"'
+            half = (LEFT + self.right) / 2
+            left, right = (
+                min((abs(place[1] - y) for place in points if (place[0] < half) == early), default=HEIGHT)
+                for early in (True, False)
+            )
+            end, anchor = (LEFT + 3, "start") if left > right else (self.right - 3, "end")
+            place = f'x="{end:.1f}" y="{y - 4:.1f}" text-anchor="{anchor}"'
             path = f"M{LEFT} {y:.1f}H{self.right:.1f}"
         else:
             return ""
@@ -222,5 +230,6 @@ def _viridis(share: float) -> str:
 
 
 def _figure(label: str, width: float, height: float, parts: Iterable[str]) -> str:
-    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}"'
+    # Never larger than drawn, so that letters have about the same size in all figures.
+    box = f'viewBox="0 0 {width:g} {height:g}" style="max-width: {width:g}px" role="img" aria-label="{escape(label)}"'
     return f'<svg class="figure" {box}>{"".join(parts)}</svg>'

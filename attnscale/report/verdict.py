@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attnscale.report.evaluation_data import ARGMAX, BITS, CONSTANT, PERPLEXITY, EvaluationData, Result
 from attnscale.report.words import bits, percent, points, short
 
-NOTICED = 0.005  # bits per byte; less is shown as 0.00
+NOTICED = 0.0005  # bits per byte; less is shown as 0.00
 
 
 def verdict(data: EvaluationData) -> list[str]:

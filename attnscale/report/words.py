@@ -53,9 +53,10 @@ def points(share: float) -> str:
 
 
 def bits(value: float) -> str:
-    """
+    """Bits per byte with two digits, or with three if they are few.
+
     >>> bits(1.2), bits(-0.0001), bits(-0.0254)
-    ('1.20', '0.00', '−0.03')
+    ('1.20', '0.00', '−0.025')
     """
-    text = f"{value:.2f}"
+    text = f"{value:.3f}" if 0.0005 <= abs(value) < 0.0995 else f"{value:.2f}"
     return (text.lstrip("-") if float(text) == 0 else text).replace("-", MINUS)

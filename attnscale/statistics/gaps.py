@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,17 @@ def accumulation_scale(scores: Tensor, min_rank: int = 2, mask: Tensor | None = 
     tensor([1.3863,    inf])
     """
     return find_contact(scores, min_rank, mask).value
+
+
+def accumulation_scales(scores: Tensor, min_ranks: Sequence[int], mask: Tensor | None = None) -> list[Tensor]:
+    """`accumulation_scale` for each of several `min_ranks`, with one sort for all.
+
+    >>> accumulation_scales(torch.tensor([0.0, -1.0, -4.0, -4.0]), (2, 3))
+    [tensor(0.6931), tensor(0.3466)]
+    """
+    ordered = prepared(scores, mask).sort(dim=-1, descending=True).values
+    nothing = ordered.new_zeros(ordered.shape[:-1])
+    return [_slopes(ordered, rank).amax(-1) if rank <= scores.shape[-1] else nothing for rank in min_ranks]
 
 
 def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Contact:

@@ -33,13 +33,13 @@ def test_numbers_are_those_of_all_models_and_the_median_of_heads(tmp_path: Path)
     assert line.bits_per_byte == 2.25
 
 
-def test_lengths_go_upwards_and_policies_keep_their_order(tmp_path: Path) -> None:
+def test_lengths_go_upwards_and_constant_stands_first(tmp_path: Path) -> None:
     lines = read_lines(write_folder(tmp_path, ("log", "constant"), (1024, 128)))["multi_needle"]
     assert [(line.length, line.policy) for line in lines] == [
-        (128, "log"),
         (128, "constant"),
-        (1024, "log"),
+        (128, "log"),
         (1024, "constant"),
+        (1024, "log"),
     ]
 
 
@@ -80,5 +80,5 @@ def test_numbers_that_are_not_there_are_left_empty(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"the folder of an evaluation, with results\.csv"):
+    with pytest.raises(ArgumentError, match=r"a folder that `attnscale evaluate` has written, with results\.csv"):
         read_lines(tmp_path)

@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from small_evaluation import rows, small
+from transformers import AutoModelForCausalLM
 
 import attnscale.hf
 from attnscale.bench.memory import peak_bytes
 from attnscale.errors import ArgumentError
-from attnscale.lab.byte_tokenizer import save_byte_tokenizer
-from attnscale.lab.evaluation import Evaluation, evaluate
-from attnscale.lab.needles import BYTES
+from attnscale.lab.evaluation import evaluate
 from attnscale.lab.streaming import stream
 from attnscale.lab.tasks import windows_of
-from attnscale.lab.training import build_model, read_text
-
-STYLE = {name: getattr(BYTES, name) for name in ("needle", "question", "answer", "alphabet")}
-STYLE |= {"key_symbols": 2, "value_symbols": 1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build_model(64, seed=3).save_pretrained(path)
-    save_byte_tokenizer(path)
-    return path
-
-
-@pytest.fixture
-def text(tmp_path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(bytes(read_text("held_out")[:6000].tolist()))
-    return path
-
-
-def small(folder: Path, prose: Path, output: Path, **changes) -> Evaluation:
-    arguments = {"policies": ("constant", "log", "gap_adaptive:r=4"), "lengths": (64, 256), "windows": 3, "samples": 3}
-    arguments |= {"needles_every": 16, "asked": 4, "chunk": 100, "text": str(prose), **STYLE}
-    return Evaluation(models=(str(folder),), output=str(output), **(arguments | changes))
-
-
-def rows(output: Path, name: str = "results.csv", **wanted) -> list[dict[str, str]]:
-    with (output / name).open() as file:
-        return [row for row in csv.DictReader(file) if all(row[key] == str(value) for key, value in wanted.items())]
+from attnscale.lab.training import read_text
 
 
 @torch.no_grad()
@@ -196,59 +163,3 @@ def test_a_run_says_what_it_was(folder, text, tmp_path):
     assert run["policies"]["log"] == {"name": "log", "reference_length": 64, "floor": True}
     assert run["models"]["tiny"]["trained_length"] == 64
     assert run["command"].startswith("attnscale evaluate ")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"policies": ("lag",)}, r"policies='lag' is not accepted"),
-        ({"policies": ("log", "log")}, r"different labels"),
-        ({"lengths": (4,)}, r"lengths=4 is not accepted"),
-        ({"tasks": ("niddle",)}, r"tasks='niddle' is not accepted: expected perplexity, needle"),
-        ({"text": "missing.txt"}, r"text='missing.txt' is not accepted: expected an existing text file"),
-        ({"lengths": (64, 4096)}, r"text='6000 tokens' is not accepted: expected at least 12291"),
-        ({"rope": "yarn"}, r"rope='yarn' is not accepted"),
-        ({"needle": "no holes"}, r"needle='no holes' is not accepted"),
-        ({"samples": 0}, r"samples=0 is not accepted"),
-        ({"needles_every": 4, "lengths": (256,), "asked": 64}, r"length=256 is not accepted: expected at least"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_and_leaves_nothing(folder, text, tmp_path, changes, message):
-    with pytest.raises(ArgumentError, match=message):
-        evaluate(small(folder, text, tmp_path / "out", **changes))
-    assert not (tmp_path / "out" / "results.csv").exists()
-    assert not list((tmp_path / "out").glob("**/*.part"))
-
-
-def test_folders_that_are_no_models_are_refused(folder, text, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    settings = small(broken, text, tmp_path / "out")
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ArgumentError, match=r"model='.*broken' cannot be loaded"):
-        evaluate(settings)
-    weights.unlink()
-    with pytest.raises(ArgumentError, match=r"expected a folder with weights"):
-        evaluate(settings)
-    (broken / "config.json").unlink()
-    with pytest.raises(ArgumentError, match=r"expected a folder with the config.json"):
-        evaluate(settings)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_table_of_positions_is_a_limit_and_a_rotary_embedding_is_not(text, tmp_path):
-    path = tmp_path / "gpt2"
-    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=128, n_embd=32, n_layer=1, n_head=2)).save_pretrained(path)
-    save_byte_tokenizer(path)
-    with pytest.raises(ArgumentError, match=r"lengths=256 is not accepted: expected at most 128"):
-        evaluate(small(path, text, tmp_path / "out"))
-
-
-def test_a_full_disk_is_said(folder, text, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("attnscale.lab.cells.write_whole", full)
-    with pytest.raises(ArgumentError, match=r"output='.*out' cannot be written: No space left on device"):
-        evaluate(small(folder, text, tmp_path / "out"))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnscale
-from attnscale.bench.perplexity import losses
+from attnscale.lab.tasks import read_window
 
 FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "smollm2"
 LENGTH = 512
@@ -112,17 +112,18 @@ def test_what_observe_reports_of_a_head_is_what_eager_weights_give(model, tokens
 
 def test_losses_are_those_of_the_model_itself(model, tokens):
     """Off by at most twice what fp32 costs the plain way from its logits, plus a rounding."""
-    contexts = [128, LENGTH - 1]
-    found = losses(model, tokens, contexts)
+    lengths = [128, LENGTH - 1]
+    with attnscale.hf.apply(model, "constant"):
+        bins = read_window(model, tokens[0], lengths, size=len, chunk=LENGTH)["bins"]
     with torch.inference_mode():
         logits = model(tokens[:, :-1], use_cache=False).logits[0]
-    for context in contexts:
-        half = slice(context // 2, context)
+    for found in bins:
+        part = slice(found["start"], found["stop"])
         plain, exact = (
-            cross_entropy(each[half], tokens[0, 1:][half], reduction="sum").item() for each in (logits, logits.double())
+            cross_entropy(each[part], tokens[0, 1:][part], reduction="sum").item() for each in (logits, logits.double())
         )
-        assert found[context].tokens == context - context // 2
-        assert abs(found[context].nats - exact) <= 2 * abs(plain - exact) + EPSILON * exact
+        assert found["bytes"] == found["stop"] - found["start"]
+        assert abs(found["nats"] - exact) <= 2 * abs(plain - exact) + EPSILON * exact
 
 
 def test_a_floored_law_changes_nothing_inside_the_reference_length(model, tokens):

@@ -100,7 +100,7 @@ def test_selects_tooltips_and_the_theme_work(page: str, tmp_path: Path) -> None:
     assert len({first[1], policy[1], length[1]}) == 3
     assert model[1] != length[1]
     assert shown == [False, True]
-    assert re.fullmatch(r"sqrt_log at 64 tokens\n0 points \(−3 to 3\)\n0\.00 bits per byte \(−0\.03 to 0\.03\)", tip)
+    assert re.fullmatch(r"sqrt_log at 64 tokens\n0 points \(−3 to 3\)\n0\.00 bits per byte \(−0\.030 to 0\.030\)", tip)
     assert theme == "dark"
 
 

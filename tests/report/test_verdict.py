@@ -46,7 +46,7 @@ def test_laws_that_hurt_are_said_to_hurt(tmp_path: Path) -> None:
     first, second = said(write_folder(tmp_path, gain=-0.3, cost=-0.1))
     assert "no law helps: sqrt_log, the best of 3 laws, answers 18 %" in first
     assert "(−9 points, 95 % interval −12 to −6)" in first
-    assert "changes prose there by −0.01 bits per byte, within the noise" in second
+    assert "changes prose there by −0.006 bits per byte, within the noise" in second
 
 
 def test_a_gain_that_ends_before_the_longest_length_is_placed_where_it_ends(tmp_path: Path) -> None:
@@ -75,6 +75,8 @@ def test_a_task_that_was_not_measured_is_named(tmp_path: Path, tasks: tuple[str,
 def test_prose_alone_is_compared_in_bits(tmp_path: Path) -> None:
     better = said(write_folder(tmp_path / "better", tasks=("perplexity",), cost=-0.2))[0]
     assert "log_squared needs 1.82 bits per byte of prose where β = 1 needs 2.42 (difference −0.60" in better
+    small = said(write_folder(tmp_path / "small", tasks=("perplexity",), cost=-0.02, width=0.001))[0]
+    assert "(difference −0.060, 95 % interval −0.06" in small
     worse = said(write_folder(tmp_path / "worse", tasks=("perplexity",), cost=0.2))[0]
     assert "no law needs less than constant beyond the noise" in worse
 
