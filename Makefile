@@ -7,7 +7,7 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench perplexity resources figures format wheel clean
+.PHONY: help setup demo experiments test test-real lint types bench perplexity resources figures theory format wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ resources: $(INSTALLED)  ## compile every kernel for every target and write the 
 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_report.py
+
+theory: $(INSTALLED)  ## the papers' predictions against measurements, and their pictures; a quarter of an hour
+	$(PY) -m attnscale theory all --output theory
+	for picture in theory/*.png; do cp "$$picture" ".github/assets/theory_$${picture##*/}"; done
 
 format: $(INSTALLED)  ## ruff: fix and format
 	$(PY) -m ruff check --fix .
