@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from attnscale._util.checks import check_int, read_number
 from attnscale.errors import reject
+from attnscale.theory.logistic import logistic
 
 
 class SimplexWeights(NamedTuple):
@@ -44,8 +45,8 @@ def weights(n: int, rho: float, beta: float) -> SimplexWeights:
     """
     check_int("n", n, "an int >= 2", least=2)
     odds = read_number("beta", beta) * (1.0 - _cosine(rho)) - math.log(n - 1)
-    others = _logistic(-odds)
-    return SimplexWeights(_logistic(odds), others / (n - 1), others)
+    others = logistic(-odds)
+    return SimplexWeights(logistic(odds), others / (n - 1), others)
 
 
 def entropy(n: int, rho: float, beta: float) -> float:
@@ -151,10 +152,6 @@ def _own_weight_limit(gamma: float, rho: float) -> float:
     if math.isclose(ratio, 1.0, rel_tol=1e-12):
         return 0.5
     return 0.0 if ratio < 1.0 else 1.0
-
-
-def _logistic(odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-odds)) if odds > -700.0 else math.exp(odds)
 
 
 def _cosine(rho: float) -> float:
