@@ -1,8 +1,8 @@
 """Theorems 2.3 and 2.5 of seed 004 as inequalities with every constant written out, valid at every n.
 
-The paper states limits with o_n(1); its proofs give explicit bounds, which are collected here for tokens whose cosines
-lie in [ρ₁, ρ₂] and squared norms in [q₁, q₂] (Assumption 2). Each holds for every configuration of that kind, so each can
-be checked against a measurement. Below γ = 1/(1−ρ₁) the first and third tend to the paper's limits, above γ = 1/(1−ρ₂)
+The paper states limits with o_n(1); its proofs give explicit bounds, collected here for tokens whose cosines lie in
+[ρ₁, ρ₂] and whose squared norms lie in [q₁, q₂] (Assumption 2). Each holds for every configuration of that kind, so each
+can be checked against a measurement. For γ < 1/(1−ρ₁) the first and third tend to the paper's limits, for γ > 1/(1−ρ₂)
 the second and fourth do.
 """
 
@@ -55,8 +55,8 @@ def own_weight(tokens: Spread, beta: float) -> tuple[float, float]:
 def contraction_bound(tokens: Spread, beta: float, alpha: float = 0.0) -> float:
     """A lower bound on min ⟨y'_i, y'_j⟩ (Theorem 2.3, Eq. 10).
 
-    ⟨x'_i, x'_j⟩ ≥ ρ₁(α‖x_i‖+1)(α‖x_j‖+1) because no cosine is below ρ₁, and ‖x'_i‖² ≤ α²‖x_i‖² + 2α‖x_i‖(p + (1−p)ρ₂) + ρ₂ +
-    (1−ρ₂)ΣA². The quotient is smallest at an end of the range of norms.
+    ⟨x'_i, x'_j⟩ ≥ ρ₁(α‖x_i‖+1)(α‖x_j‖+1) because no cosine is below ρ₁, and with p the own weight ‖x'_i‖² is at most
+    α²‖x_i‖² + 2α‖x_i‖(p + (1−p)ρ₂) + ρ₂ + (1−ρ₂)ΣA². The quotient is smallest at an end of the range of norms.
 
     >>> round(contraction_bound(Spread(10**9, 10**9, 0.4, 0.5, 1.0, 1.0), beta=0.0), 6)  # the limit ρ₁/ρ₂
     0.8

@@ -1,9 +1,9 @@
 """Many layers on a simplex: the configuration stays one, so (ρ, q) of each layer gives that of the next, exactly.
 
-What survives many layers differs by phase. Below the critical γ a layer brings ρ nearer to 1, which raises 1/(1−ρ): what
-is subcritical stays so. On the critical line the first layer moves ρ to 4ρ/(1+3ρ), for which the same γ is subcritical,
-so criticality lasts one layer. Above it each layer moves ρ by 2ρ(1−ρ)·n^(1−γ(1−ρ)), and the configuration lasts for about
-`lifetime` layers, a power of n that depends on γ.
+What survives many layers differs by phase. Below the critical γ a layer brings ρ nearer to 1, which raises 1/(1−ρ):
+what is subcritical stays so. On the critical line the first layer moves ρ to 4ρ/(1+3ρ), for which the same γ is
+subcritical, so criticality lasts one layer. Above it each layer moves ρ by 2ρ(1−ρ)·n^(1−γ(1−ρ)), and the configuration
+lasts for about `lifetime` layers, a power of n that depends on γ.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class Configuration(NamedTuple):
         return 1.0 - self.apart
 
 
-def trajectory(
-    n: int, rho: float, beta: float, depth: int, q: float = 1.0, alpha: float = 0.0
-) -> list[Configuration]:
+def trajectory(n: int, rho: float, beta: float, depth: int, q: float = 1.0, alpha: float = 0.0) -> list[Configuration]:
     """The configurations before the first layer and after each of `depth` layers with the same β and residual.
 
     >>> [round(state.rho, 6) for state in trajectory(10**9, 0.5, 2 * math.log(10**9), depth=3)]
@@ -51,8 +49,8 @@ def trajectory(
 def lifetime(n: int, rho: float, beta: float) -> float:
     """About how many layers without residual a supercritical simplex lasts: e^(β(1−ρ))/((n−1)·2ρ(1−ρ)β).
 
-    A layer adds 2ρ(1−ρ)ε to ρ where ε = (n−1)e^(−β(1−ρ)) is the weight on other tokens, and ε grows by e^(βδ) when ρ has
-    grown by δ; the solution of that equation leaves every bound at this depth.
+    A layer adds 2ρ(1−ρ)ε to ρ where ε = (n−1)e^(−β(1−ρ)) is the weight on other tokens, and ε grows by e^(βδ) when ρ
+    has grown by δ; the solution of that equation leaves every bound at this depth.
 
     >>> round(lifetime(1000, 0.5, 4 * math.log(1000)), 1)
     72.5

@@ -13,7 +13,7 @@ from attnscale.errors import reject
 
 
 class PhaseEdges(NamedTuple):
-    """The ranges of γ in Lemma C.1: far tokens dominate below the first, near ones between, the own one above the last."""
+    """Ranges of γ in Lemma C.1: far tokens dominate below the first, near ones between, the own one above the last."""
 
     far_below: float
     near_above: float

@@ -1,7 +1,7 @@
 """One attention layer on any tokens, measured: angles (Eq. 26), Jacobian norm (Eq. 27), and both over (ρ, γ).
 
-The layer is seed 004's, x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖, and it runs through this package's
-own attention, so a phase diagram is also a test of that.
+The layer is seed 004's, x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖, and it runs through the attention
+of this package, so a phase diagram is also a test of that.
 """
 
 from __future__ import annotations

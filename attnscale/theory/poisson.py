@@ -18,8 +18,8 @@ from attnscale._util.checks import check_int
 class PoissonLimit(NamedTuple):
     """Draws of the limit at β = λβ*.
 
-    `weights` are ordered, [draws, points]; `radial` is the limit of β*·(1 − ⟨q, output⟩) and `tangential` that of β* times
-    the squared tangential displacement of the output, averaged over the directions of the keys, [draws].
+    `weights` are ordered, [draws, points]; `radial` is the limit of β*·(1 − ⟨q, output⟩) and `tangential` that of β*
+    times the squared tangential displacement of the output, averaged over the directions of the keys, [draws].
     """
 
     weights: Tensor
@@ -32,8 +32,8 @@ def draw_limit(
 ) -> PoissonLimit:
     """Ordered weights and the output in the limit n → ∞ at β = ratio·β*, for a local law of that exponent κ.
 
-    Points beyond the last one drawn enter the normalisation with their mean, κλ^(−κ)·Γ(κ, λΓ^(1/κ)). Key k lies √2·Γ_k^(1/2κ)
-    away in a uniform direction, so the squared displacement has the mean Σ w_k²·2Γ_k^(1/κ) over directions.
+    Points beyond the last one drawn enter the normalisation with their mean, κλ^(−κ)·Γ(κ, λΓ^(1/κ)). Key k lies
+    √2·Γ_k^(1/2κ) away in a uniform direction, so the squared displacement has the mean Σ w_k²·2Γ_k^(1/κ) over directions.
 
     >>> limit = draw_limit(1.0, 1.0, 2000, torch.Generator().manual_seed(0))
     >>> abs(float(limit.weights[:, 0].mean()) - math.exp(-0.5772156649)) < 0.02
@@ -58,8 +58,8 @@ def draw_limit(
 def mean_largest_weight(ratio: float, exponent: float) -> float:
     """E w_max in the limit at β = ratio·β*, as an integral; for κ = 1 and λ = 1 it is e^(−γ), γ Euler's constant.
 
-    Given Γ₁ = s, w_max = 1/(1 + S) with S a sum over the later points, E e^(−xS) = exp(−∫(1 − e^(−x·e^(−v))) dΓ) by Campbell, and
-    1/(1 + S) = ∫ e^(−x(1+S)) dx. All three integrals are trapezoidal sums on logarithmic grids.
+    Given Γ₁ = s, w_max = 1/(1 + S) with S a sum over the later points, E e^(−xS) = exp(−∫(1 − e^(−x·e^(−v))) dΓ) by
+    Campbell's formula, and 1/(1 + S) = ∫ e^(−x(1+S)) dx. All three integrals are trapezoidal sums on logarithmic grids.
 
     >>> round(mean_largest_weight(1.0, 1.0), 8) == round(math.exp(-0.57721566490153286), 8)
     True

@@ -4,7 +4,7 @@ The setting is Assumption 1 of seed 004: n tokens x_i with ‖x_i‖² = q whose
 cosine ρ with one another, and the layer x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row then
 has two weights, p = A_ii on the token itself and a = A_ij on each other one, and everything else follows from them.
 
-The forms here are those of the paper's Lemmas A.3, A.4 and B.8 to B.10, rearranged so that nothing cancels: p and a come
+The forms are those of the paper's Lemmas A.3, A.4 and B.8 to B.10, rearranged so that nothing cancels: p and a come
 from one logistic function of β(1−ρ) − ln(n−1), so n = 10¹² neither overflows nor loses digits. Where the printed lemmas
 differ, see the errata in the README of this folder.
 """
@@ -20,7 +20,7 @@ from attnscale.theory.logistic import logistic
 
 
 class SimplexWeights(NamedTuple):
-    """The two weights of a row, and what the own token leaves to all others together (1 − own, without cancellation)."""
+    """The two weights of a row, and what the own token leaves to all others together: 1 − own, to full precision."""
 
     own: float
     other: float
@@ -93,8 +93,8 @@ def jacobian_norm(n: int, d: int, rho: float, beta: float, q: float = 1.0) -> fl
     """η = ‖∇_X X'‖²/(nd) of one layer without residual, exact at every n (in place of Lemmas B.8 to B.10).
 
     The block of output j and input j is P_j(pI + βC)/√q with C the covariance of the tokens under the weights of row j,
-    that of input i ≠ j is a·P_i(I + β·y_j⊗(y_i − μ_j))/√q with μ_j the output; P_i projects y_i out. A simplex of n tokens
-    needs d ≥ n, but the formula does not, and is used for d < n as the prediction for almost-simplices.
+    that of input i ≠ j is a·P_i(I + β·y_j⊗(y_i − μ_j))/√q with μ_j the output; P_i projects y_i out. A simplex of n
+    tokens needs d ≥ n, but the formula does not: for d < n it is what almost-simplices are compared with.
 
     >>> jacobian_norm(100, 128, 0.5, 1000.0, q=2.0)  # attention is the identity: (1 − 1/d)/q
     0.49609375

@@ -1,8 +1,8 @@
 """Appendix D of seed 004: how far apart the largest of n Gaussian scores lie, and what softmax makes of it.
 
 The gap between the k-th and the next is E_k/k in units of 1/t_n, with independent exponential E_k (Rényi), so the k-th
-largest lies Σ_(i<k) E_i/i ≈ ln k below the first. The paper prints Σ E_i ≈ k (Eq. 117), with which the largest weight would
-be of order one at every temperature; see the errata.
+largest lies Σ_(i<k) E_i/i ≈ ln k below the first. The paper prints Σ E_i ≈ k (Eq. 117), with which the largest weight
+would be of order one at every temperature; see the errata.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def top_weight(t: float, draws: int, generator: torch.Generator, terms: int = 40
     return _top_weight(t, torch.arange(1, terms + 1, dtype=torch.float64), draws, generator, tail=True)
 
 
-def _top_weight(
-    t: float, rates: Tensor, draws: int, generator: torch.Generator, tail: bool = False
-) -> Tensor:
+def _top_weight(t: float, rates: Tensor, draws: int, generator: torch.Generator, tail: bool = False) -> Tensor:
     gaps = torch.empty(draws, len(rates), dtype=torch.float64).exponential_(generator=generator) / rates
     decay = (-t * gaps.cumsum(-1)).exp()
     total = 1.0 + decay.sum(-1)

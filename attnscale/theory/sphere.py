@@ -1,8 +1,8 @@
 """A fixed query among n random keys on the sphere (seed 001): critical scale, limit laws, and where they hold.
 
 All that matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
-β* = (nC)^(1/κ), and with β = λβ* the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of
-a unit Poisson process. Keys uniform on S^(d−1) have κ = (d−1)/2. Seed 001 gives the regimes in words; the formulas and
+β* = (nC)^(1/κ), and the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of a unit
+Poisson process. Keys uniform on S^(d−1) have κ = (d−1)/2. Seed 001 gives the regimes in words; the formulas and
 constants here are derived from that law and checked by simulation.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from attnscale._util.checks import check_int
@@ -80,8 +79,8 @@ def subcritical_output(q: Tensor, score_gradient: Tensor, beta: float) -> Tensor
 def subcritical_variance(n: int, d: int, beta: float) -> float:
     """The variance of each tangential component of the output for uniform keys and 1 ≪ β ≪ β*.
 
-    β^((d−3)/2)/(n·C_d·Γ((d+1)/2)·2^((d+1)/2)). It is below the squared bias 1/β² only where β ≪ n^(2/(d+1)): between that
-    and β* ≍ n^(2/(d−1)) the fluctuations hide the bias of a single output.
+    β^((d−3)/2)/(n·C_d·Γ((d+1)/2)·2^((d+1)/2)). It is below the squared bias 1/β² only where β ≪ n^(2/(d+1)): from there
+    to β* ≍ n^(2/(d−1)) the fluctuations hide the bias of a single output.
 
     >>> round(subcritical_variance(1000, 3, 10.0), 6)
     0.0005
