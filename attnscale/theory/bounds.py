@@ -1,9 +1,9 @@
 """Theorems 2.3 and 2.5 of seed 004 as inequalities with every constant written out, valid at every n.
 
 The paper states limits with o_n(1); its proofs give explicit bounds, collected here for tokens whose cosines lie in
-[ρ₁, ρ₂] and whose squared norms lie in [q₁, q₂] (Assumption 2). Each holds for every configuration of that kind, so each
-can be checked against a measurement. For γ < 1/(1−ρ₁) the first and third tend to the paper's limits, for γ > 1/(1−ρ₂)
-the second and fourth do.
+[ρ₁, ρ₂] and whose squared norms lie in [q₁, q₂] (Assumption 2). Each holds for every such configuration, so each can be
+checked against a measurement. For γ < 1/(1−ρ₁) the first and third tend to the paper's limits, for γ > 1/(1−ρ₂) the
+second and fourth do.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of this package, so a phase diagram is also a test of that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,17 @@ def layer(x: Tensor, beta: float, alpha: float = 0.0, backend: str = "auto") -> 
     return scaled_dot_product_attention(y, y, y, scale=beta, backend=backend)[0] + alpha * x
 
 
+def layers(x: Tensor, beta: float, depth: int, alpha: float = 0.0, backend: str = "auto") -> Tensor:
+    """The tokens after `depth` layers with the same β, [n, d] to [n, d].
+
+    >>> torch.equal(layers(torch.eye(2), 1.0, depth=0), torch.eye(2))
+    True
+    """
+    for _ in range(depth):
+        x = layer(x, beta, alpha, backend)
+    return x
+
+
 def layer_statistics(x: Tensor, beta: float, request: StatsRequest | None = None) -> RowStats:
     """The statistics of the layer's rows, one value per token.
 
@@ -73,11 +84,12 @@ def angle_ratio(x: Tensor, beta: float, alpha: float = 0.0) -> float:
 
 
 def jacobian_norm(
-    x: Tensor, beta: float, probes: int = 8, generator: torch.Generator | None = None
+    x: Tensor, beta: float, probes: int = 8, generator: torch.Generator | None = None, depth: int = 1
 ) -> tuple[float, float]:
     """η = ‖∇_X X'‖²/(nd) by Hutchinson's estimator with autograd, and its standard error.
 
-    Each probe is a vector of random signs v, and ‖vᵀ∇_X X'‖² has the mean ‖∇_X X'‖².
+    With a depth, of that many layers end to end. Each probe is a vector of random signs v, and the mean of ‖vᵀ∇_X X'‖²
+    over them is ‖∇_X X'‖².
 
     >>> x = torch.eye(3, dtype=torch.float64)
     >>> estimate, error = jacobian_norm(x, 1e3, probes=4, generator=torch.Generator().manual_seed(0))
@@ -86,7 +98,7 @@ def jacobian_norm(
     """
     check_int("probes", probes, "an int >= 2", least=2)
     leaf = x.detach().clone().requires_grad_()
-    output = layer(leaf, beta)
+    output = layers(leaf, beta, depth)
     squares = []
     for probe in range(probes):
         signs = torch.randint(0, 2, output.shape, generator=generator, device=x.device).to(output) * 2 - 1
@@ -96,14 +108,14 @@ def jacobian_norm(
     return float(draws.mean()), float(draws.std() / math.sqrt(probes))
 
 
-def exact_jacobian_norm(x: Tensor, beta: float) -> float:
+def exact_jacobian_norm(x: Tensor, beta: float, depth: int = 1) -> float:
     """η from the full Jacobian by `torch.func.jacrev`, [n, d, n, d] in memory: for small n.
 
     >>> round(exact_jacobian_norm(torch.eye(3, dtype=torch.float64), 1e3), 12)
     0.666666666667
     """
     # The reference backend is plain torch, which vmap has rules for; fused CPU attention has none.
-    jacobian = torch.func.jacrev(lambda tokens: layer(tokens, beta, backend="reference"))(_tokens(x))
+    jacobian = torch.func.jacrev(lambda tokens: layers(tokens, beta, depth, backend="reference"))(_tokens(x))
     return float(jacobian.square().sum() / x.numel())
 
 
@@ -114,20 +126,25 @@ def sweep(
     gammas: Sequence[float],
     generator: torch.Generator,
     probes: int = 2,
-    draw: Callable[[int, int, float, torch.Generator], Tensor] = almost_simplex,
+    draws: int = 1,
 ) -> Iterator[PhasePoint]:
-    """λ and η over the plane of figures 1 and 2; for each ρ one draw of tokens, used for every γ.
+    """λ and η over the plane of figures 1 and 2, means over draws of Gaussian tokens (Eq. 25).
+
+    The vectors z of a draw are the same for every (ρ, γ): the tokens of one draw share z₀, whose length scatters, and
+    with vectors of its own each ρ would be off by as much as its own z₀.
 
     >>> points = list(sweep(16, 8, [0.2, 0.5], [0.5, 3.0], torch.Generator().manual_seed(0)))
     >>> [(point.rho, point.gamma) for point in points]
     [(0.2, 0.5), (0.2, 3.0), (0.5, 0.5), (0.5, 3.0)]
     """
+    seeds = torch.randint(2**31, (draws,), generator=generator).tolist()
     for rho in rhos:
-        x = draw(n, d, rho, generator)
+        samples = [almost_simplex(n, d, rho, torch.Generator().manual_seed(seed)) for seed in seeds]
         for gamma in gammas:
             beta = gamma * math.log(n)
-            eta, _ = jacobian_norm(x, beta, probes, generator)
-            yield PhasePoint(rho, gamma, angle_ratio(x, beta), eta)
+            angle = sum(angle_ratio(x, beta) for x in samples) / draws
+            eta = sum(jacobian_norm(x, beta, probes, generator)[0] for x in samples) / draws
+            yield PhasePoint(rho, gamma, angle, eta)
 
 
 def _mean_ratio(before: Tensor, after: Tensor) -> float:

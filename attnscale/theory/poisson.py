@@ -33,7 +33,7 @@ def draw_limit(
     """Ordered weights and the output in the limit n → ∞ at β = ratio·β*, for a local law of that exponent κ.
 
     Points beyond the last one drawn enter the normalisation with their mean, κλ^(−κ)·Γ(κ, λΓ^(1/κ)). Key k lies
-    √2·Γ_k^(1/2κ) away in a uniform direction, so the squared displacement has the mean Σ w_k²·2Γ_k^(1/κ) over directions.
+    √2·Γ_k^(1/2κ) away in a uniform direction, so over these the squared displacement has the mean Σ w_k²·2Γ_k^(1/κ).
 
     >>> limit = draw_limit(1.0, 1.0, 2000, torch.Generator().manual_seed(0))
     >>> abs(float(limit.weights[:, 0].mean()) - math.exp(-0.5772156649)) < 0.02

@@ -1,8 +1,8 @@
 """A fixed query among n random keys on the sphere (seed 001): critical scale, limit laws, and where they hold.
 
 All that matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
-β* = (nC)^(1/κ), and the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of a unit
-Poisson process. Keys uniform on S^(d−1) have κ = (d−1)/2. Seed 001 gives the regimes in words; the formulas and
+β* = (nC)^(1/κ), and the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of a
+unit Poisson process. Keys uniform on S^(d−1) have κ = (d−1)/2. Seed 001 gives the regimes in words; the formulas and
 constants here are derived from that law and checked by simulation.
 """
 
