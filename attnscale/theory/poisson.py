@@ -48,7 +48,8 @@ def draw_limit(
     beyond = torch.special.gammaincc(kappa, last) * math.gamma(exponent + 1.0) * ratio**-exponent
     beyond_radial = torch.special.gammaincc(kappa + 1, last) * math.gamma(exponent + 1.0) * exponent
     beyond_radial = beyond_radial * ratio ** -(exponent + 1.0)
-    first = (ratio * scaled[:, 0]).exp()
+    # Where this would overflow, what lies beyond the last point is zero.
+    first = (ratio * scaled[:, 0]).clamp(max=600.0).exp()
     total = shifted.sum(-1) + beyond * first
     weights = shifted / total[:, None]
     radial = (weights * scaled).sum(-1) + beyond_radial * first / total

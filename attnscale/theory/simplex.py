@@ -134,7 +134,7 @@ def output_cosine_limit(gamma: float, rho: float, q: float = 1.0, alpha: float =
 def jacobian_norm_limit(gamma: float, rho: float, d: int | None = None, q: float = 1.0) -> float:
     """η for β = γ·ln n and n → ∞ (Theorem 2.4): 0, (1 − 1/d)/(4q) or (1 − 1/d)/q; d None stands for d → ∞.
 
-    On the critical line η exceeds its limit by ρ·(ln n)²/(16·q·d) to leading order: the limit needs d to grow faster
+    On the critical line η exceeds its limit by (ρL²/16 + (2+ρ)L/4)/(qd) with L = ln n: the limit needs d to grow faster
     than (ln n)², which a simplex, with d ≥ n, does.
 
     >>> [jacobian_norm_limit(gamma, 0.5, 4) for gamma in (1.0, 2.0, 3.0)]
