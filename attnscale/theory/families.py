@@ -51,6 +51,19 @@ class Gaussian(Family):
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
         return self.sigma * _normal(rows, n, generator=generator)
 
+    def sample_best(self, n: int, rows: int, ranks: int, generator: torch.Generator) -> Tensor:
+        """The best scores [rows, ranks] of rows of n in falling order, in their joint law, for n of any size.
+
+        The smallest of n uniform numbers are the arrival times of a Poisson process over the (n+1)-th one.
+
+        >>> Gaussian().sample_best(2**40, 2, 8, torch.Generator().manual_seed(0)).shape
+        torch.Size([2, 8])
+        """
+        arrivals = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+        others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64)
+        total = arrivals[:, -1:] + torch._standard_gamma(others, generator)
+        return -self.sigma * torch.special.ndtri(arrivals / total)
+
     def accumulation(self, n: int) -> float:
         return math.sqrt(2 * math.log(n)) / self.sigma
 

@@ -1,8 +1,8 @@
 """Gap counting: Λ as the one scale behind every temperature law, its exponents, and what β/Λ guarantees of a row.
 
-N(t) counts the keys within t of the best, itself included, and Λ = sup ln N(t)/t = max_k ln k/Δ_k (Definition 4.4 of the
-framework, arXiv title "A Unified Framework for Critical Scaling of Inverse Temperature in Self-Attention"). All bounds
-here hold for every row, at every n; r = β/Λ.
+N(t) counts the keys within t of the best, itself included, and Λ = sup ln N(t)/t = max_k ln k/Δ_k: Definition 4.4 of "A
+Unified Framework for Critical Scaling of Inverse Temperature in Self-Attention". All bounds here hold for every row, at
+every n; r = β/Λ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def fit_exponents(lengths: list[int], contacts: list[ContactPoint]) -> Exponents
     return Exponents(*fits)
 
 
-def limit_ratio(family: Family, rows: int, generator: torch.Generator, ranks: int = 4096) -> Tensor:
+def limit_ratio(family: Family, rows: int, generator: torch.Generator, ranks: int = 512) -> Tensor:
     """Samples [rows] of the limit of Λ/`family.accumulation(n)` as n grows; 1 where that is not random.
 
     Near the maximum the scores are a Poisson process. With Γ_k its arrival times, Gaussian rows have the gaps

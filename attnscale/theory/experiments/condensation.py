@@ -24,7 +24,7 @@ TEMPERATURES = (*DIFFUSE, 1.0, 1.5, 2.0)  # t = β/β_c
 DOUBLED = sorted({*TEMPERATURES, *(2 * t for t in TEMPERATURES)})  # Σ w² = Z(2β)/Z(β)²
 SIGNALS = [0.1 * step for step in range(4, 19)]  # scores of the signal key, in units of σ √(2 ln n)
 REQUEST = StatsRequest(entropy=False)
-CHUNK = 1 << 21  # scores held at once
+CHUNK = 1 << 19  # scores held at once
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:

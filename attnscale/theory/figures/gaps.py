@@ -29,7 +29,7 @@ def laws_figure(rows: Rows) -> Figure:
     ratios.axhline(1, color="black", linewidth=1)
     ratios.set_xscale("log", base=2)
     ratios.set(xlabel="keys n", ylabel="median Λ, measured/predicted")
-    ratios.set_title("± 2 standard errors; Gaussian rows converge like 1/ln n", loc="left", fontsize=10)
+    ratios.set_title("± 2 standard errors; Gaussian rows converge slowly", loc="left", fontsize=10)
     return figure
 
 
@@ -55,7 +55,7 @@ def transition_figure(rows: Rows) -> Figure:
     draw_transition(raw, rows, over="beta")
     draw_transition(entropy, rows)
     draw_transition(separation, rows, quantity="separation")
-    raw.set_title("over β: everywhere", loc="left", fontsize=10)
+    raw.set_title("over β: spread over four decades", loc="left", fontsize=10)
     limit = [2 ** (-5 + step / 8) for step in range(40)]
     bounds = [(r, gaps.separation_bound(r)) for r in limit if r < 1]
     shown = [(r, bound) for r, bound in bounds if bound <= 1]
@@ -106,9 +106,9 @@ def bounds_figure(rows: Rows) -> Figure:
         }
         high = [row for row in rows if row["family"] == family and row["r"] > 1]
         low = [row for row in rows if row["family"] == family and row["r"] < 1]
-        above.plot([row["r"] for row in high], [row["w_max"] for row in high], **look)
+        above.plot([row["r"] for row in high], [row["w_max"] for row in high], label=family, **look)
         below.plot([row["rank"] ** (row["r"] - 1) for row in low], [row["w_max"] for row in low], **look)
-        entropy.plot([row["r"] for row in high], [max(row["entropy"], 1e-6) for row in high], label=family, **look)
+        entropy.plot([row["r"] for row in high], [max(row["entropy"], 1e-6) for row in high], **look)
     r = [2 ** (0.05 + step / 20) for step in range(80)]
     above.plot(r, [gaps.certificate(x) for x in r], color="black", linewidth=1.6)
     above.set(xlabel="β/Λ", ylabel="w_max", ylim=(0, 1.03))
@@ -122,7 +122,7 @@ def bounds_figure(rows: Rows) -> Figure:
     entropy.set_title("β > Λ: entropy is at most the line", loc="left", fontsize=10)
     for axes in (above, entropy):
         axes.set_xscale("log", base=2)
-    entropy.legend(loc="lower left", frameon=False, fontsize=7, ncols=2)
+    above.legend(loc="lower right", frameon=False, fontsize=7, ncols=2)
     return figure
 
 
