@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,20 +26,35 @@ REQUEST = StatsRequest(entropy=False)
 CHUNK = 1 << 19  # scores held at once
 
 
+class Sizes(NamedTuple):
+    """How much is sampled: rows of up to 4096 keys and of more, and sizes of the signal and of whole attention."""
+
+    lengths: list[int]
+    rows: int
+    long_rows: int
+    signal_keys: int
+    attention_keys: int
+    batches: int
+
+
+QUICK = Sizes([2**power for power in range(8, 15, 2)], 1024, 512, 2**12, 1024, 24)
+FULL = Sizes([2**power for power in range(8, 19, 2)], 4096, 512, 2**16, 4096, 64)
+
+
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Measure E ln w_max, E w_max, E Σ w² and the spread of ln Z over n and t, a signal key, and unscaled scores."""
-    lengths = [2**power for power in (range(8, 15, 2) if quick else range(8, 19, 2))]
-    total = len(lengths) + 2
+    sizes = QUICK if quick else FULL
+    total = len(sizes.lengths) + 2
     crossover: Rows = []
-    for step, n in enumerate(lengths):
+    for step, n in enumerate(sizes.lengths):
         _report(progress, step, total, f"crossover, n = {n}")
-        crossover += _crossover(n, rows=(1024 if quick else 4096) if n <= 2**12 else 512, seed=step)
-    _report(progress, len(lengths), total, "retrieval")
-    retrieval = _retrieval(n=2**12 if quick else 2**16, rows=512)
-    _report(progress, len(lengths) + 1, total, "attention without d^(−1/2)")
-    unscaled = _unscaled(n=1024 if quick else 4096, batches=24 if quick else 64)
+        crossover += _crossover(n, rows=sizes.rows if n <= 2**12 else sizes.long_rows, seed=step)
+    _report(progress, total - 2, total, "retrieval")
+    retrieval = _retrieval(sizes.signal_keys, sizes.long_rows)
+    _report(progress, total - 1, total, "attention without d^(−1/2)")
+    unscaled = _unscaled(sizes.attention_keys, sizes.batches)
     _report(progress, total, total, "done")
-    poisson = _poisson_rows(rows=2048)
+    poisson = _poisson_rows(sizes.rows)
     data = {"crossover": crossover, "retrieval": retrieval, "unscaled": unscaled, "poisson": poisson}
     comparisons = [*_slopes(crossover), *_largest(crossover), *_of_limit(poisson)]
     return Experiment(
@@ -64,18 +78,17 @@ def _report(progress: Progress | None, done: int, total: int, label: str) -> Non
 def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]:
     """Statistics [rows] of the same Gaussian rows at each β."""
     generator = torch.Generator().manual_seed(seed)
-    parts = defaultdict(list)
+    # Filled in place: small results that outlive the large ones of their chunk would fragment the heap to gigabytes.
+    lse, max_logit, w_max = (torch.empty(len(betas), rows, dtype=torch.float64) for _ in range(3))
     chunk = max(1, min(rows, CHUNK // n))
     for start in range(0, rows, chunk):
         scores = families.sample("gaussian", n, min(chunk, rows - start), generator)
-        for beta in betas:
-            parts[beta].append(row_statistics(scores, beta, request=REQUEST))
-    return [_joined(parts[beta]) for beta in betas]
-
-
-def _joined(parts: list[RowStats]) -> RowStats:
-    fields = ("visible", "lse", "max_logit", "w_max")
-    return RowStats(**{name: torch.cat([getattr(part, name) for part in parts]) for name in fields})
+        for place, beta in enumerate(betas):
+            stats = row_statistics(scores, beta, request=REQUEST)
+            for column, values in ((lse, stats.lse), (max_logit, stats.max_logit), (w_max, stats.w_max)):
+                column[place, start : start + chunk] = _given(values)
+    visible = torch.full((rows,), n)
+    return [RowStats(visible, *columns) for columns in zip(lse, max_logit, w_max, strict=True)]
 
 
 def _crossover(n: int, rows: int, seed: int) -> Rows:
@@ -205,8 +218,8 @@ def _of_signal(rows: Rows) -> list[Comparison]:
 
 def _of_dimension(rows: Rows) -> list[Comparison]:
     chosen = [row for row in rows if row["d"] in (16, 256)]
-    return [
-        _line(f"E w_max {'with' if row['scaled'] else 'without'} d^(−1/2)", f"d={row['d']}, n={row['n']}", row, name)
-        for name in ("mean_w_max",)
-        for row in chosen
-    ]
+    lines = []
+    for row in chosen:
+        quantity = f"E w_max {'with' if row['scaled'] else 'without'} d^(−1/2)"
+        lines.append(_line(quantity, f"d={row['d']}, n={row['n']}", row, "mean_w_max"))
+    return lines

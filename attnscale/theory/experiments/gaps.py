@@ -28,19 +28,22 @@ ROUNDING = 1e-12  # of a bound that holds with equality
 
 
 class Sizes(NamedTuple):
-    """How much is sampled: lengths, scores per length at most, rows at most, and rows of the transition."""
+    """How much is sampled: scores per length and rows at most, rows of the transition, and long Gaussian rows."""
 
     lengths: list[int]
     scores: int
     rows: int
     transition_rows: int
+    long_rows: int
+
+
+QUICK = Sizes([2**power for power in range(6, 13, 2)], 1 << 20, 2048, 48, 2048)
+FULL = Sizes([2**power for power in range(6, 17, 2)], 1 << 26, 8192, 128, 16384)
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Measure Λ and its point of contact over n for every family, and the weights of the same rows at β = rΛ."""
-    sizes = Sizes([2**p for p in range(6, 13, 2)], 1 << 20, 2048, 48)
-    if not quick:
-        sizes = Sizes([2**p for p in range(6, 17, 2)], 1 << 26, 8192, 128)
+    sizes = QUICK if quick else FULL
     laws: Rows = []
     transition: Rows = []
     certified: Rows = []
@@ -63,7 +66,7 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     if progress is not None:
         progress(len(members), len(members), "long Gaussian rows")
     exponents, lines = _exponents(fits, sizes.lengths)
-    row, line = _long_gaussian(rows=2048 if quick else 16384)
+    row, line = _long_gaussian(sizes.long_rows)
     exponents.append(row)
     worst = max(abs(row["residual"]) for row in exponents)
     lines = [line, *lines, Comparison("|ξ_Λ − (ξ_α − ξ_Δ + 1)|, largest", "all families", 0.0, worst)]
