@@ -15,7 +15,7 @@ GREY = "#6b7280"
 GRID = "#e5e7eb"
 # The colours of Okabe and Ito, with grey in place of yellow, which is hard to see on white.
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")  # one more than colours: the ninth series is not the first
 DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (8, 2, 2, 2)), (0, (4, 1)))
 
 

@@ -51,6 +51,19 @@ class Gaussian(Family):
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
         return self.sigma * _normal(rows, n, generator=generator)
 
+    def sample_best(self, n: int, rows: int, ranks: int, generator: torch.Generator) -> Tensor:
+        """The best scores [rows, ranks] of rows of n in falling order, in their joint law, for n of any size.
+
+        The smallest of n uniform numbers are the arrival times of a Poisson process over the (n+1)-th one.
+
+        >>> Gaussian().sample_best(2**40, 2, 8, torch.Generator().manual_seed(0)).shape
+        torch.Size([2, 8])
+        """
+        arrivals = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+        others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64)
+        total = arrivals[:, -1:] + torch._standard_gamma(others, generator)
+        return -self.sigma * torch.special.ndtri(arrivals / total)
+
     def accumulation(self, n: int) -> float:
         return math.sqrt(2 * math.log(n)) / self.sigma
 
@@ -98,14 +111,15 @@ class Simplex(Family):
 
 @dataclass(frozen=True)
 class AlmostSimplex(Family):
-    """Tokens x_i = √ρ z_0 + √(1−ρ) z_i with z ~ N(0, I/d): nearly equal angles. Λ ~ 2 ln n/(D + √(D² − 2D ln n/d)).
+    """Tokens x_i = √ρ z_0 + √(1−ρ) z_i with z ~ N(0, I/d): nearly equal angles. Λ ~ ln n/(1−ρ) for d ≫ ln n.
 
-    D = 1−ρ. Beside the row's own key at about 1 the others are Gaussian about ρ with variance D/d. Rank n^a lies at
-    gap D − √(2D(1−a) ln n/d), and the supremum of ln k/Δ_k over a in [0, 1] is the law. It tends to ln n/(1−ρ) for
-    d ≫ ln n. Where ln n > dD/2 the best of the others beats the own key, and the law is the Gaussian one.
+    Beside the row's own key at about 1 the others are Gaussian about ρ with variance D/d, D = 1−ρ, so that about
+    1 + (n−1)Φ(−z) keys lie within the gap D − z√(D/d); the law is the supremum of ln N/t on that curve. To leading
+    order it is 2 ln n/(D + √(D² − 2D ln n/d)). Where ln n > dD/2 the best of the others beats the own key, and the law
+    is the Gaussian one.
     """
 
-    formula = "2 ln n/(D + √(D² − 2D ln n/d)), D = 1−ρ"
+    formula = "sup_z ln(1 + (n−1)Φ(−z))/(D − z√(D/d)), D = 1−ρ"
     exponent = 1.0
     rho: float = 0.5
     d: int = 1024
@@ -126,8 +140,12 @@ class AlmostSimplex(Family):
 
     def accumulation(self, n: int) -> float:
         gap, ln_n = 1 - self.rho, math.log(n)
-        inner = gap**2 - 2 * gap * ln_n / self.d
-        return math.sqrt(2 * ln_n * self.d / gap) if inner < 0 else 2 * ln_n / (gap + math.sqrt(inner))
+        if 2 * ln_n > self.d * gap:
+            return math.sqrt(2 * ln_n * self.d / gap)
+        z = torch.linspace(-8.0, math.sqrt(2 * ln_n), 4001, dtype=torch.float64)
+        within = torch.log1p((n - 1) * torch.special.ndtr(-z))
+        reach = gap - z * math.sqrt(gap / self.d)
+        return (within / reach)[reach > 0].max().item()
 
 
 @dataclass(frozen=True)
