@@ -54,32 +54,13 @@ def mean_gap_limit(k: int) -> float:
 
 
 def printed_top_weight(t: float, draws: int, generator: torch.Generator, terms: int = 200) -> Tensor:
-    """The largest weight at β = t·√(2 ln n) as Eq. 118 prints it, [draws]: with gaps E₁ + … + E_(k−1).
+    """The largest weight at β = t·√(2 ln n) as Eq. 118 prints it, [draws]: with gaps E₁ + … + E_(k−1), for comparison.
+
+    With the true gaps E₁ + E₂/2 + … + E_(k−1)/(k−1) the sum is finite only for t > 1, and its law is that of
+    `poisson_dirichlet`; for t ≤ 1 the largest weight tends to 0.
 
     >>> printed_top_weight(1.0, 4, torch.Generator().manual_seed(0)).shape
     torch.Size([4])
     """
-    return _top_weight(t, torch.ones(terms, dtype=torch.float64), draws, generator)
-
-
-def top_weight(t: float, draws: int, generator: torch.Generator, terms: int = 4000) -> Tensor:
-    """The largest weight at β = t·√(2 ln n), t > 1, in the limit, [draws]: with gaps E₁ + E₂/2 + … + E_(k−1)/(k−1).
-
-    Terms beyond `terms` add their mean, which is finite only above the critical temperature; for t ≤ 1 the sum diverges
-    and the largest weight tends to 0.
-
-    >>> top_weight(1.0, 2, torch.Generator().manual_seed(0))
-    tensor([0., 0.], dtype=torch.float64)
-    """
-    if t <= 1.0:
-        return torch.zeros(draws, dtype=torch.float64)
-    return _top_weight(t, torch.arange(1, terms + 1, dtype=torch.float64), draws, generator, tail=True)
-
-
-def _top_weight(t: float, rates: Tensor, draws: int, generator: torch.Generator, tail: bool = False) -> Tensor:
-    gaps = torch.empty(draws, len(rates), dtype=torch.float64).exponential_(generator=generator) / rates
-    decay = (-t * gaps.cumsum(-1)).exp()
-    total = 1.0 + decay.sum(-1)
-    if tail:  # decay_k falls as k^(−t) from its last value on
-        total = total + decay[:, -1] * len(rates) / (t - 1.0)
-    return total.reciprocal()
+    gaps = torch.empty(draws, terms, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+    return (1.0 + (-t * gaps).exp().sum(-1)).reciprocal()

@@ -10,9 +10,20 @@ from torch import Tensor
 
 from attnscale.attention import attention_with_stats
 from attnscale.statistics import StatsRequest, row_statistics
-from attnscale.theory import bounds, families, jacobian, middle_phase, phase, simplex, spacings, tokens
+from attnscale.theory import (
+    bounds,
+    families,
+    jacobian,
+    middle_phase,
+    phase,
+    poisson_dirichlet,
+    simplex,
+    spacings,
+    tokens,
+)
+from attnscale.theory.estimates import mean
 from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.experiments import phase_figures
+from attnscale.theory.figures import phase as figures
 
 # Assumption 3 with groups of n^τ tokens: far cosine, near cosine, τ.
 FAR, NEAR, TAU = 0.1, 0.8, 0.5
@@ -43,15 +54,15 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     if progress is not None:
         progress(total, total, "done")
     sweep = data["sweep"]
-    figures = {
-        "angle_ratio": lambda: phase_figures.draw_sweep(sweep, "angle_ratio"),
-        "jacobian_norm": lambda: phase_figures.draw_sweep(sweep, "jacobian_norm"),
-        "bounds": lambda: phase_figures.draw_bounds(data["bounds"]),
-        "middle_phase": lambda: phase_figures.draw_middle_phase(data["middle_phase"]),
-        "spacings": lambda: phase_figures.draw_spacings(data["spacings"]),
+    drawn = {
+        "angle_ratio": lambda: figures.draw_sweep(sweep, "angle_ratio"),
+        "jacobian_norm": lambda: figures.draw_sweep(sweep, "jacobian_norm"),
+        "bounds": lambda: figures.draw_bounds(data["bounds"]),
+        "middle_phase": lambda: figures.draw_middle_phase(data["middle_phase"]),
+        "spacings": lambda: figures.draw_spacings(data["spacings"]),
     }
     largest = [row for row in sweep if row["d"] == dims[-1]]
-    return Experiment("phase", lines, data, figures, (lambda axes: phase_figures.draw_strip_panel(axes, largest),))
+    return Experiment("phase", lines, data, drawn, (lambda axes: figures.draw_strip_panel(axes, largest),))
 
 
 def _sweep(quick: bool, d: int, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
@@ -72,9 +83,7 @@ def _sweep(quick: bool, d: int, generator: torch.Generator, lines: list[Comparis
     draws = [tokens.almost_simplex(1, d, 0.5, generator) for _ in range(2000)]
     inverse = torch.cat(draws).square().sum(-1).reciprocal() * (1.0 - 1.0 / d)
     predicted = (1.0 - 1.0 / d) * d / (d - 2.0)  # E 1/‖x‖² = d/(d−2) for N(0, I/d)
-    lines.append(
-        Comparison("η for γ → ∞, mean over draws", f"d={d}", predicted, float(inverse.mean()), _error(inverse))
-    )
+    lines.append(Comparison("η for γ → ∞, mean over draws", f"d={d}", predicted, *mean(inverse)))
     return [{"n": n, "d": d, **point._asdict()} for point in points]
 
 
@@ -156,24 +165,20 @@ def _spacings(quick: bool, generator: torch.Generator, lines: list[Comparison]) 
         exact = scale * spacings.mean_gap(n, k)
         found.append(
             {"kind": "gap", "n": n, "x": k, "printed": k - 1.0, "limit": spacings.mean_gap_limit(k), "exact": exact}
-            | {"measured": float(gap.mean()), "standard_error": _error(gap)}
+            | {"measured": float(gap.mean()), "standard_error": mean(gap).error}
         )
         if k in (2, 9):
-            lines.append(Comparison("t_n·E(a₁ − a_k)", f"n={n} k={k}", exact, float(gap.mean()), _error(gap)))
+            lines.append(Comparison("t_n·E(a₁ − a_k)", f"n={n} k={k}", exact, *mean(gap)))
     for t in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
         w_max = row_statistics(scores, t * math.sqrt(2.0 * math.log(n))).w_max
         weights = torch.zeros(0) if w_max is None else w_max
         found.append(
-            {"kind": "weight", "n": n, "x": t, "measured": float(weights.mean()), "standard_error": _error(weights)}
+            {"kind": "weight", "n": n, "x": t, "measured": float(weights.mean()), "standard_error": mean(weights).error}
             | {"printed": float(spacings.printed_top_weight(t, draws, generator).mean())}
-            | {"limit": float(spacings.top_weight(t, draws, generator, terms=1000).mean())}
+            | {"limit": poisson_dirichlet.mean_largest(t) if t > 1.0 else 0.0}
         )
     return found
 
 
 def _value(values: Tensor | None) -> float:
     return math.nan if values is None else float(values.flatten()[0])
-
-
-def _error(values: Tensor) -> float:
-    return float(values.std() / math.sqrt(len(values)))

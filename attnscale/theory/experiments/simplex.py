@@ -11,7 +11,7 @@ from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import accumulation_scale
 from attnscale.theory import depth, phase, simplex, tokens
 from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.experiments import simplex_figures
+from attnscale.theory.figures import simplex as figures
 
 CASES = ((0.3, 1.0, 1.0, 0.0), (0.5, 2.0, 2.0, 0.5), (0.6, 0.5, 4.0, 1.5))  # ρ, q, γ, α
 RHO = 0.5
@@ -34,11 +34,11 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
         data[name] = step(quick, lines)
     if progress is not None:
         progress(len(steps), len(steps), "done")
-    figures = {
-        "limits": lambda: simplex_figures.draw_limits(data["limits"]),
-        "layers": lambda: simplex_figures.draw_layers(data["layers"], data["lifetime"]),
+    drawn = {
+        "limits": lambda: figures.draw_limits(data["limits"]),
+        "layers": lambda: figures.draw_layers(data["layers"], data["lifetime"]),
     }
-    return Experiment("simplex", lines, data, figures)
+    return Experiment("simplex", lines, data, drawn)
 
 
 def _closed_forms(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:

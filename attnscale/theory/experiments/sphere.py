@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attnscale.attention import attention_with_stats
 from attnscale.theory import poisson, sphere, sphere_keys
+from attnscale.theory.estimates import mean, median, slope
 from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.experiments import sphere_figures
+from attnscale.theory.figures import sphere as figures
 from attnscale.theory.sphere_keys import KeyDensity
 
 ORDERED = 12  # how many of the ordered weights are shown
@@ -37,13 +38,13 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
         data[name] = step(quick, generator, lines)
     if progress is not None:
         progress(len(steps), len(steps), "done")
-    figures = {
-        "weights": lambda: sphere_figures.draw_weights(data["weights"]),
-        "regimes": lambda: sphere_figures.draw_regimes(data["regimes"], data["subcritical"]),
-        "local_exponent": lambda: sphere_figures.draw_local_exponent(data["local_exponent"]),
-        "dimension": lambda: sphere_figures.draw_dimension(data["dimension"]),
+    drawn = {
+        "weights": lambda: figures.draw_weights(data["weights"]),
+        "regimes": lambda: figures.draw_regimes(data["regimes"], data["subcritical"]),
+        "local_exponent": lambda: figures.draw_local_exponent(data["local_exponent"]),
+        "dimension": lambda: figures.draw_dimension(data["dimension"]),
     }
-    return Experiment("sphere", lines, data, figures)
+    return Experiment("sphere", lines, data, drawn)
 
 
 def _critical(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ def _critical(quick: bool, generator: torch.Generator, lines: list[Comparison]) 
             measured = ordered[:, rank]
             found.append(
                 {"d": d, "n": n, "rank": rank + 1, "limit": float(limit.weights[:, rank].mean())}
-                | {"measured": float(measured.mean()), "standard_error": _error(measured)}
+                | {"measured": float(measured.mean()), "standard_error": mean(measured).error}
             )
     return found
 
@@ -96,7 +97,7 @@ def _regimes(quick: bool, generator: torch.Generator, lines: list[Comparison]) -
             limit = poisson.mean_largest_weight(ratio, law.exponent)
             found.append(
                 {"d": d, "n": n, "ratio": ratio, "limit": limit, "measured": float(w_max.mean())}
-                | {"standard_error": _error(w_max), "deficit": sphere.supercritical_deficit(ratio, law.exponent)}
+                | {"standard_error": mean(w_max).error, "deficit": sphere.supercritical_deficit(ratio, law.exponent)}
             )
         deficit = 1.0 - torch.cat(largest[32.0])
         predicted = sphere.supercritical_deficit(32.0, law.exponent)
@@ -166,7 +167,7 @@ def _heat(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> l
         first_order = sphere.heat_growth(3, degree, beta) - 1.0
         found.append(
             {"degree": degree, "beta": beta, "first_order": first_order, "infinite_n": float(exact.mean())}
-            | {"measured": float(measured.mean()), "standard_error": _error(measured)}
+            | {"measured": float(measured.mean()), "standard_error": mean(measured).error}
         )
         if beta == betas[-1]:
             where = f"ℓ={degree} β={beta:g} n={n}"
@@ -183,7 +184,7 @@ def _local_exponent(quick: bool, generator: torch.Generator, lines: list[Compari
     densities.append(sphere_keys.partly_on_subsphere(d, 3, 0.5))
     found = []
     for density in densities:
-        slopes = []
+        distances, errors = [], []
         for n in lengths:
             own, reference = _largest(
                 density, n, rows, generator, density.law.critical_beta(n), uniform.law.critical_beta(n)
@@ -191,12 +192,15 @@ def _local_exponent(quick: bool, generator: torch.Generator, lines: list[Compari
             limit = poisson.mean_largest_weight(1.0, density.law.exponent)
             found.append(
                 {"density": density.name, "exponent": density.law.exponent, "n": n, "limit": limit}
-                | {"at_own_scale": float(own.mean()), "own_error": _error(own)}
-                | {"at_uniform_scale": float(reference.mean()), "uniform_error": _error(reference)}
+                | {"at_own_scale": float(own.mean()), "own_error": mean(own).error}
+                | {"at_uniform_scale": float(reference.mean()), "uniform_error": mean(reference).error}
             )
-            slopes.append(float(_nearest(density, n, rows, generator).median().log()))
-        slope = -_slope([math.log(n) for n in lengths], slopes)
-        lines.append(Comparison("growth exponent of β* = 1/κ", density.name, 1.0 / density.law.exponent, slope))
+            nearest = median(_nearest(density, n, rows, generator))
+            distances.append(math.log(nearest.value))
+            errors.append(nearest.error / nearest.value)
+        fit = slope([math.log(n) for n in lengths], distances, errors)
+        exponent = 1.0 / density.law.exponent
+        lines.append(Comparison("growth exponent of β* = 1/κ", density.name, exponent, -fit.value, fit.error))
         _compare(lines, "E w_max at the own β*", f"{density.name} n={n}", limit, own)
     return found
 
@@ -212,7 +216,7 @@ def _dimension(quick: bool, generator: torch.Generator, lines: list[Comparison])
         at_n = poisson.mean_largest_weight_at(n, d, beta)
         found.append(
             {"d": d, "n": n, "beta": beta, "limit": poisson.mean_largest_weight(1.0, law.exponent), "at_n": at_n}
-            | {"measured": float(w_max.mean()), "standard_error": _error(w_max)}
+            | {"measured": float(w_max.mean()), "standard_error": mean(w_max).error}
             | {"gaussian_beta": math.sqrt(2.0 * d * math.log(n)), "uniform_weight": 1.0 / n}
         )
         if d in (17, 65):
@@ -250,15 +254,5 @@ def _second(values: Tensor) -> float:
     return float(values.square().mean())
 
 
-def _slope(x: list[float], y: list[float]) -> float:
-    across, up = torch.tensor(x), torch.tensor(y)
-    across = across - across.mean()
-    return float((across * up).sum() / across.square().sum())
-
-
-def _error(values: Tensor) -> float:
-    return float(values.std() / math.sqrt(len(values)))
-
-
 def _compare(lines: list[Comparison], quantity: str, parameters: str, predicted: float, values: Tensor) -> None:
-    lines.append(Comparison(quantity, parameters, predicted, float(values.mean()), _error(values)))
+    lines.append(Comparison(quantity, parameters, predicted, *mean(values)))
