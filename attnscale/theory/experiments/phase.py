@@ -66,7 +66,7 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
 
 
 def _sweep(quick: bool, d: int, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
-    n, cells = (128, 14) if quick else (512, 18)
+    n, cells = (128, 12) if quick else (512, 18)
     rhos = [0.9 * (step + 0.5) / cells for step in range(cells)]
     gammas = [5.0 * (step + 0.5) / cells for step in range(cells)]
     points = list(phase.sweep(n, d, rhos, gammas, generator, draws=1 if quick else 2))

@@ -49,7 +49,7 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
 
 def _critical(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """At β = β*: ordered weights, entropy and output against the Poisson limit."""
-    n, rows, draws = (4096, 400, 4000) if quick else (2**16, 1500, 20000)
+    n, rows, draws = (4096, 300, 4000) if quick else (2**14, 1000, 20000)
     found = []
     for d in (3, 4, 5):
         law = sphere.uniform_law(d)
@@ -83,7 +83,7 @@ def _critical(quick: bool, generator: torch.Generator, lines: list[Comparison]) 
 
 def _regimes(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """E w_max from below to above β*, and the rate at which one key takes all."""
-    n, rows = (4096, 200) if quick else (2**15, 1000)
+    n, rows = (2048, 150) if quick else (2**13, 400)
     ratios = [2.0**power for power in range(-5, 6)]
     found = []
     for d in (3, 5):
@@ -107,7 +107,7 @@ def _regimes(quick: bool, generator: torch.Generator, lines: list[Comparison]) -
 
 def _subcritical(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """Below β*: the radial bias (d−1)/(2β), and Gaussian fluctuations of the tangential part."""
-    n, rows = (4096, 300) if quick else (2**16, 1500)
+    n, rows = (4096, 150) if quick else (2**14, 500)
     found = []
     for d in (3, 5):
         ladder = [2.0**power for power in range(1, 8)]
@@ -148,7 +148,7 @@ def _subcritical(quick: bool, generator: torch.Generator, lines: list[Comparison
 
 def _heat(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """Tokens drawn from a density f and moved by attention to keys from f: harmonics grow as f − Δf/β has them."""
-    n, tokens, batches = (4096, 512, 8) if quick else (2**14, 1024, 24)
+    n, tokens, batches = (4096, 256, 8) if quick else (2**13, 1024, 24)
     density, centre = sphere_keys.tilted(HEAT_TILT, 1.0), sphere_keys.tilted_centre(1.0)
     betas, harmonics = (20.0, 40.0, 80.0), {1: _degree_one, 2: _degree_two}
     growth: dict[tuple[float, int], list[tuple[Tensor, Tensor]]] = {}
@@ -177,7 +177,7 @@ def _heat(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> l
 
 def _local_exponent(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """E w_max at the β* of uniform keys: densities that differ far away only, and one that differs at the query."""
-    lengths, rows = ([2**8, 2**10, 2**12], 200) if quick else ([2**8, 2**10, 2**12, 2**14, 2**16], 600)
+    lengths, rows = ([2**8, 2**10, 2**12], 100) if quick else ([2**8, 2**10, 2**12, 2**14], 300)
     d = 5
     uniform = sphere_keys.uniform(d)
     densities = [uniform, sphere_keys.far_keys_at(d, -1.0), sphere_keys.far_keys_at(d, 0.0)]
