@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnscale._util.checks import check_int
 from attnscale.attention import attention_with_stats, scaled_dot_product_attention
@@ -35,7 +36,7 @@ def directions(x: Tensor) -> Tensor:
     >>> directions(torch.tensor([[3.0, 4.0]]))
     tensor([[0.6000, 0.8000]])
     """
-    return x / x.norm(dim=-1, keepdim=True)
+    return functional.normalize(x, dim=-1)
 
 
 def layer(x: Tensor, beta: float, alpha: float = 0.0, backend: str = "auto") -> Tensor:
@@ -46,8 +47,8 @@ def layer(x: Tensor, beta: float, alpha: float = 0.0, backend: str = "auto") -> 
     tensor([[0.7500, 0.2500],
             [0.2500, 0.7500]], dtype=torch.float64)
     """
-    y = directions(_tokens(x))[None]
-    return scaled_dot_product_attention(y, y, y, scale=beta, backend=backend)[0] + alpha * x
+    y = directions(_tokens(x))
+    return scaled_dot_product_attention(y, y, y, scale=beta, backend=backend) + alpha * x
 
 
 def layers(x: Tensor, beta: float, depth: int, alpha: float = 0.0, backend: str = "auto") -> Tensor:
@@ -67,9 +68,8 @@ def layer_statistics(x: Tensor, beta: float, request: StatsRequest | None = None
     >>> layer_statistics(torch.eye(2, dtype=torch.float64), beta=math.log(3.0)).w_max
     tensor([0.7500, 0.7500], dtype=torch.float64)
     """
-    y = directions(_tokens(x))[None]
-    stats = attention_with_stats(y, y, y, scale=beta, request=request).stats
-    return RowStats(*(value[0] if isinstance(value, Tensor) and value.dim() > 1 else value for value in stats))
+    y = directions(_tokens(x))
+    return attention_with_stats(y, y, y, scale=beta, request=request).stats
 
 
 def angle_ratio(x: Tensor, beta: float, alpha: float = 0.0) -> float:
@@ -149,7 +149,7 @@ def sweep(
 
 def _mean_ratio(before: Tensor, after: Tensor) -> float:
     # 1 − cosine as half the squared distance: no cancellation where directions nearly coincide.
-    return float((torch.nn.functional.pdist(after).square() / torch.nn.functional.pdist(before).square()).mean())
+    return float((functional.pdist(after).square() / functional.pdist(before).square()).mean())
 
 
 def _tokens(x: Tensor) -> Tensor:

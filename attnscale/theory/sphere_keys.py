@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnscale.attention import attention_with_stats
 from attnscale.statistics import StatsRequest
@@ -43,7 +44,7 @@ def uniform(d: int) -> KeyDensity:
 
     def draw(rows: int, n: int, generator: torch.Generator) -> Tensor:
         keys = torch.randn(rows, n, d, generator=generator, dtype=torch.float64)
-        return keys / keys.norm(dim=-1, keepdim=True)
+        return functional.normalize(keys, dim=-1)
 
     return KeyDensity("uniform", d, draw, uniform_law(d))
 
@@ -78,7 +79,7 @@ def partly_on_subsphere(d: int, inner: int, share: float) -> KeyDensity:
 
     def draw(rows: int, n: int, generator: torch.Generator) -> Tensor:
         keys = outside(rows, n, generator)
-        some = torch.nn.functional.pad(inside(rows, n, generator), (0, d - inner))
+        some = functional.pad(inside(rows, n, generator), (0, d - inner))
         chosen = torch.rand(rows, n, 1, generator=generator) < share
         return torch.where(chosen, some, keys)
 
@@ -125,7 +126,7 @@ def tilted_harmonic(concentration: float, degree: int) -> float:
     """The mean of the Legendre polynomial P_ℓ(⟨m, k⟩) under `tilted`, for ℓ = 1 or 2.
 
     >>> round(tilted_harmonic(3.0, 2), 6)  # 1 − 3·A(r)/r
-    0.328262
+    0.328364
     """
     mean = mean_cosine(3, concentration)
     return mean if degree == 1 else 1.0 - 3.0 * mean / concentration

@@ -13,6 +13,7 @@ from attnscale.theory import poisson, sphere, sphere_keys
 from attnscale.theory.estimates import mean, median, slope
 from attnscale.theory.experiment import Comparison, Experiment, Progress
 from attnscale.theory.figures import sphere as figures
+from attnscale.theory.phase import directions
 from attnscale.theory.sphere_keys import KeyDensity
 
 ORDERED = 12  # how many of the ordered weights are shown
@@ -158,7 +159,7 @@ def _heat(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> l
             moved = attention_with_stats(queries, keys, keys, scale=beta).output
             expected = beta * queries + HEAT_TILT * centre  # the direction of the output for n → ∞
             for degree, harmonic in harmonics.items():
-                means = [harmonic(_directions(x)[0, :, 0]).mean() for x in (moved, expected, queries)]
+                means = [harmonic(directions(x)[0, :, 0]).mean() for x in (moved, expected, queries)]
                 growth.setdefault((beta, degree), []).append((means[0] - means[2], means[1] - means[2]))
     found = []
     for (beta, degree), pairs in growth.items():
@@ -244,10 +245,6 @@ def _degree_one(cosine: Tensor) -> Tensor:
 
 def _degree_two(cosine: Tensor) -> Tensor:
     return 1.5 * cosine.square() - 0.5
-
-
-def _directions(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
 
 
 def _second(values: Tensor) -> float:
