@@ -63,7 +63,7 @@ resources: $(INSTALLED)  ## compile every kernel for every target and write the 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_report.py
 
-theory: $(INSTALLED)  ## the papers' predictions against measurements, and their pictures; a quarter of an hour
+theory: $(INSTALLED)  ## the papers' predictions against measurements, and their pictures; takes some minutes
 	$(PY) -m attnscale theory all --output theory
 	for picture in theory/*.png; do cp "$$picture" ".github/assets/theory_$${picture##*/}"; done
 

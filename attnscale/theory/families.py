@@ -62,7 +62,8 @@ class Gaussian(Family):
         arrivals = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
         others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64)
         total = arrivals[:, -1:] + torch._standard_gamma(others, generator)
-        return -self.sigma * torch.special.ndtri(arrivals / total)
+        quantiles: Tensor = torch.special.ndtri(arrivals / total)
+        return -self.sigma * quantiles
 
     def accumulation(self, n: int) -> float:
         return math.sqrt(2 * math.log(n)) / self.sigma
@@ -170,7 +171,7 @@ class ThreeLevel(Family):
 
     def neighbours(self, n: int) -> int:
         """How many keys are at `high`."""
-        return min(n - 1, round(self.kappa * n**self.tau))
+        return min(n - 1, round(self.kappa * math.pow(n, self.tau)))
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
         scores = torch.full((rows, n), self.low, dtype=torch.float64)

@@ -103,7 +103,7 @@ def certificate(r: float, n: float = math.inf) -> float:
     """
     _above(r)
     if n == math.inf:
-        return 1 / torch.special.zeta(torch.tensor(r, dtype=torch.float64), torch.tensor(1.0)).item()
+        return 1 / float(torch.special.zeta(torch.tensor(r, dtype=torch.float64), torch.tensor(1.0)))
     return 1 / (torch.arange(1, int(n) + 1, dtype=torch.float64) ** -r).sum().item()
 
 

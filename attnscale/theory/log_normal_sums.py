@@ -104,7 +104,7 @@ def mean_largest_weight(n: float, b: float) -> float:
 
 def ln_laplace(x: Tensor, b: float) -> Tensor:
     """ln E e^(−e^(x + b U)) at each x [X], exact to rounding also where it is nearly 0."""
-    parts = x.split(256)  # bounds the memory of the grid [x, U]
+    parts = x.chunk(1 + len(x) // 256)  # bounds the memory of the grid [x, U]
     weights = torch.exp(-(SCORES**2) / 2)
     weights = weights / weights.sum()
     return torch.cat([torch.log1p(torch.expm1(-torch.exp(part[:, None] + b * SCORES)) @ weights) for part in parts])

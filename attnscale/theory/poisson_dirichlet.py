@@ -27,7 +27,7 @@ def mean_largest(t: float) -> float:
     y = torch.arange(-45.0, 5.0, 0.05, dtype=torch.float64)  # λ = e^y
     rate = y.exp()
     incomplete = torch.special.gammainc(torch.full_like(rate, 1 - alpha), rate) * math.gamma(1 - alpha)
-    return 0.05 * (torch.exp(y - rate) / (torch.exp(-rate) + rate**alpha * incomplete)).sum().item()
+    return 0.05 * float((torch.exp(y - rate) / (torch.exp(-rate) + rate**alpha * incomplete)).sum())
 
 
 def chance_of_more(weight: float, t: float) -> float:
@@ -39,7 +39,7 @@ def chance_of_more(weight: float, t: float) -> float:
     alpha = _alpha(t)
     if not 0.5 <= weight <= 1:
         reject("weight", weight, "a number in [1/2, 1]")
-    return math.sin(math.pi * alpha) / (math.pi * alpha) * ((1 - weight) / weight) ** alpha
+    return math.sin(math.pi * alpha) / (math.pi * alpha) * math.pow((1 - weight) / weight, alpha)
 
 
 def mean_sum_of_squares(t: float) -> float:

@@ -70,6 +70,7 @@ def subcritical_output(q: Tensor, score_gradient: Tensor, beta: float) -> Tensor
     to the sphere is therefore a step of length 1/β up the gradient, which takes a density f to f − Δf/β: the heat
     equation run backward for a time 1/β.
 
+    >>> import torch
     >>> subcritical_output(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.0]), beta=10.0)
     tensor([0.2000, 0.0000, 0.9000])
     """

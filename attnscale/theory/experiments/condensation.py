@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 QUICK = Sizes([2**power for power in range(8, 15, 2)], 1024, 512, 2**12, 1024, 24)
-FULL = Sizes([2**power for power in range(8, 19, 2)], 4096, 512, 2**16, 4096, 64)
+FULL = Sizes([2**power for power in range(8, 19, 2)], 2048, 256, 2**16, 4096, 48)
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:

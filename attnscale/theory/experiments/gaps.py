@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 QUICK = Sizes([2**power for power in range(6, 13, 2)], 1 << 20, 2048, 48, 2048)
-FULL = Sizes([2**power for power in range(6, 17, 2)], 1 << 26, 8192, 128, 16384)
+FULL = Sizes([2**power for power in range(6, 17, 2)], 1 << 24, 4096, 64, 8192)
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:

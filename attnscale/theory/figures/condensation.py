@@ -31,7 +31,8 @@ def draw_crossover(axes: Axes, rows: Rows) -> None:
         axes.plot(n, [math.exp(row["mean_ln_w_max_predicted"]) for row in chosen], color=style["color"], linewidth=1.3)
         measured = [math.exp(row["mean_ln_w_max"]) for row in chosen]
         axes.plot(n, measured, style["marker"], color=style["color"], markersize=5.5)
-        axes.annotate(f"t = {t:g}", (n[-1], measured[-1]), xytext=(7, -3), textcoords="offset points", fontsize=8.5)
+        shift = {2.0: 0, 1.5: -7}.get(t, -3)  # these two would touch
+        axes.annotate(f"t = {t:g}", (n[-1], measured[-1]), xytext=(7, shift), textcoords="offset points", fontsize=8.5)
         if t < 1:
             start = math.exp(chosen[0]["mean_ln_w_max_predicted"])
             power = [start * (x / n[0]) ** condensation.w_max_exponent(t) for x in n]
