@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,29 @@ from attnscale.theory.figures import phase as figures
 FAR, NEAR, TAU = 0.1, 0.8, 0.5
 
 
+class Sizes(NamedTuple):
+    """Tokens, cells along each axis and draws of the sweep, its dimensions, tokens in a group, and Gaussian rows."""
+
+    n: int
+    cells: int
+    draws: int
+    dims: tuple[int, ...]
+    group: int
+    scores: int
+    rows: int
+
+
+QUICK = Sizes(128, 12, 1, (8, 32, 256), 16, 2**12, 400)
+FULL = Sizes(512, 18, 2, (16, 64, 512), 32, 2**16, 800)
+
+
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Sweep (ρ, γ) for three dimensions, check every bound, and measure the middle phase and Gaussian spacings."""
+    sizes = QUICK if quick else FULL
     generator = torch.Generator().manual_seed(4)
     lines: list[Comparison] = []
     data: dict[str, list[dict[str, Any]]] = {}
-    dims = (8, 32, 256) if quick else (16, 64, 512)
+    dims = sizes.dims
     steps = [(f"sweep over (ρ, γ), d = {d}", d) for d in dims]
     rest = (
         ("bounds of theorems 2.3 and 2.5", "bounds", _bounds),
@@ -46,11 +63,11 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     for done, (title, d) in enumerate(steps):
         if progress is not None:
             progress(done, total, title)
-        data["sweep"] += _sweep(quick, d, generator, lines)
+        data["sweep"] += _sweep(sizes, d, generator, lines)
     for done, (title, name, step) in enumerate(rest):
         if progress is not None:
             progress(len(steps) + done, total, title)
-        data[name] = step(quick, generator, lines)
+        data[name] = step(sizes, generator, lines)
     if progress is not None:
         progress(total, total, "done")
     sweep = data["sweep"]
@@ -65,11 +82,11 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     return Experiment("phase", lines, data, drawn, (lambda axes: figures.draw_strip_panel(axes, largest),))
 
 
-def _sweep(quick: bool, d: int, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
-    n, cells = (128, 12) if quick else (512, 18)
+def _sweep(sizes: Sizes, d: int, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+    n, cells = sizes.n, sizes.cells
     rhos = [0.9 * (step + 0.5) / cells for step in range(cells)]
     gammas = [5.0 * (step + 0.5) / cells for step in range(cells)]
-    points = list(phase.sweep(n, d, rhos, gammas, generator, draws=1 if quick else 2))
+    points = list(phase.sweep(n, d, rhos, gammas, generator, draws=sizes.draws))
     x, beta = tokens.almost_simplex(n, d, 0.5, generator), 3.0 * math.log(n)
     eta, error = phase.jacobian_norm(x, beta, 16, generator)
     where = f"d={d} n={n} ρ=0.5 γ=3"
@@ -87,9 +104,9 @@ def _sweep(quick: bool, d: int, generator: torch.Generator, lines: list[Comparis
     return [{"n": n, "d": d, **point._asdict()} for point in points]
 
 
-def _bounds(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """min cosine, distance from the identity and η over γ, each with its bound; d is large enough for Assumption 2."""
-    n, d, rho, alpha = (128, 512, 0.5, 0.5) if quick else (512, 2048, 0.5, 0.5)
+    n, d, rho, alpha = sizes.n, 4 * sizes.n, 0.5, 0.5
     x = tokens.almost_simplex(n, d, rho, generator)
     x = x * (0.8 + 0.4 * torch.rand(n, 1, generator=generator, dtype=x.dtype))
     given, y = bounds.spread(x), phase.directions(x)
@@ -122,9 +139,9 @@ def _bounds(quick: bool, generator: torch.Generator, lines: list[Comparison]) ->
     return found
 
 
-def _middle_phase(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _middle_phase(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """The share of a row's weight on itself, on near and on far tokens: groups of √n tokens, through attention."""
-    n, size = (256, 16) if quick else (1024, 32)
+    n, size = sizes.group**2, sizes.group
     y = tokens.groups(n, size, FAR, NEAR)
     members = torch.eye(n // size, dtype=y.dtype).repeat_interleave(size, 0)  # value: which group a token is in
     found = []
@@ -153,9 +170,9 @@ def _middle_phase(quick: bool, generator: torch.Generator, lines: list[Compariso
     return found
 
 
-def _spacings(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """Gaps of the largest Gaussian scores, and the largest weight: as printed, in the limit, and measured."""
-    n, rows, draws = (2**12, 400, 4000) if quick else (2**16, 800, 20000)
+    n, rows, draws = sizes.scores, sizes.rows, 25 * sizes.rows
     scores = families.sample("gaussian", n, rows, generator)
     top = scores.topk(17, dim=-1).values
     found: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,23 @@ ORDERED = 12  # how many of the ordered weights are shown
 HEAT_TILT = 1.5  # concentration of the density that the heat step sharpens
 
 
+class Sizes(NamedTuple):
+    """How much is sampled: keys and rows, draws of the limit, batches of the heat step, and growing contexts."""
+
+    n: int
+    rows: int
+    draws: int
+    heat_batches: int
+    lengths: tuple[int, ...]
+
+
+QUICK = Sizes(4096, 120, 4000, 8, (2**8, 2**10, 2**12))
+FULL = Sizes(2**14, 400, 20000, 24, (2**8, 2**10, 2**12, 2**14))
+
+
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Compare every regime of seed 001 with simulated rows; quick takes fewer rows and shorter contexts."""
+    sizes = QUICK if quick else FULL
     generator = torch.Generator().manual_seed(1)
     lines: list[Comparison] = []
     data: dict[str, list[dict[str, Any]]] = {}
@@ -36,7 +51,7 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     for done, (title, name, step) in enumerate(steps):
         if progress is not None:
             progress(done, len(steps), title)
-        data[name] = step(quick, generator, lines)
+        data[name] = step(sizes, generator, lines)
     if progress is not None:
         progress(len(steps), len(steps), "done")
     drawn = {
@@ -48,9 +63,9 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     return Experiment("sphere", lines, data, drawn)
 
 
-def _critical(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _critical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """At β = β*: ordered weights, entropy and output against the Poisson limit."""
-    n, rows, draws = (4096, 300, 4000) if quick else (2**14, 1000, 20000)
+    n, rows, draws = sizes.n, 2 * sizes.rows, sizes.draws
     found = []
     for d in (3, 4, 5):
         law = sphere.uniform_law(d)
@@ -82,9 +97,9 @@ def _critical(quick: bool, generator: torch.Generator, lines: list[Comparison]) 
     return found
 
 
-def _regimes(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _regimes(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """E w_max from below to above β*, and the rate at which one key takes all."""
-    n, rows = (2048, 150) if quick else (2**13, 400)
+    n, rows = sizes.n // 2, sizes.rows
     ratios = [2.0**power for power in range(-5, 6)]
     found = []
     for d in (3, 5):
@@ -106,9 +121,9 @@ def _regimes(quick: bool, generator: torch.Generator, lines: list[Comparison]) -
     return found
 
 
-def _subcritical(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """Below β*: the radial bias (d−1)/(2β), and Gaussian fluctuations of the tangential part."""
-    n, rows = (4096, 150) if quick else (2**14, 500)
+    n, rows = sizes.n, sizes.rows
     found = []
     for d in (3, 5):
         ladder = [2.0**power for power in range(1, 8)]
@@ -147,9 +162,9 @@ def _subcritical(quick: bool, generator: torch.Generator, lines: list[Comparison
     return found
 
 
-def _heat(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """Tokens drawn from a density f and moved by attention to keys from f: harmonics grow as f − Δf/β has them."""
-    n, tokens, batches = (4096, 256, 8) if quick else (2**13, 1024, 24)
+    n, tokens, batches = sizes.n // 2, 2 * sizes.rows, sizes.heat_batches
     density, centre = sphere_keys.tilted(HEAT_TILT, 1.0), sphere_keys.tilted_centre(1.0)
     betas, harmonics = (20.0, 40.0, 80.0), {1: _degree_one, 2: _degree_two}
     growth: dict[tuple[float, int], list[tuple[Tensor, Tensor]]] = {}
@@ -176,9 +191,9 @@ def _heat(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> l
     return found
 
 
-def _local_exponent(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _local_exponent(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """E w_max at the β* of uniform keys: densities that differ far away only, and one that differs at the query."""
-    lengths, rows = ([2**8, 2**10, 2**12], 100) if quick else ([2**8, 2**10, 2**12, 2**14], 300)
+    lengths, rows = sizes.lengths, sizes.rows
     d = 5
     uniform = sphere_keys.uniform(d)
     densities = [uniform, sphere_keys.far_keys_at(d, -1.0), sphere_keys.far_keys_at(d, 0.0)]
@@ -206,9 +221,9 @@ def _local_exponent(quick: bool, generator: torch.Generator, lines: list[Compari
     return found
 
 
-def _dimension(quick: bool, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
     """E w_max at β* against d at a fixed n: the power law of caps holds only while (nC_d)^(−2/(d−1)) is small."""
-    n, rows = (1024, 60) if quick else (4096, 300)
+    n, rows = sizes.lengths[-2], sizes.rows // 2
     found = []
     for d in (3, 5, 9, 17, 33, 65):
         law = sphere.uniform_law(d)
