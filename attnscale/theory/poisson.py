@@ -80,17 +80,19 @@ def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
     """E w_max for n keys uniform on S^(d−1) at inverse temperature β, at finite n: no limit is taken.
 
     As above with the density of t = 1 − ⟨q, k⟩, ∝ (t(2−t))^((d−3)/2), in place of its power law: the largest weight is
-    that of one of n keys, and the other n − 1 are independent of each other and not nearer. To about 0.2 %.
+    that of one of n keys, and the other n − 1 are independent of each other and not nearer. To about 0.05 %.
 
     >>> round(mean_largest_weight_at(2, 3, 0.0), 6)
     0.5
     """
     check_int("n", n, "an int >= 2", least=2)
-    step = 0.6 / (d + 2)  # the chance that no key is nearer changes by e^((d−1)/2·step) from cell to cell
+    step = 0.3 / (d + 2)  # the chance that no key is nearer changes by e^((d−1)/2·step) from cell to cell
     z = torch.arange(-36.0, 36.0, step, dtype=torch.float64)
     t = 2.0 * torch.sigmoid(z)  # on (0, 2), crowded at both ends
     log_density = (d - 1) / 2 * (torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z))
-    mass = (log_density - log_density.logsumexp(0)).exp()  # P(t in the cell)
+    log_mass = log_density - log_density.logsumexp(0)
+    kept = log_mass > -60.0 - math.log(n)
+    t, mass = t[kept], log_mass[kept].exp()  # P(t in the cell)
     # The cell of the nearest key itself counts half as nearer, half as farther: the trapezoidal rule at that end.
     nearer = mass.cumsum(0) - 0.5 * mass
     x = torch.arange(-36.0, 5.0, 0.25, dtype=torch.float64).exp()

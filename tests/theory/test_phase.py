@@ -82,12 +82,14 @@ def test_the_bounds_of_theorems_2_3_and_2_5_hold(n: int, rho: float, gamma: floa
 
 
 def test_the_bounds_tend_to_the_limits_of_the_theorems() -> None:
-    given = bounds.Spread(10**12, 10**12, 0.45, 0.5, 0.8, 1.3)
+    tokens_spread = bounds.Spread(10**12, 10**12, 0.45, 0.5, 0.8, 1.3)
     low, high = 1.5 * math.log(10**12), 2.5 * math.log(10**12)
-    assert bounds.contraction_bound(given, low, 0.5) == pytest.approx(bounds.contraction_limit(given, 0.5), rel=1e-2)
-    assert bounds.contraction_limit(given, 0.5) > given.rho_min
-    assert bounds.jacobian_lower_bound(given, high) == pytest.approx(1 / given.q_max, rel=0.01)
-    assert bounds.identity_bound(given, high) < 0.01
+    assert bounds.contraction_bound(tokens_spread, low, 0.5) == pytest.approx(
+        bounds.contraction_limit(tokens_spread, 0.5), rel=1e-2
+    )
+    assert bounds.contraction_limit(tokens_spread, 0.5) > tokens_spread.rho_min
+    assert bounds.jacobian_lower_bound(tokens_spread, high) == pytest.approx(1 / tokens_spread.q_max, rel=0.01)
+    assert bounds.identity_bound(tokens_spread, high) < 0.01
 
 
 def test_negative_cosines_are_refused_where_the_bound_needs_assumption_2() -> None:
