@@ -55,7 +55,7 @@ def transition_figure(rows: Rows) -> Figure:
     draw_transition(raw, rows, over="beta")
     draw_transition(entropy, rows)
     draw_transition(separation, rows, quantity="separation")
-    raw.set_title("over β: spread over four decades", loc="left", fontsize=10)
+    raw.set_title("over β: each family for itself", loc="left", fontsize=10)
     limit = [2 ** (-5 + step / 8) for step in range(40)]
     bounds = [(r, gaps.separation_bound(r)) for r in limit if r < 1]
     shown = [(r, bound) for r, bound in bounds if bound <= 1]
