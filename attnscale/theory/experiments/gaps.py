@@ -79,7 +79,10 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
             "transition": partial(figures.transition_figure, transition),
             "bounds": partial(figures.bounds_figure, certified),
         },
-        (partial(figures.draw_laws, rows=laws), partial(figures.draw_transition, rows=transition)),
+        (
+            partial(figures.draw_laws, rows=laws),
+            partial(figures.draw_transition, rows=transition, quantity="separation"),
+        ),
     )
 
 
