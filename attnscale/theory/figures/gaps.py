@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attnscale.theory import gaps
 from attnscale.theory.drawing import GREY, line_style, new_figure
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = list[dict[str, Any]]
+Corner = Literal["upper left", "upper right"]
 
 
 def laws_figure(rows: Rows) -> Figure:
@@ -68,7 +69,7 @@ def transition_figure(rows: Rows) -> Figure:
 
 
 def draw_transition(
-    axes: Axes, rows: Rows, quantity: str = "entropy_share", over: str = "r", legend: str | None = "upper left"
+    axes: Axes, rows: Rows, quantity: str = "entropy_share", over: str = "r", legend: Corner | None = "upper left"
 ) -> None:
     """A statistic of the weights against β/Λ or β: thin for the shortest rows, with markers for the longest."""
     lengths = _values(rows, "n")
