@@ -47,13 +47,15 @@ def write(experiment: Experiment, folder: Path) -> list[Path]:
 def render(figure: Figure) -> dict[str, bytes]:
     """A figure as PNG and SVG; the same figure gives the same bytes, as no date or random name is put in."""
     matplotlib = need("matplotlib", "a figure", "report")
-    rendered = {}
+    image = need("PIL.Image", "a figure", "report")
+    targets = {kind: io.BytesIO() for kind in ("full", "png", "svg")}
     with matplotlib.rc_context({"svg.hashsalt": "attnscale"}):
-        for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
-            target = io.BytesIO()
-            figure.savefig(target, format=kind, dpi=DPI, metadata=metadata)
-            rendered[kind] = target.getvalue()
-    return rendered
+        figure.savefig(targets["full"], format="png", dpi=DPI, metadata={"Software": None})
+        figure.savefig(targets["svg"], format="svg", metadata={"Date": None, "Creator": None})
+    # A palette of 256 colours makes lines and text a third as large: these pictures are committed.
+    with image.open(targets.pop("full")) as picture:
+        picture.convert("RGB").quantize(256, dither=image.Dither.NONE).save(targets["png"], "png", optimize=True)
+    return {kind: target.getvalue() for kind, target in targets.items()}
 
 
 def write_picture(stem: Path, picture: dict[str, bytes]) -> list[Path]:

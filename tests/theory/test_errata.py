@@ -1,161 +1,95 @@
-"""Which printed formulas of seeds 001, 003 and 004 hold, and the numbers of the errata in the theory README."""
+"""The numbers of the errata of condensation and gap counting in attnscale/theory/README.md."""
 
 from __future__ import annotations
 
 import math
 
-import printed_lemmas as printed
 import pytest
 import torch
 
-from attnscale.theory import bounds, depth, jacobian, phase, poisson, simplex, spacings, sphere, tokens
-
-N, D, RHO, Q, BETA = 8, 10, 0.4, 2.0, 3.0
-
-
-def exact() -> float:
-    return phase.exact_jacobian_norm(tokens.simplex(N, D, RHO, Q), BETA)
+from attnscale import accumulation_scale, row_statistics
+from attnscale.theory import condensation, log_normal_sums
+from attnscale.theory.log_normal_sums import EULER
 
 
-def test_lemma_b8_lacks_a_factor_two_and_b9_and_b10_hold() -> None:
-    y = tokens.simplex(N, D, RHO)
-    sums = [0.0, 0.0, 0.0]
-    for i in range(N):
-        for j in range(N):
-            r1, r2, u, v = printed.blocks(y, RHO, BETA, i, j, u3=j)
-            sums[0] += float((r1 + r2).square().sum())
-            sums[1] += float(u @ (r1 + r2) @ v)
-            sums[2] += float((u @ u) * (v @ v))
-    assert printed.lemma_b8(N, D, RHO, BETA, cross=1.0) / sums[0] == pytest.approx(0.8573, abs=1e-4)
-    assert printed.lemma_b8(N, D, RHO, BETA, cross=2.0) == pytest.approx(sums[0], rel=1e-9)
-    assert printed.lemma_b9(N, RHO, BETA) == pytest.approx(sums[1], rel=1e-9)
-    assert printed.lemma_b10(N, RHO, BETA) == pytest.approx(sums[2], rel=1e-9)
-    assert exact() == pytest.approx(0.18088, abs=1e-5)
-    assert printed.jacobian_norm(N, D, RHO, BETA, Q, cross=1.0) == pytest.approx(0.14955, abs=1e-5)
-    assert printed.jacobian_norm(N, D, RHO, BETA, Q, cross=2.0) == pytest.approx(exact(), rel=1e-9)
+def test_1_the_maximum_is_further_below_than_one_over_root_ln_n() -> None:
+    missing = []
+    for n, exact in ((2**10, 3.248), (2**18, 4.590), (1e12, 7.112)):
+        mean = log_normal_sums.mean_maximum(n)
+        assert mean == pytest.approx(exact, abs=5e-4)
+        missing.append((math.sqrt(2 * math.log(n)) - mean) * math.sqrt(math.log(n)))
+    assert missing == pytest.approx([1.25, 1.43, 1.69], abs=5e-3)
 
 
-def test_in_lemma_b6_u3_belongs_to_token_j() -> None:
-    y = tokens.simplex(N, D, RHO)
-    z = math.exp(BETA) + (N - 1) * math.exp(BETA * RHO)
-    norms = {"i": 0.0, "j": 0.0}
-    for i in range(N):
-        for j in range(N):
-            for name, u3 in (("i", i), ("j", j)):
-                r1, r2, u, v = printed.blocks(y, RHO, BETA, i, j, u3)
-                norms[name] += float((((r1 + r2) * z - torch.outer(u, v)) / z**2).square().sum()) / (Q * N * D)
-    assert norms["j"] == pytest.approx(exact(), rel=1e-9)
-    assert norms["i"] == pytest.approx(0.17767, abs=1e-5)
+def test_2_the_bare_power_overstates_w_max_more_and_more() -> None:
+    for n, exact, expansion in ((2**8, 0.443, 0.462), (2**18, 0.364, 0.377), (1e12, 0.303, 0.309)):
+        assert math.exp(condensation.mean_ln_w_max(n, 0.5)) * n**0.25 == pytest.approx(exact, abs=5e-4)
+        assert (4 * math.pi * math.log(n)) ** -0.25 * math.exp(EULER / 2) == pytest.approx(expansion, abs=5e-4)
+    for t, slope in ((0.5, -0.268), (0.75, -0.098)):
+        short, long = (condensation.mean_ln_w_max(factor * 2**18, t) for factor in (1, 1.01))
+        assert (long - short) / math.log(1.01) == pytest.approx(slope, abs=5e-4)
 
 
-def test_in_lemma_b3_the_length_of_the_token_has_the_power_minus_one() -> None:
-    y = tokens.simplex(N, D, RHO)
-    unit = phase.exact_jacobian_norm(y, BETA)
-    for q, printed_norm, true_norm in ((0.25, 0.7235, 1.4470), (4.0, 0.18088, 0.09044)):
-        assert unit / math.sqrt(q) == pytest.approx(printed_norm, abs=1e-4)  # ‖x‖^(−1/2), squared
-        assert phase.exact_jacobian_norm(math.sqrt(q) * y, BETA) == pytest.approx(true_norm, abs=1e-4)
+def test_3_diffuse_w_max_exceeds_ln_n_over_n() -> None:
+    shares = [n * log_normal_sums.mean_largest_weight(n, 1.0) / math.log(n) for n in (2**8, 2**18, 1e12)]
+    assert shares == pytest.approx([1.99, 4.97, 27.4], rel=2e-3)
 
 
-def test_lemma_b5_as_printed_is_broken_by_short_tokens() -> None:
-    x, beta = tokens.simplex(N, D, RHO, 0.01), 0.5
-    block = torch.func.jacrev(lambda t: phase.layer(t, beta, backend="reference"))(x)[0, :, 0, :].norm()
-    own = simplex.weights(N, RHO, beta).own
-    inner = 2 * beta + (2 * beta + math.sqrt(D)) * own
-    assert float(block) == pytest.approx(5.664, abs=1e-3)
-    assert 0.1**-0.5 * inner == pytest.approx(5.290, abs=1e-3)
-    assert 0.1**-1 * inner > float(block)
-
-
-def test_lemma_b2_and_lemmas_a3_and_a4_hold() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = tokens.almost_simplex(6, 4, 0.3, generator) * 1.7
-    y, beta, alpha = phase.directions(x), 2.0, 0.7
-    derivative = torch.func.jacrev(lambda t: torch.softmax(beta * t @ t.T, -1) @ t)(y)
-    for j, k in ((2, 2), (1, 4)):
-        torch.testing.assert_close(printed.lemma_b2(y, beta, j, k), derivative[j, :, k, :].T)
-    weights = torch.softmax(beta * y @ y.T, -1)
-    gram, lengths = y @ y.T, x.norm(dim=-1)
-    toward = weights @ gram  # ⟨ATT(y_i), y_j⟩
-    expected = alpha**2 * x @ x.T + alpha * (lengths[None] * toward + (lengths[None] * toward).T)
-    after = phase.layer(x, beta, alpha)
-    torch.testing.assert_close(after @ after.T, expected + weights @ gram @ weights.T)
-
-
-def test_the_traces_of_lemma_b7_hold() -> None:
-    y = tokens.simplex(N, D, RHO)
-    total, moment, m = y.sum(0), y.T @ y, N * RHO + 1 - RHO
-    assert float((moment @ moment).trace()) == pytest.approx(N * (N * RHO**2 + 1 - RHO**2))
-    cube = N**2 * RHO**3 + 3 * N * RHO**2 * (1 - RHO) + (1 + 2 * RHO) * (1 - RHO) ** 2
-    assert float((moment @ y[0]).square().sum()) == pytest.approx(cube)
-    assert float(total.square().sum() - (total @ y[0]) ** 2) == pytest.approx((N - 1) * m * (1 - RHO))
-
-
-@pytest.mark.parametrize(("n", "first", "second"), [(10**3, 5.74, 0.461), (10**6, 10.86, 0.864)])
-def test_the_remainders_of_lemmas_b8_and_b9_on_the_critical_line_diverge(n: int, first: float, second: float) -> None:
-    rho, d = 0.5, n
-    beta = math.log(n) / (1 - rho)
-    z = math.exp(beta) + (n - 1) * math.exp(beta * rho)
-    remainder = printed.lemma_b8(n, d, rho, beta, cross=2.0) / (n * z**2) - (d - 1 + beta**2 * rho**2 * (1 - rho)) / 4
-    assert remainder == pytest.approx(first, rel=1e-3)
-    remainder = printed.lemma_b9(n, rho, beta) / (n * z**3) - beta**2 * rho**2 * (1 - rho) / 4
-    assert remainder == pytest.approx(second, rel=1e-2)
-
-
-def test_the_remainder_of_lemma_b8_below_the_critical_line_grows_with_d_over_n() -> None:
-    n, rho = 10**6, 0.5
-    beta = math.log(n)
-    z = math.exp(beta) + (n - 1) * math.exp(beta * rho)
-    measured = [printed.lemma_b8(n, d, rho, beta, cross=2.0) / (n * z**2) for d in (n, 10 * n)]
-    assert measured == pytest.approx([25.83, 43.79], abs=0.01)
-    assert beta**2 * rho**2 * (1 - rho) == pytest.approx(23.86, abs=0.01)
-
-
-def test_the_proof_of_theorem_2_3_overstates_the_contraction() -> None:
-    # Eq. 47 with α = 1, ‖x‖² = q₁ = 4, ρ₂ = ½: the third line is below the first.
-    assert 4 + 2 * 2 * 0.5 + 0.5 > (2 + 1) ** 2 - 0.5 * (1 + 2 * 4)
-    assert pytest.approx((2 + 1) ** 2 - 0.5 * (1 + 2 * 2)) == 4 + 2 * 2 * 0.5 + 0.5
-    # Eq. 49 with ρ₁ = ρ₂ = 0.05 and α = 0.
-    rho = 0.05
-    delta = 1 / math.sqrt(rho) - 1
-    assert rho + rho * (1 + 2 * delta) * delta == pytest.approx(1.429, abs=1e-3)
-    assert bounds.contraction_limit(bounds.Spread(9, 9, rho, rho, 1.0, 1.0)) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("d", "share"), [(3, 0.33), (128, 0.47)])
-def test_on_a_half_sphere_cosines_are_negative_as_often_as_not(d: int, share: float) -> None:
-    z = torch.randn(400, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    z[:, 0].abs_()
-    cosines = torch.pdist(phase.directions(z)).square() / 2  # 1 − cosine
-    assert float((cosines > 1).double().mean()) == pytest.approx(share, abs=0.02)
-
-
-def test_standard_gaussian_tokens_have_the_length_of_d() -> None:
-    d = 512
-    x = tokens.almost_simplex(128, d, 0.5, torch.Generator().manual_seed(0))
-    large = 20 * math.log(128)
-    assert jacobian.jacobian_norm(x, large) == pytest.approx(1.0, abs=0.1)
-    assert jacobian.jacobian_norm(math.sqrt(d) * x, large) == pytest.approx(1 / d, rel=0.1)
-
-
-def test_the_spacings_of_appendix_d_are_a_logarithm_and_not_a_rank() -> None:
+def test_4_the_printed_weight_of_the_target_passes_one() -> None:
     n = 2**16
-    assert spacings.quantile(n) * spacings.mean_gap(n, 9) == pytest.approx(2.666, abs=1e-3)
-    assert spacings.mean_gap_limit(9) == pytest.approx(2.718, abs=1e-3)  # printed: 8
+    beta = condensation.critical_beta(n) / 2
+    threshold = condensation.retrieval_threshold(n, beta)
+    for above, exact in ((0.0, 0.5004), (2.0, 0.8808)):
+        m = threshold + above / beta
+        printed = math.exp(beta * m - math.log(n) - beta**2 / 2)
+        assert printed == pytest.approx(math.exp(above))
+        assert condensation.target_weight(n, beta, m) == pytest.approx(exact, abs=1e-4)
 
 
-def test_log_n_itself_is_subcritical_and_criticality_does_not_prevent_collapse() -> None:
-    n = 10**6
-    assert 1 - simplex.output_cosine(n, 0.5, math.log(n)) == pytest.approx(1e-6, rel=0.01)
-    assert simplex.jacobian_norm(n, n, 0.5, math.log(n)) == pytest.approx(2e-6, rel=0.01)
-    states = depth.trajectory(n, 0.5, 2 * math.log(n), 2)
-    assert [round(state.rho, 4) for state in states] == [0.5, 0.8, 1.0]
-    own, other, _ = simplex.weights(n, 0.5, 2 * math.log(n))
-    assert 1 / (own**2 + (n - 1) * other**2) == pytest.approx(4.0, rel=1e-4)
+def test_5_bulk_and_maximum_touch_but_do_not_cross() -> None:
+    n = 2**18
+    for t, annealed, extreme in ((0.5, 1.25, 1.0), (1.0, 2.0, 2.0), (2.0, 5.0, 4.0)):
+        beta = t * condensation.critical_beta(n)
+        assert condensation.annealed_log_partition(n, beta) / math.log(n) == pytest.approx(annealed)
+        assert beta * condensation.critical_beta(n) / math.log(n) == pytest.approx(extreme)
+    assert condensation.quenched_log_partition(n, beta) / math.log(n) == pytest.approx(3.71, abs=5e-3)
 
 
-def test_in_high_dimension_the_critical_scale_of_the_sphere_leaves_attention_uniform() -> None:
-    n, d = 4096, 65
-    beta = sphere.critical_beta(n, d)
-    assert beta == pytest.approx(2.361, abs=1e-3)
-    assert n * poisson.mean_largest_weight_at(n, d, beta) == pytest.approx(2.66, abs=0.01)
-    assert poisson.mean_largest_weight_at(n, d, math.sqrt(2 * d * math.log(n))) == pytest.approx(0.306, abs=0.002)
+def test_6_a_signal_below_the_hard_limit_may_win() -> None:
+    for n, half, at_limit in ((2**10, 0.861, 0.904), (2**16, 0.903, 0.922), (1e12, 0.953, 0.949)):
+        limit = condensation.critical_beta(n)
+        assert condensation.chance_of_signal(n, half * limit) == pytest.approx(0.5, abs=0.015)
+        assert condensation.chance_of_signal(n, limit) == pytest.approx(at_limit, abs=5e-4)
+
+
+def test_7_the_count_includes_the_best_key() -> None:
+    two = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
+    assert accumulation_scale(two).item() == pytest.approx(math.log(2) / 0.5)
+    assert row_statistics(two, 1e-9).entropy.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("beta", [100.0, 1e6])
+def test_8_ties_do_not_break(beta: float) -> None:
+    stats = row_statistics(torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), beta)
+    assert stats.w_max.item() == 0.5
+    assert stats.entropy.item() == pytest.approx(math.log(2))
+
+
+def test_9_ln_n_keys_at_a_fixed_gap_give_ln_ln_n() -> None:
+    n = 2**16
+    near = round(math.log(n))  # 11 keys, as there are no 11.09
+    scores = torch.full((1, n), -1e3, dtype=torch.float64)
+    scores[0, :near] = -1.0
+    scores[0, 0] = 0.0
+    assert accumulation_scale(scores).item() == pytest.approx(math.log(near))
+    assert math.log(math.log(n)) == pytest.approx(2.41, abs=5e-3)
+    assert math.sqrt(math.log(n)) == pytest.approx(3.33, abs=5e-3)
+
+
+@pytest.mark.parametrize(("r", "separation"), [(1.0, 1 / 3), (2.0, 0.6)])
+def test_10_two_keys_have_no_threshold(r: float, separation: float) -> None:
+    scores = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    stats = row_statistics(scores, r * accumulation_scale(scores))
+    assert 2 * stats.w_max.item() - 1 == pytest.approx(separation)
+    if r == 2:
+        assert stats.entropy.item() == pytest.approx(0.5, abs=1e-3)

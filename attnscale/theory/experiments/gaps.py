@@ -79,7 +79,10 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
             "transition": partial(figures.transition_figure, transition),
             "bounds": partial(figures.bounds_figure, certified),
         },
-        (partial(figures.draw_laws, rows=laws), partial(figures.draw_transition, rows=transition)),
+        (
+            partial(figures.draw_laws, rows=laws),
+            partial(figures.draw_transition, rows=transition, quantity="separation"),
+        ),
     )
 
 
@@ -182,7 +185,9 @@ def _exponents(fits: dict[str, tuple[Family, list[ContactPoint]]], lengths: list
             lines.append(Comparison("power of n of median Λ", where, 2 / (family.d - 1), *power))
         elif family.exponent is not None and not family.random:
             where = f"{label}, n={lengths[0]}…{lengths[-1]}"
-            lines.append(Comparison("ξ_Λ", where, family.exponent, *found.accumulation))
+            lines.append(
+                Comparison("ξ_Λ", where, family.exponent, found.accumulation.value, _error(found.accumulation))
+            )
     return rows, lines
 
 
@@ -216,11 +221,19 @@ def _exponent_row(label: str, lengths: list[int], found: gaps.Exponents) -> dict
 
 def _of_laws(laws: Rows) -> list[Comparison]:
     n = max(row["n"] for row in laws)
-    return [
-        Comparison("median Λ", f"{row['family']}, n={n}", row["predicted"], row["median"], row["median_error"] or None)
-        for row in laws
-        if row["n"] == n
-    ]
+    lines = []
+    for row in laws:
+        if row["n"] == n:
+            found = Estimate(row["median"], row["median_error"])
+            lines.append(
+                Comparison("median Λ", f"{row['family']}, n={n}", row["predicted"], found.value, _error(found))
+            )
+    return lines
+
+
+def _error(found: Estimate) -> float | None:
+    """The standard error, but None where nothing is random and it is one of rounding."""
+    return found.error if found.error > ROUNDING * abs(found.value) else None
 
 
 def _of_transition(places: Rows) -> list[Comparison]:

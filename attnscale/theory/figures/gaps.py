@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attnscale.theory import gaps
 from attnscale.theory.drawing import GREY, line_style, new_figure
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = list[dict[str, Any]]
+Corner = Literal["upper left", "upper right"]
 
 
 def laws_figure(rows: Rows) -> Figure:
@@ -44,6 +45,7 @@ def draw_laws(axes: Axes, rows: Rows) -> None:
         axes.plot([], [], marker=style["marker"], markersize=5, label=family, **look)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_ylim(top=200 * max(row["median"] for row in rows))  # room for the legend
     axes.set(xlabel="keys n", ylabel="accumulation scale Λ, 1/score")
     axes.set_title("Λ: median measured (markers), its law (lines)", loc="left", fontsize=10)
     axes.legend(loc="upper left", frameon=False, fontsize=7.5, ncols=2, handlelength=3)
@@ -52,10 +54,10 @@ def draw_laws(axes: Axes, rows: Rows) -> None:
 def transition_figure(rows: Rows) -> Figure:
     """Entropy against β, and entropy and w_(1) − w_(2) against β/Λ, for the shortest and the longest rows."""
     figure, (raw, entropy, separation) = new_figure(columns=3, size=(4.4, 4.1))
-    draw_transition(raw, rows, over="beta")
-    draw_transition(entropy, rows)
-    draw_transition(separation, rows, quantity="separation")
-    raw.set_title("over β: spread over four decades", loc="left", fontsize=10)
+    draw_transition(raw, rows, over="beta", legend=None)
+    draw_transition(entropy, rows, legend="upper right")
+    draw_transition(separation, rows, quantity="separation", legend=None)
+    raw.set_title("over β: each family for itself", loc="left", fontsize=10)
     limit = [2 ** (-5 + step / 8) for step in range(40)]
     bounds = [(r, gaps.separation_bound(r)) for r in limit if r < 1]
     shown = [(r, bound) for r, bound in bounds if bound <= 1]
@@ -66,7 +68,9 @@ def transition_figure(rows: Rows) -> Figure:
     return figure
 
 
-def draw_transition(axes: Axes, rows: Rows, quantity: str = "entropy_share", over: str = "r") -> None:
+def draw_transition(
+    axes: Axes, rows: Rows, quantity: str = "entropy_share", over: str = "r", legend: Corner | None = "upper left"
+) -> None:
     """A statistic of the weights against β/Λ or β: thin for the shortest rows, with markers for the longest."""
     lengths = _values(rows, "n")
     for place, family in enumerate(_values(rows, "family")):
@@ -88,8 +92,8 @@ def draw_transition(axes: Axes, rows: Rows, quantity: str = "entropy_share", ove
     )
     title = f"bold n = 2^{round(math.log2(lengths[-1]))}, thin n = 2^{round(math.log2(lengths[0]))}"
     axes.set_title(f"over β/Λ: {title}" if over == "r" else title, loc="left", fontsize=10)
-    if over == "r" and quantity == "entropy_share":
-        axes.legend(loc="upper right", frameon=False, fontsize=7, handlelength=3)
+    if legend is not None:
+        axes.legend(loc=legend, frameon=False, fontsize=7, handlelength=3)
 
 
 def bounds_figure(rows: Rows) -> Figure:
