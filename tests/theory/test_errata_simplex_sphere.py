@@ -159,3 +159,24 @@ def test_in_high_dimension_the_critical_scale_of_the_sphere_leaves_attention_uni
     assert beta == pytest.approx(2.361, abs=1e-3)
     assert n * poisson.mean_largest_weight_at(n, d, beta) == pytest.approx(2.66, abs=0.01)
     assert poisson.mean_largest_weight_at(n, d, math.sqrt(2 * d * math.log(n))) == pytest.approx(0.306, abs=0.002)
+
+
+def test_a_supercritical_simplex_lasts_a_few_layers() -> None:
+    counted = [depth.layers_until_collapse(n, 0.5, 3 * math.log(n)) for n in (10**3, 10**4, 10**5)]
+    assert counted == [5, 10, 22]
+
+
+def test_the_bound_of_theorem_2_5_is_not_small_for_the_dimension_of_a_head() -> None:
+    limits = [4 * gamma**2 * math.log(131072) ** 2 / d for gamma, d in ((1, 128), (1, 4096), (2, 128))]
+    assert limits == pytest.approx([4.34, 0.136, 17.36], rel=1e-2)
+
+
+def test_equation_75_drops_the_part_of_a_token_along_another() -> None:
+    rho, beta = 0.9, 1.0
+    near, far = math.exp(beta), math.exp(beta * rho)
+    length = math.hypot(near + rho * far, math.sqrt(1 - rho**2) * far)
+    assert (length, near + math.sqrt(1 - rho**2) * far) == pytest.approx((5.05, 3.79), abs=0.01)
+
+
+def test_subcritical_attention_on_the_sphere_is_local() -> None:
+    assert sphere.mean_cosine(3, 40.0) == pytest.approx(0.975, abs=1e-6)
