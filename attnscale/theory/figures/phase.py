@@ -34,7 +34,7 @@ def draw_sweep(rows: Rows, column: str) -> Figure:
 def draw_strip_panel(axes: Axes, rows: Rows) -> None:
     """The phase diagram of one dimension for the strip of the root README."""
     mesh = _heat_map(axes, rows, "angle_ratio")
-    axes.set_title(f"Angle kept by one layer, d = {rows[0]['d']}")
+    axes.set_title(f"Angle kept by one layer, d = {rows[0]['d']}", loc="left", fontsize=10)
     axes.legend(loc="upper left", fontsize=8, framealpha=0.9)
     axes.figure.colorbar(mesh, ax=axes, label="λ: angle after / before")
 
