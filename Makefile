@@ -7,7 +7,7 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench resources figures format wheel clean
+.PHONY: help setup demo experiments test test-real lint types bench resources figures theory format wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,8 +48,9 @@ bench: $(INSTALLED)  ## measure on this machine and write the table
 	$(PY) -m attnscale bench --output .github/assets/bench_cpu.csv
 
 experiments: $(INSTALLED)  ## train the models of the README's tables and measure them; takes an hour
-	$(PY) -m attnscale run configs/experiment/training.yaml 'policies=[constant]'
+	$(PY) -m attnscale run configs/experiment/training.yaml
 	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
+	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
 	$(PY) -m attnscale run configs/experiment/max_retrieval.yaml
 
 resources: $(INSTALLED)  ## compile every kernel for every target and write the table
@@ -57,6 +58,10 @@ resources: $(INSTALLED)  ## compile every kernel for every target and write the 
 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_report.py
+
+theory: $(INSTALLED)  ## the papers' predictions against measurements, and their pictures; takes some minutes
+	$(PY) -m attnscale theory all --output theory
+	for picture in theory/*.png; do cp "$$picture" ".github/assets/theory_$${picture##*/}"; done
 
 format: $(INSTALLED)  ## ruff: fix and format
 	$(PY) -m ruff check --fix .

@@ -66,6 +66,19 @@ def test_no_submodule_of_torch_is_loaded_for_the_compiler() -> None:
     assert finished.stdout.split() == []
 
 
+def test_theory_and_lab_are_imported_by_those_who_ask_for_them() -> None:
+    finished = fresh(
+        """
+        import attnscale
+        print(*sorted(name for name in sys.modules if name.startswith(("attnscale.theory", "attnscale.lab"))))
+        import attnscale.theory.families
+        print("matplotlib" in sys.modules)
+        """
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["False"]
+
+
 def test_importing_touches_no_device_and_says_nothing() -> None:
     finished = fresh(
         """
@@ -81,7 +94,9 @@ def test_importing_touches_no_device_and_says_nothing() -> None:
 
 def test_importing_warns_of_nothing() -> None:
     finished = fresh(
-        "import attnscale, attnscale.bench.cost, attnscale.cli, attnscale.lab, attnscale_kernels", "-W", "error"
+        "import attnscale, attnscale.bench.cost, attnscale.cli, attnscale.lab, attnscale.theory, attnscale_kernels",
+        "-W",
+        "error",
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""

@@ -1,8 +1,8 @@
 """The command line, `attnscale COMMAND …`.
 
 `parser` knows the names of the commands and imports the file of the one that is asked for: `evaluate` (and `demo`),
-`experiments` (`run`), `bench`, `show` (`doctor`, `policies`, `watch`, `report`). `fields` makes options and YAML keys
-of the dataclasses in `attnscale.lab`. Until a command begins its work nothing heavy is imported here.
+`experiments` (`run`), `theory`, `bench`, `show` (`doctor`, `policies`, `watch`, `report`). `fields` makes options and
+YAML keys of the dataclasses in `attnscale.lab`. Until a command begins its work nothing heavy is imported here.
 """
 
 from __future__ import annotations

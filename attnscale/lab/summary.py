@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from attnscale._util.files import write_whole
 
 RESAMPLES = 2000
 CONSTANT = "constant"
@@ -68,18 +62,3 @@ def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[d
                     row |= {"difference": value - base[0], "difference_low": ends[0], "difference_high": ends[1]}
                 rows.append(row | {"samples": sum(top.numel() for top, _ in chosen.values())})
     return rows
-
-
-def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as CSV, whole or not at all: floats with six digits, nothing where there is no number."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_written(row.get(column, "")) for column in columns] for row in rows)
-    write_whole(path, text.getvalue())
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
-    return value

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from attnscale._util.csv_files import write_table
 from attnscale.lab.attention_rows import QUANTITIES
 from attnscale.lab.cells import Key
 from attnscale.lab.harness_json import write_harness_json
-from attnscale.lab.summary import Samples, summarise, write_table
+from attnscale.lab.summary import Samples, summarise
 
 _DIFFERENCE = ("difference", "difference_low", "difference_high")
 RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_DIFFERENCE, "samples")

@@ -1,0 +1,287 @@
+"""Families of raw scores whose accumulation scale Λ is known: what a row of attention may look like, as models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attnscale._util.checks import check_int
+from attnscale.errors import ArgumentTypeError, reject
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of rows: `sample` draws raw scores in fp64, and `accumulation` is the law that Λ follows as n grows.
+
+    `exponent` is ξ of Λ ≍ (ln n)^ξ, None where Λ grows like a power of n. Λ of a row is random in the limit for
+    families whose best score is one of many alike (`random`); then Λ/`accumulation(n)` has a limit law of its own
+    (`gaps.limit_ratio`), and in the others it tends to 1.
+    """
+
+    formula: ClassVar[str]
+    exponent: ClassVar[float | None]
+    random: ClassVar[bool] = False
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        """Raw scores [rows, n], rows independent."""
+        raise NotImplementedError
+
+    def accumulation(self, n: int) -> float:
+        """The law of Λ at n keys."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Gaussian(Family):
+    """Independent N(0, σ²): what keys give that know nothing of the query. Λ ~ √(2 ln n)/σ."""
+
+    formula = "√(2 ln n)/σ"
+    exponent = 0.5
+    random = True
+    sigma: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("sigma", self.sigma, "a number > 0", self.sigma > 0)
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        return self.sigma * _normal(rows, n, generator=generator)
+
+    def sample_best(self, n: int, rows: int, ranks: int, generator: torch.Generator) -> Tensor:
+        """The best scores [rows, ranks] of rows of n in falling order, in their joint law, for n of any size.
+
+        The smallest of n uniform numbers are the arrival times of a Poisson process over the (n+1)-th one.
+
+        >>> Gaussian().sample_best(2**40, 2, 8, torch.Generator().manual_seed(0)).shape
+        torch.Size([2, 8])
+        """
+        arrivals = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+        others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64)
+        total = arrivals[:, -1:] + torch._standard_gamma(others, generator)
+        quantiles: Tensor = torch.special.ndtri(arrivals / total)
+        return -self.sigma * quantiles
+
+    def accumulation(self, n: int) -> float:
+        return math.sqrt(2 * math.log(n)) / self.sigma
+
+
+@dataclass(frozen=True)
+class CorrelatedGaussian(Family):
+    """N(0, σ²) with correlation ρ between any two: a common shift, which no softmax sees. Λ ~ √(2 ln n/(1−ρ))/σ."""
+
+    formula = "√(2 ln n/(1−ρ))/σ"
+    exponent = 0.5
+    random = True
+    sigma: float = 1.0
+    rho: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check("sigma", self.sigma, "a number > 0", self.sigma > 0)
+        _check("rho", self.rho, "a number in [0, 1)", 0 <= self.rho < 1)
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        common = _normal(rows, 1, generator=generator)
+        own = _normal(rows, n, generator=generator)
+        return self.sigma * (math.sqrt(self.rho) * common + math.sqrt(1 - self.rho) * own)
+
+    def accumulation(self, n: int) -> float:
+        return math.sqrt(2 * math.log(n) / (1 - self.rho)) / self.sigma
+
+
+@dataclass(frozen=True)
+class Simplex(Family):
+    """Unit tokens with equal angles: the row's own key at 1, all others at ρ. Λ = ln n/(1−ρ), exactly."""
+
+    formula = "ln n/(1−ρ)"
+    exponent = 1.0
+    rho: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check("rho", self.rho, "a number < 1", self.rho < 1)
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        return _with_own_key(torch.full((rows, n), self.rho, dtype=torch.float64), 1.0, generator)
+
+    def accumulation(self, n: int) -> float:
+        return math.log(n) / (1 - self.rho)
+
+
+@dataclass(frozen=True)
+class AlmostSimplex(Family):
+    """Tokens x_i = √ρ z_0 + √(1−ρ) z_i with z ~ N(0, I/d): nearly equal angles. Λ ~ ln n/(1−ρ) for d ≫ ln n.
+
+    Beside the row's own key at about 1 the others are Gaussian about ρ with variance D/d, D = 1−ρ, so that about
+    1 + (n−1)Φ(−z) keys lie within the gap D − z√(D/d); the law is the supremum of ln N/t on that curve. To leading
+    order it is 2 ln n/(D + √(D² − 2D ln n/d)). Where ln n > dD/2 the best of the others beats the own key, and the law
+    is the Gaussian one.
+    """
+
+    formula = "sup_z ln(1 + (n−1)Φ(−z))/(D − z√(D/d)), D = 1−ρ"
+    exponent = 1.0
+    rho: float = 0.5
+    d: int = 1024
+
+    def __post_init__(self) -> None:
+        _check("rho", self.rho, "a number in [0, 1)", 0 <= self.rho < 1)
+        check_int("d", self.d, "an int >= 1", least=1)
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        shared = _normal(rows, self.d, generator=generator) / math.sqrt(self.d)
+        token = _normal(rows, self.d, generator=generator) / math.sqrt(self.d)
+        token = math.sqrt(self.rho) * shared + math.sqrt(1 - self.rho) * token
+        norm = token.norm(dim=-1, keepdim=True)
+        # Given the token, its products with the z_j of the others are independent N(0, |x|²/d): no keys are needed.
+        noise = math.sqrt((1 - self.rho) / self.d) * norm * _normal(rows, n, generator=generator)
+        others = math.sqrt(self.rho) * (token * shared).sum(-1, keepdim=True) + noise
+        return _with_own_key(others, norm**2, generator)
+
+    def accumulation(self, n: int) -> float:
+        gap, ln_n = 1 - self.rho, math.log(n)
+        if 2 * ln_n > self.d * gap:
+            return math.sqrt(2 * ln_n * self.d / gap)
+        z = torch.linspace(-8.0, math.sqrt(2 * ln_n), 4001, dtype=torch.float64)
+        within = torch.log1p((n - 1) * torch.special.ndtr(-z))
+        reach = gap - z * math.sqrt(gap / self.d)
+        return (within / reach)[reach > 0].max().item()
+
+
+@dataclass(frozen=True)
+class ThreeLevel(Family):
+    """Own key at 1, round(κ n^τ) keys at `high` and the rest at `low`: Assumption 3 of arXiv:2510.05554.
+
+    Λ = max(ln(1 + κ n^τ)/(1 − high), ln n/(1 − low)), exactly. There is a phase between the uniform and the collapsed
+    one if (1−τ)(1−low) + low < high.
+    """
+
+    formula = "max(ln(1 + κ n^τ)/(1 − high), ln n/(1 − low))"
+    exponent = 1.0
+    low: float = 0.1
+    high: float = 0.7
+    tau: float = 0.6
+    kappa: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("high", self.high, f"a number between low={self.low} and 1", self.low < self.high < 1)
+        _check("tau", self.tau, "a number in (0, 1]", 0 < self.tau <= 1)
+        _check("kappa", self.kappa, "a number > 0", self.kappa > 0)
+
+    def neighbours(self, n: int) -> int:
+        """How many keys are at `high`."""
+        return min(n - 1, round(self.kappa * math.pow(n, self.tau)))
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        scores = torch.full((rows, n), self.low, dtype=torch.float64)
+        scores[:, : self.neighbours(n) + 1] = self.high
+        scores[:, 0] = 1.0
+        order = torch.rand(rows, n, generator=generator).argsort(dim=-1)
+        return scores.gather(-1, order)
+
+    def accumulation(self, n: int) -> float:
+        near = math.log(1 + self.neighbours(n)) / (1 - self.high)
+        return near if self.neighbours(n) == n - 1 else max(near, math.log(n) / (1 - self.low))
+
+
+@dataclass(frozen=True)
+class Cluster(Family):
+    """One key ahead of all others by 1/ln n: a crowd that closes in as the context grows. Λ = (ln n)², exactly."""
+
+    formula = "(ln n)²"
+    exponent = 2.0
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        others = torch.full((rows, n), -1 / math.log(max(n, 2)), dtype=torch.float64)
+        return _with_own_key(others, 0.0, generator)
+
+    def accumulation(self, n: int) -> float:
+        return math.log(n) ** 2
+
+
+@dataclass(frozen=True)
+class Sphere(Family):
+    """Cosines with keys uniform on the sphere: P(1 − s ≤ t) ~ C_d t^((d−1)/2), so that Λ ~ (n C_d)^(2/(d−1))."""
+
+    formula = "(n C_d)^(2/(d−1))"
+    exponent = None
+    random = True
+    d: int = 3
+
+    def __post_init__(self) -> None:
+        check_int("d", self.d, "an int >= 2", least=2)
+
+    def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
+        along = _normal(rows, n, generator=generator)
+        squares = along**2
+        for _ in range(self.d - 1):
+            squares += _normal(rows, n, generator=generator) ** 2
+        return along / squares.sqrt_()
+
+    def accumulation(self, n: int) -> float:
+        return math.exp(2 / (self.d - 1) * (math.log(n) + ln_cap_constant(self.d)))
+
+
+FAMILIES: dict[str, type[Family]] = {
+    "gaussian": Gaussian,
+    "correlated_gaussian": CorrelatedGaussian,
+    "simplex": Simplex,
+    "almost_simplex": AlmostSimplex,
+    "three_level": ThreeLevel,
+    "cluster": Cluster,
+    "sphere": Sphere,
+}
+
+
+def family(name: str, **parameters: float) -> Family:
+    """The family of a name; parameters that it does not have are refused.
+
+    >>> family("simplex", rho=0.75).accumulation(1024)
+    27.7258...
+    """
+    if name not in FAMILIES:
+        reject("name", name, ", ".join(FAMILIES))
+    kind = FAMILIES[name]
+    known = [field.name for field in dataclasses.fields(kind)]
+    for parameter in parameters:
+        if parameter not in known:
+            raise ArgumentTypeError(f"{name} has no parameter {parameter!r}: expected {', '.join(known) or 'none'}")
+    return kind(**parameters)
+
+
+def sample(name: str, n: int, rows: int, generator: torch.Generator, **parameters: float) -> Tensor:
+    """Raw scores [rows, n] of a family in fp64; the same generator gives the same scores.
+
+    >>> sample("cluster", 4, 2, torch.Generator().manual_seed(0)).amax(-1)
+    tensor([0., 0.], dtype=torch.float64)
+    """
+    check_int("n", n, "an int >= 1", least=1)
+    check_int("rows", rows, "an int >= 1", least=1)
+    return family(name, **parameters).sample(n, rows, generator)
+
+
+def ln_cap_constant(d: int) -> float:
+    """ln C_d of keys uniform on the sphere: C_d = 2^((d−1)/2) Γ(d/2)/((d−1) √π Γ((d−1)/2)).
+
+    >>> round(math.exp(ln_cap_constant(3)), 12)
+    0.5
+    """
+    ln_gammas = math.lgamma(d / 2) - math.lgamma((d - 1) / 2) - math.log(math.pi) / 2
+    return (d - 1) / 2 * math.log(2) - math.log(d - 1) + ln_gammas
+
+
+def _normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _with_own_key(others: Tensor, own: Tensor | float, generator: torch.Generator) -> Tensor:
+    """Scores with that of the row's own key in a place of its own, drawn for each row."""
+    rows, n = others.shape
+    place = torch.randint(n, (rows, 1), generator=generator)
+    return others.scatter(-1, place, torch.as_tensor(own, dtype=others.dtype).expand(rows, 1))
+
+
+def _check(argument: str, value: object, accepted: str, holds: bool) -> None:
+    if not holds:
+        reject(argument, value, accepted)

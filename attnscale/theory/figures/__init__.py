@@ -1,0 +1,1 @@
+"""Figures of the experiments, drawn from the rows of their tables alone; one file per experiment."""
