@@ -60,8 +60,8 @@ figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_report.py
 
 theory: $(INSTALLED)  ## the papers' predictions against measurements, and their pictures; takes some minutes
-	$(PY) -m attnscale theory all --output theory
-	for picture in theory/*.png; do cp "$$picture" ".github/assets/theory_$${picture##*/}"; done
+	$(PY) -m attnscale theory all --output runs/theory
+	for file in runs/theory/*.png runs/theory/*_comparisons.csv; do cp "$$file" ".github/assets/theory_$${file##*/}"; done
 
 format: $(INSTALLED)  ## ruff: fix and format
 	$(PY) -m ruff check --fix .

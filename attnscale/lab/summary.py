@@ -1,4 +1,4 @@
-"""From cells to tables: means with bootstrap intervals, and differences to constant β on the same windows."""
+"""From cells to tables: means with bootstrap intervals, and differences and ratios to constant β on the same windows."""
 
 from __future__ import annotations
 
@@ -60,5 +60,8 @@ def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[d
                 elif base is not None:
                     ends = interval(drawn - base[1])
                     row |= {"difference": value - base[0], "difference_low": ends[0], "difference_high": ends[1]}
+                    if base[1].min() > 0:
+                        ends = interval(drawn / base[1])
+                        row |= {"ratio": value / base[0], "ratio_low": ends[0], "ratio_high": ends[1]}
                 rows.append(row | {"samples": sum(top.numel() for top, _ in chosen.values())})
     return rows

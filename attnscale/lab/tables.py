@@ -16,8 +16,8 @@ from attnscale.lab.cells import Key
 from attnscale.lab.harness_json import write_harness_json
 from attnscale.lab.summary import Samples, summarise
 
-_DIFFERENCE = ("difference", "difference_low", "difference_high")
-RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_DIFFERENCE, "samples")
+_TO_CONSTANT = ("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high")
+RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_TO_CONSTANT, "samples")
 STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
 COST = ("task", "model", "policy", "length", "seconds", "peak_mb")
 

@@ -42,5 +42,17 @@ def test_several_models_are_summed_up_as_all():
     every = [row for row in found if row["model"] == "all"]
     assert [row["policy"] for row in every] == ["constant", "log"]
     assert every[1]["difference_low"] > 0.3
+    assert every[1]["ratio_low"] < every[1]["ratio"] == every[1]["value"] / every[0]["value"] < every[1]["ratio_high"]
+    assert every[1]["ratio_low"] > 2
+
+
+def test_there_is_no_ratio_where_constant_may_answer_nothing():
+    found = summarise({("needle", "accuracy", 128, ""): {"constant": samples(0.0, 0), "log": samples(0.6, 1)}})
+    assert all("difference" in row and "ratio" not in row for row in found if row["policy"] == "log")
+
+
+def test_bootstrap_draws_every_sample_and_model():
+    found = summarise({("a", "accuracy", 1, ""): {"constant": samples(0.2, 0)}})
+    every = [row for row in found if row["model"] == "all"]
     assert every[0]["samples"] == 5 * 16
     assert resample(samples(0.2, 0))[1].shape == (RESAMPLES,)
