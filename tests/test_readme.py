@@ -7,8 +7,12 @@ import builtins
 import csv
 import doctest
 import importlib
+import itertools
+import math
 import re
+import shutil
 import statistics
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +21,11 @@ import pytest
 import torch
 
 import attnscale
+from attnscale.report.comparisons import critical_points
+from attnscale.report.evaluation_data import read_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / ".github/assets"
 PATHS = [
     ROOT / "README.md",
     *(path for part in ("attnscale", "kernels") for path in sorted((ROOT / part).rglob("README.md"))),
@@ -137,7 +144,7 @@ def test_the_root_is_a_map_of_what_the_folders_tell() -> None:
 
 
 def read(name: str) -> list[dict[str, str]]:
-    with (ROOT / ".github/assets" / name).open(newline="") as file:
+    with (ASSETS / name).open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -189,19 +196,40 @@ def answered(name: str) -> dict[tuple[str, str], dict[str, str]]:
     return {(row["policy"], row["length"]): row for row in rows}
 
 
+TRAINED_WITH = ("log", "ssmax", "gap_adaptive")
+
+
+def recall_by_criticality() -> str:
+    """The README's words for recall as a share of argmax, from the committed tables."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in (("results.csv", "swapped_in.csv"), ("statistics.csv", "swapped_in_statistics.csv")):
+            shutil.copy(ASSETS / part, Path(folder, name))
+        points, _ = critical_points(read_evaluation(Path(folder)), "multi_needle")
+    edges, parts = [0.0, 1.0, 1.3, 1.8, math.inf], []
+    for low, high in itertools.pairwise(edges):
+        shares = [point.recall for point in points if low <= point.criticality < high]
+        where = f"r < {high:g}" if low == 0 else f"r > {low:g}" if high == math.inf else f"r in {low:g}–{high:g}"
+        parts.append(f"{min(shares):.2f} to {max(shares):.2f} at {where}")
+    return ", ".join(parts)
+
+
 def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
     text, found = README.replace("\n", " "), answered("swapped_in.csv")
-    for policy, words in (("constant", "β = 1 answers {} %"), ("log_squared", "`log_squared` {} %")):
-        assert words.format(f"{100 * float(found[policy, '16384']['value']):.1f}") in text
-    for policy, words in (("gap_adaptive", "`gap_adaptive` {} %"), ("argmax", "limit of sharpening, {} %")):
-        assert words.format(f"{100 * float(found[policy, '16384']['value']):.1f}") in text
-    gain = [100 * float(found["log_squared", "16384"][f"difference{end}"]) for end in ("", "_low", "_high")]
-    assert "({:.1f} points more, 95 % interval {:.1f} to {:.1f})".format(*gain) in text
-    longer = answered("longer_trained.csv")
+    shown = {policy: f"{100 * float(found[policy, '16384']['value']):.1f}" for policy, _ in found}
+    law = found["log_squared", "16384"]
+    ratio = "{:.2f} times as many, 95 % interval {:.2f} to {:.2f}".format(
+        *(float(law[f"ratio{end}"]) for end in ("", "_low", "_high"))
+    )
+    assert f"β = 1 answers {shown['constant']} % of the questions, `log_squared` {shown['log_squared']} % ({ratio})" in text
+    assert f"`gap_adaptive` {shown['gap_adaptive']} %; hard argmax, the limit of sharpening, {shown['argmax']} %" in text
     for policy in ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive", "argmax"):
-        shown = [found[policy, n]["value"] for n in ("128", "512", "2048", "8192", "16384")]
-        shown += [longer[policy, n]["value"] for n in ("128", "2048", "16384")]
-        assert f"| `{policy}` | {' | '.join(f'{100 * float(value):.1f}' for value in shown)} |" in README
+        values = [found[policy, n]["value"] for n in ("128", "512", "2048", "8192", "16384")]
+        assert f"| `{policy}` | {' | '.join(f'{100 * float(value):.1f}' for value in values)} |" in README
+    for name in TRAINED_WITH:
+        trained = answered(f"trained_with_{name}.csv")
+        for policy, words in (("own", f"trained with `{name}`"), ("argmax", "the same under argmax")):
+            values = [f"{100 * float(trained[policy, n]['value']):.1f}" for n in ("128", "2048", "16384")]
+            assert f"| {words} | {' | | '.join(values)} |" in README
     (bits,) = (
         float(row["difference"])
         for row in read("swapped_in.csv")
@@ -209,6 +237,20 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
         == ("all", "bits_per_byte", "log_squared", "16384", "")
     )
     assert f"`log_squared` costs {bits:.3f} bits per byte" in text
+    assert recall_by_criticality() in text
+
+
+def test_the_evidence_holds_what_the_first_picture_says() -> None:
+    found = answered("swapped_in.csv")
+    for policy in ("log_squared", "gap_adaptive"):
+        assert float(found[policy, "16384"]["ratio_low"]) > 2
+    best, adaptive = found["argmax", "16384"], found["gap_adaptive", "16384"]
+    error = (float(best["high"]) - float(best["low"])) / 4
+    assert abs(float(best["value"]) - float(adaptive["value"])) < 2 * error
+    inside = [row for row in read("swapped_in.csv") if (row["metric"], row["length"]) == ("bits_per_byte", "128")]
+    laws = [row for row in inside if row["policy"] in ("sqrt_log", "log", "log_squared")]
+    assert laws
+    assert all(float(row["difference"]) <= 0.01 for row in laws)
 
 
 def test_figures_of_max_retrieval_are_those_of_the_committed_table() -> None:
