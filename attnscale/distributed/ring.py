@@ -176,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
                 travelling = collectives.wait_tensor(rotation.send(travelling))
             part = rotation.part(call, source, its_key, its_value)
             dq, dk, db, dv, _, ds = blockwise_backward(
-                gradient.to(wide), query.to(wide), its_key.to(wide), beta, *part.context.bounds(), part.context.padding,
+                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *part.context.bounds(), part.context.padding,
                 part.context.mask, its_value.to(wide), part.sinks, None, output, lse, call.scale, call.softcap, 0.0, False,
             )  # fmt: skip
             dquery += dq
