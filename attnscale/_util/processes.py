@@ -6,11 +6,25 @@ from typing import Any
 
 from torch import Tensor, distributed
 
+from attnscale.errors import reject_type
+
 
 def local(x: Tensor) -> Tensor:
     """This process's part of a DTensor; any other tensor as it is."""
     to_local = getattr(x, "to_local", None)
     return x if to_local is None else to_local()
+
+
+def read_group(argument: str, over: object) -> distributed.ProcessGroup | None:
+    """A process group, or that of a DeviceMesh, all of whose dimensions count; None stays None."""
+    if over is None:
+        return None
+    if distributed.is_available():
+        if isinstance(over, distributed.DeviceMesh):
+            return (over if over.ndim == 1 else over._flatten()).get_group()
+        if isinstance(over, distributed.ProcessGroup):
+            return over
+    reject_type(argument, over, "a torch.distributed.ProcessGroup that this process belongs to, a DeviceMesh or None")
 
 
 class RowGroup:

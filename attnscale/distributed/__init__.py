@@ -5,6 +5,13 @@ From `attention` and `module`, it makes the same numbers as one process; the REA
 
 from attnscale.distributed.context_parallel import context_parallel_attention
 from attnscale.distributed.shards import TokenShards
-from attnscale.distributed.styles import ContextParallel, HeadParallel, share_rows
+from attnscale.distributed.styles import ContextParallel, HeadParallel, shard_policies, share_rows
 
-__all__ = ["ContextParallel", "HeadParallel", "TokenShards", "context_parallel_attention", "share_rows"]
+__all__ = [
+    "ContextParallel",
+    "HeadParallel",
+    "TokenShards",
+    "context_parallel_attention",
+    "shard_policies",
+    "share_rows",
+]

@@ -191,7 +191,9 @@ def _check_tokens(query: Tensor, key: Tensor, value: Tensor, rules: SequenceRule
     if key.dim() > 2 and key.shape[-3] != value.shape[-3]:
         reject("value heads", value.shape[-3], f"as many as of keys, {key.shape[-3]}")
     if isinstance(rules.get("cu_seqlens"), (tuple, list)):
-        raise ArgumentError("a pair of cu_seqlens is not accepted: expected one tensor, the edges in the whole sequence")
+        raise ArgumentError(
+            "a pair of cu_seqlens is not accepted: expected one tensor, the edges in the whole sequence"
+        )
     if method == "ulysses" and rules.get("attn_mask") is not None:
         raise ArgumentError("attn_mask is not accepted by method='ulysses': use 'gather' or 'ring', or rules")
 

@@ -32,7 +32,9 @@ class Ring:
 
     def __init__(self, call: AttentionCall, shards: TokenShards, backend: str) -> None:
         if backend not in ("auto", BLOCKWISE.name):
-            raise BackendError(f"backend={backend!r} cannot compute method='ring': its shards are computed by blockwise")
+            raise BackendError(
+                f"backend={backend!r} cannot compute method='ring': its shards are computed by blockwise"
+            )
         if call.dropout_p > 0.0:
             raise BackendError("method='ring' has no dropout: use method='gather' or 'ulysses'")
         if call.bias is not None and call.bias.requires_grad:
@@ -108,7 +110,9 @@ class Rotation:
     def send(self, flat: Tensor) -> Tensor:
         """To the next process; what comes from the one before is there after `wait_tensor`."""
         size = self.shards.size
-        return collectives.permute_tensor(flat.contiguous(), [(rank + 1) % size for rank in range(size)], self.shards.group)
+        return collectives.permute_tensor(
+            flat.contiguous(), [(rank + 1) % size for rank in range(size)], self.shards.group
+        )
 
     def part(self, call: AttentionCall, source: int, key: Tensor, value: Tensor) -> AttentionCall:
         """The rows of a call against the shard of one process; a sink belongs to the own shard only."""

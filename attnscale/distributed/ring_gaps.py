@@ -22,7 +22,9 @@ class RingGaps:
 
     def __init__(self, call: AttentionCall, request: StatsRequest, shards: Shards) -> None:
         if request.accumulation == "exact":
-            raise BackendError("method='ring' has no exact Λ, which sorts whole rows: use 'bracket', or method='gather'")
+            raise BackendError(
+                "method='ring' has no exact Λ, which sorts whole rows: use 'bracket', or method='gather'"
+            )
         self._call, self._request, self._shards = call, request, shards
         self._ranks = max(TOP, request.min_rank)
         self._keys = call.context.keys

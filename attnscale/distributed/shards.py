@@ -38,7 +38,9 @@ class TokenShards(NamedTuple):
             slots = collectives.all_gather_single(places.contiguous(), 0, group)
             slots = collectives.wait_tensor(slots).view(size, *places.shape)
         else:
-            reject("positions.shape", list(positions.shape), f"[..., {tokens}] of this process, or [..., {size * tokens}]")
+            reject(
+                "positions.shape", list(positions.shape), f"[..., {tokens}] of this process, or [..., {size * tokens}]"
+            )
         shards = cls(slots, mesh.get_local_rank(), group)
         # Read on the CPU only: on other devices it would synchronise.
         if slots.device.type == "cpu" and not is_watched() and not shards.is_whole():

@@ -6,15 +6,18 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from attnscale._util.processes import read_group
 from attnscale.call.tap import Tap
 from attnscale.distributed.context_parallel import METHODS, Method, context_parallel_attention
 from attnscale.distributed.shards import TokenShards
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.module import ScaledDotProductAttention
 from attnscale.policies.adaptive import GapAdaptive
+from attnscale.policies.base import LengthPolicy
 from attnscale.policies.per_head import PerHead
 
 
@@ -116,13 +119,21 @@ def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | N
     They are reduced over these, so that every process uses the same β. Without this call they are reduced over all
     processes, which is right for data and context parallelism alone; None: over none.
     """
-    if isinstance(over, DeviceMesh):
-        over = (over if over.ndim == 1 else over._flatten()).get_group()
-    if over is not None and not isinstance(over, distributed.ProcessGroup):
-        reject_type("over", over, "a DeviceMesh, a process group or None")
+    group = read_group("over", over)
     for policy in model.modules():
         if isinstance(policy, GapAdaptive):
-            policy.share(over)
+            policy.share(group)
+
+
+def shard_policies(model: nn.Module, **options: Any) -> None:
+    """`fully_shard` for each learned policy of a model; call it before `fully_shard` takes the rest, with its keywords.
+
+    The parameters of a policy are fp32, also in a bf16 model, and `fully_shard` takes parameters of one dtype at a time.
+    A model that is fp32 as a whole does not need this.
+    """
+    for module in model.modules():
+        if isinstance(module, LengthPolicy) and any(True for _ in module.parameters()):
+            fully_shard(module, **options)
 
 
 def _others(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -39,7 +39,7 @@ def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
     alike: dict[int, list[Part]] = {}  # by the number of processes that report them: few operators for many layers
     for part in parts:
         alike.setdefault(part.rows.shape[0], []).append(part)
-    found: dict[str, list[Record]] = {}
+    found: dict[tuple[str, int], list[Record]] = {}
     for group in alike.values():
         flats, scalars = unpack(torch.cat([part.rows for part in group], dim=1), sample)
         named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
@@ -51,8 +51,9 @@ def _records_of(step: int, parts: Sequence[Part], sample: int) -> list[Record]:
             )
             of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
             mode = "training" if part.training else "evaluation"
-            found.setdefault(part.layer, []).append(Record(step, part.layer, head, forward, backward, of_head, mode))
-    return [record for part in parts for record in found[part.layer]]
+            record = Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
+            found.setdefault((part.layer, part.first), []).append(record)
+    return [record for part in parts for record in found[part.layer, part.first]]
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
