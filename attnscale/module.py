@@ -19,7 +19,6 @@ from attnscale.call.tap import Tap
 from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 
-
 SpreadAttention = Callable[..., Tensor]  # of a tap and the arguments of `scaled_dot_product_attention`
 
 
