@@ -60,7 +60,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def add_up(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+def add_up(state, bucket):  # no annotations: DDP reads them, and they are strings here
     """Gradients summed over processes, not averaged: then those of activations are the same in one process, too."""
     future = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda done: done.value()[0])

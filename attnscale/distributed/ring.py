@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,10 +53,10 @@ class Ring:
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
         """Output and statistics of the own rows."""
         call, rotation = replace(self._call, beta=beta), self._rotation
-        asked = StatsRequest(entropy=False) if request is None else replace(request, entropy=request.entropy)
+        entropy = request is not None and request.entropy
         found: list[RowStats] = []
         tensors = call.query, call.key, call.value, call.row_beta(), call.sinks
-        output: Tensor = _RingAttention.apply(call, rotation, asked.entropy, found, *tensors)  # type: ignore[no-untyped-call]
+        output: Tensor = _RingAttention.apply(call, rotation, entropy, found, *tensors)  # type: ignore[no-untyped-call]
         if request is None:
             return AttentionOutput(output, counted(call))
         queries = call.query.shape[2]
@@ -146,8 +146,7 @@ def reduce_outputs(call: AttentionCall, rotation: Rotation, *, entropy: bool, va
     for source, (key, value) in rotation.turn(call.key, call.value if values else call.value[..., :0]):
         found = BLOCKWISE.measure(rotation.part(call, source, key, value), request)
         total = found if total is None else total.merge(found)
-    assert total is not None  # a process group has at least one process
-    return total
+    return cast("AttentionOutput", total)  # a process group has at least one process
 
 
 class _RingAttention(torch.autograd.Function):
@@ -179,10 +178,12 @@ class _RingAttention(torch.autograd.Function):
             if source != rotation.shards.rank:
                 travelling = collectives.wait_tensor(rotation.send(travelling))
             part = rotation.part(call, source, its_key, its_value)
+            context = part.context
+            visibility = *context.bounds(), context.padding, context.mask
+            rest = its_value.to(wide), part.sinks, None, output, lse, call.scale, call.softcap, 0.0, False
             dq, dk, db, dv, _, ds = blockwise_backward(
-                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *part.context.bounds(), part.context.padding,
-                part.context.mask, its_value.to(wide), part.sinks, None, output, lse, call.scale, call.softcap, 0.0, False,
-            )  # fmt: skip
+                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *visibility, *rest
+            )
             dquery += dq
             dbeta += db
             dsinks = dsinks if part.sinks is None else ds

@@ -128,7 +128,7 @@ def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | N
 def shard_policies(model: nn.Module, **options: Any) -> None:
     """`fully_shard` for each learned policy of a model; call it before `fully_shard` takes the rest, with its keywords.
 
-    The parameters of a policy are fp32, also in a bf16 model, and `fully_shard` takes parameters of one dtype at a time.
+    Parameters of a policy are fp32, also in a bf16 model, and `fully_shard` takes parameters of one dtype at a time.
     A model that is fp32 as a whole does not need this.
     """
     for module in model.modules():

@@ -35,9 +35,7 @@ def train_on_four(rank: int) -> dict:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, bool], dict[str, Any]]:
-    return {
-        (policy, packed): Run("alone", policy, packed).train() for policy in POLICIES for packed in (False, True)
-    }
+    return {(policy, packed): Run("alone", policy, packed).train() for policy in POLICIES for packed in (False, True)}
 
 
 @pytest.fixture(scope="module")
