@@ -41,11 +41,12 @@ class Model(nn.Module):
     def __init__(self, policy: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.place = nn.Embedding(LENGTH, WIDTH)  # without it equal tokens tie, and Λ = ∞ hangs on a rounding
         self.block = Block(policy)
         self.head = nn.Linear(WIDTH, TOKENS)
 
-    def forward(self, tokens: Tensor, **rules: Any) -> Tensor:
-        return self.head(self.block(self.embed(tokens), **rules))
+    def forward(self, tokens: Tensor, places: Tensor, **rules: Any) -> Tensor:
+        return self.head(self.block(self.embed(tokens) + self.place(places), **rules))
 
 
 def build(policy: str, dtype: torch.dtype = torch.float64) -> Model:
@@ -118,7 +119,7 @@ class Run:
     def step(self, number: int) -> Tensor:
         """One step; the part of the loss that this process computes."""
         tokens, targets = (self.own(x) for x in batch(number))
-        logits = self.wrapped(tokens, **self.rules)
+        logits = self.wrapped(tokens, self.columns, **self.rules)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
         self.optimizer.zero_grad()
         loss.backward()
@@ -143,7 +144,7 @@ class Run:
     def logits(self) -> Tensor:
         """Of the whole batch of another step, [B, T, tokens]; in evaluation mode, where estimates are frozen."""
         self.model.eval()
-        own = self.wrapped(self.own(batch(1000)[0]), **self.rules)
+        own = self.wrapped(self.own(batch(1000)[0]), self.columns, **self.rules)
         self.model.train()
         found = own.new_zeros(BATCH, LENGTH, TOKENS)
         found[self.rows, self.columns] = own

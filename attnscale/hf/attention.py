@@ -95,7 +95,7 @@ def _sequence_is_split() -> bool:
 
 
 def _split_over(site: nn.Module, query: Tensor) -> Any | None:
-    """The mesh over which the sequence is split, by torch's `context_parallel` or by our style; None where it is not."""
+    """The mesh over which the sequence is split, by torch's `context_parallel` or our style; None where it is not."""
     if site.spread is not None:
         return site.spread.mesh
     if not _sequence_is_split() and type(query) is Tensor:

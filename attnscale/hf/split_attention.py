@@ -32,22 +32,22 @@ def attend_split(
     """
     if position_ids is None:
         raise BackendError(
-            "under context parallelism n is not known without the places of the tokens: pass position_ids to the model, "
-            "0 … T−1 of the whole sequence, split with input_ids (Trainer does so by itself)"
+            "under context parallelism n is not known without the places of the tokens: pass position_ids to the "
+            "model, 0 … T−1 of the whole sequence, split with input_ids (Trainer does so by itself)"
         )
     if attention_mask is not None:
         raise BackendError(
-            "a mask of one process's tokens says nothing of the others: under context parallelism pass no attention_mask, "
-            "and let accelerate prepare the model (ParallelismConfig(cp_size=...)), which drops the one transformers makes"
+            "under context parallelism a mask of one process's tokens says nothing of the others: pass no "
+            "attention_mask, and let accelerate prepare the model (ParallelismConfig(cp_size=...)), which drops that "
+            "of transformers"
         )
     # Imported late: most models run in one process, and torch.distributed.tensor is slow to import.
     from attnscale.distributed.context_parallel import context_parallel_attention
 
     method = site.spread.method if site.spread is not None else "ring" if rotates_keys() else "gather"
-    out = context_parallel_attention(
-        query, key, value, mesh=mesh, positions=_shards(position_ids, mesh, query.shape[2]), policy=site.policy,
-        method=method, scale=scaling, dropout_p=dropout, enable_gqa=key.shape[1] != query.shape[1], tap=site.tap, **rules,
-    ).output  # fmt: skip
+    shards, grouped = _shards(position_ids, mesh, query.shape[2]), key.shape[1] != query.shape[1]
+    rules |= {"scale": scaling, "dropout_p": dropout, "enable_gqa": grouped, "policy": site.policy, "tap": site.tap}
+    out = context_parallel_attention(query, key, value, mesh=mesh, positions=shards, method=method, **rules).output
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -18,7 +18,7 @@ MODES = ("ddp", "fsdp2", "tp", *CONTEXT_PARALLEL)
 # As attnscale/distributed/README.md writes it down.
 TWO = list(itertools.product(MODES, POLICIES, (False, True)))
 FOUR = list(itertools.product(CONTEXT_PARALLEL, ("log", "gap_adaptive"), (False, True)))
-SCALARS = ("angle_ratio", "query_gradient", "key_gradient", "value_gradient", "output_gradient", "gain")
+SCALARS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient", "gain")
 
 
 def train(cases: list[tuple[str, str, bool]]) -> dict[tuple[str, str, bool], dict[str, Any]]:
@@ -48,26 +48,32 @@ def four(tmp_path_factory) -> list[dict]:
     return on_ranks(train_on_four, tmp_path_factory.mktemp("four"), 4)
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], mode: str, policy: str) -> None:
+    # β is fp32, and so are the sums over sequences of its gradient, on which the parameters of ssmax hang.
+    tolerance = 1e-7 if policy == "ssmax" else 1e-10
     for part in ("gradients", "state"):
         assert found[part].keys() == expected[part].keys()
         for name, value in expected[part].items():
-            torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                found[part][name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=10 * tolerance)
     records = [[Record.from_dict(record) for record in run["records"]] for run in (found, expected)]
     assert [record.step for record in records[0]] == [record.step for record in records[1]]
-    assert_same(*records, scalars=SCALARS, tolerance=1e-5)
+    # The angle ratio is that of pairs of rows in one process.
+    angles = () if mode.startswith("cp") else ("angle_ratio",)
+    assert_same(*records, scalars=(*SCALARS, *angles), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_processes_train_as_one_does(case, alone, two):
     mode, policy, packed = case
     for rank in two:
-        assert_equal(rank[case], alone[policy, packed])
+        assert_equal(rank[case], alone[policy, packed], mode, policy)
 
 
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_processes_train_as_one_does(case, alone, four):
     mode, policy, packed = case
     for rank in four:
-        assert_equal(rank[case], alone[policy, packed])
+        assert_equal(rank[case], alone[policy, packed], mode, policy)
