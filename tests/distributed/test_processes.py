@@ -215,6 +215,7 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_same_numbers(ranks):
                 torch.testing.assert_close(found["restarted"][name], expected, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is meant here
 @pytest.mark.parametrize(
     ("mode", "policy"), [("fsdp2", "ssmax"), ("tp", "ssmax"), ("tp", "gap_adaptive"), ("fsdp2", "gap_adaptive")]
 )
