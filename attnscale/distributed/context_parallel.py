@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from attnscale.attention import mark_ceiling
 from attnscale.backends import dispatch
+from attnscale.backends.sdpa import beneath_context_parallel
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.layout import Layout, read_layout
@@ -138,10 +139,11 @@ def context_parallel_attention(
             return Ring(call, shards, backend)
         return Ulysses(call, shards, backend, describe(layout, tokens, tokens, device, is_causal=is_causal, **rules))
 
-    if tap is None or not tap.open:
-        output, stats, call = _attend(exchange(call), call, chosen, request)
-    else:
-        output, stats, call = _attend_reported(tap, exchange, call, chosen, request, shards)
+    with beneath_context_parallel():
+        if tap is None or not tap.open:
+            output, stats, call = _attend(exchange(call), call, chosen, request)
+        else:
+            output, stats, call = _attend_reported(tap, exchange, call, chosen, request, shards)
     return _restored(layout, AttentionOutput(output, mark_ceiling(stats, call, chosen)))
 
 
