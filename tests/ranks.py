@@ -34,7 +34,8 @@ def on_ranks(run: Callable[[int], Any], folder: Path, ranks: int) -> list[Any]:
     multiprocessing.set_forkserver_preload(PRELOAD)
     arguments = (inspect.getfile(run), run.__name__, str(folder), ranks)
     torch.multiprocessing.start_processes(_in_process, args=arguments, nprocs=ranks, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+    files = [folder / f"{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file) if file.exists() else None for file in files]  # None: it ended by itself
 
 
 def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:

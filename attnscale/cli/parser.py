@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "policies": ("show", "every temperature policy with its parameters"),
     "watch": ("show", "a run of the monitor in the terminal, live"),
     "report": ("show", "a run of the monitor, or an evaluation, as one HTML page"),
+    "plan": ("plan", "memory and bytes sent of context parallel attention, by a model"),
     "bench": ("bench", "cost against torch's attention, as ratios in one run"),
     "doctor": ("show", "versions, devices and a self-check of every backend"),
 }

@@ -11,9 +11,11 @@ from parallel_model import HEADS, Model, Run, batch
 from ranks import join, on_two_ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError, BackendError, Monitor, StatsRequest, attention_with_stats
+from attnscale.bench.context_plan import ContextPlan
 from attnscale.distributed import ContextParallel, HeadParallel, TokenShards, context_parallel_attention, share_rows
 
 TOKENS, DIM = 32, 8
@@ -101,6 +103,40 @@ def messages(rank: int) -> dict:
     return found
 
 
+class BytesSent(TorchDispatchMode):
+    """Adds up what this process sends to others by collectives: each is given a tensor, and some of it stays here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        if name.startswith("_c10d_functional::all_gather"):
+            self.total += args[0].nbytes  # to one other process
+        elif name.startswith("_c10d_functional::reduce_scatter"):
+            self.total += args[0].nbytes // 2
+        elif name.startswith("_c10d_functional::all_to_all"):
+            to_others = sum(size for rank, size in enumerate(args[2]) if rank != distributed.get_rank())
+            self.total += args[0].nbytes * to_others // sum(args[2])
+        return function(*args, **(kwargs or {}))
+
+
+def bytes_sent(rank: int, mesh: Any) -> dict:
+    """Forward and backward of each method, in fp32."""
+    shards = TokenShards.of(places(2), mesh, TOKENS // 2)
+    found = {}
+    for method in METHODS:
+        q, k, v = (torch.randn(2, heads, TOKENS // 2, DIM, requires_grad=True) for heads in (HEADS, 2, 2))
+        options = {"policy": "log", "is_causal": True, "enable_gqa": True, "method": method}
+        with BytesSent() as forward:
+            out = context_parallel_attention(q, k, v, mesh=mesh, positions=shards, **options).output
+        with BytesSent() as backward:
+            out.sum().backward()
+        found[method] = forward.total, backward.total
+    return found
+
+
 def half_precision(rank: int, mesh: Any) -> dict:
     """A bf16 model whose policy is fp32, sharded."""
     from torch.distributed.fsdp import fully_shard
@@ -159,6 +195,7 @@ def everything(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return {
         "attention": attention_everywhere(rank, mesh),
+        "bytes": bytes_sent(rank, mesh),
         "messages": messages(rank),
         "half": half_precision(rank, mesh),
         "checkpoints": checkpoints(rank),
@@ -191,6 +228,14 @@ def test_attention_of_a_spread_sequence_is_that_of_the_whole(policy, rule, ranks
                     found[name], own_part, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-10,
                     msg=lambda m, n=name, how=method: f"{how}, {n}: {m}",
                 )  # fmt: skip
+
+
+def test_the_plan_counts_the_bytes_that_are_sent(ranks):
+    plan = ContextPlan(
+        length=TOKENS, heads=HEADS, key_heads=2, head_dim=DIM, batch=2, dtype="fp32", processes=2, row_beta=True
+    )
+    for rank in ranks:
+        assert rank["bytes"] == {cost.method: (cost.sent_forward, cost.sent_backward) for cost in plan.costs()}
 
 
 def test_a_report_is_one_message_whose_size_does_not_depend_on_the_length(ranks):

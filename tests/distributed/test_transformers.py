@@ -104,7 +104,7 @@ def in_trainer(rank: int) -> dict:
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
         attnscale.hf.AttnScaleCallback(Monitor(model, every=1, rows=None, alerts=None)).attach(trainer)
         trainer.train()
-    logged = [log for log in trainer.state.log_history if any("visible" in name for name in log)]
+    logged = [log for log in trainer.state.log_history if any("w_max" in name for name in log)]
     learned = [p.detach().clone() for p in handle.parameters()]
     return {"world": arguments.world_size, "learned": learned, "logged": len(logged)}
 
