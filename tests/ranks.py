@@ -52,6 +52,7 @@ def _in_process(rank: int, file: str, name: str, folder: str, ranks: int) -> Non
     # By its file: test modules have names that only pytest can import.
     run = runpy.run_path(file)[name]
     join(folder, rank, ranks)
+    os.environ["RANKS_FOLDER"] = folder  # for what a test writes
     try:
         torch.save(run(rank), f"{folder}/{rank}.pt")
     finally:

@@ -54,7 +54,7 @@ def _plan(console: Console, options: Namespace) -> int:
     if added is not None:
         fastest, slowest = sorted((added.fastest, added.slowest))
         console.print(
-            f"Statistics of all rows in the fused forward: {fastest:+.0%} to {slowest:+.0%} of its time, by its compiled "
-            f"loop for {target}; the ring computes in the blockwise backend."
+            f"Statistics of all rows add {fastest:.1%} to {slowest:.1%} to the time of the fused forward, by its "
+            f"compiled loop for {target}; the ring computes in the blockwise backend."
         )
     return 0

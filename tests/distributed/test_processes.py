@@ -173,7 +173,7 @@ def checkpoints(rank: int) -> dict:
 
     found = {}
     for mode, policy in (("fsdp2", "ssmax"), ("tp", "gap_adaptive"), ("tp", "ssmax"), ("fsdp2", "gap_adaptive")):
-        folder = f"{os.environ['ATTNSCALE_TEST_FOLDER']}/{mode}-{policy}"
+        folder = f"{os.environ['RANKS_FOLDER']}/{mode}-{policy}"
         run = Run(mode, policy, packed=False)
         run.train(10, monitored=False)
         model, optimizer = get_state_dict(run.model, run.optimizer)
@@ -204,14 +204,12 @@ def everything(rank: int) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
+    return tmp_path_factory.mktemp("pair")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNSCALE_TEST_FOLDER", str(folder))
-        return on_two_ranks(everything, tmp_path_factory.mktemp("pair"))
+def ranks(folder):
+    return on_two_ranks(everything, folder)
 
 
 @pytest.mark.parametrize("rule", RULES)
