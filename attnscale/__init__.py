@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`attnscale.hf` is imported when it is first used: it needs transformers, which nothing else does."""
-    if name == "hf":
-        return importlib.import_module("attnscale.hf")
+    """Imported when first used: `hf` needs transformers, `distributed` is slow to import, and most need neither."""
+    if name in ("hf", "distributed"):
+        return importlib.import_module(f"attnscale.{name}")
     raise AttributeError(f"module 'attnscale' has no attribute {name!r}")
