@@ -17,7 +17,7 @@ CONTEXT_PARALLEL = ("cp-gather", "cp-ulysses", "cp-ring")
 MODES = ("ddp", "fsdp2", "tp", *CONTEXT_PARALLEL)
 # As attnscale/distributed/README.md writes it down.
 TWO = list(itertools.product(MODES, POLICIES, (False, True)))
-FOUR = list(itertools.product(CONTEXT_PARALLEL, ("log", "gap_adaptive"), (False, True)))
+FOUR = list(itertools.product(CONTEXT_PARALLEL, ("log", "gap_adaptive"), (True,)))
 SCALARS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient", "gain")
 
 
