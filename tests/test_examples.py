@@ -67,13 +67,14 @@ def test_a_training_is_watched(run, tmp_path: Path) -> None:
     assert len({record.layer for record in records}) == 6
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # that its output is a view, which a linear layer's is
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "tp", "cp"])
 def test_a_distributed_training_gives_one_loss_however_it_is_spread(run, parallel, monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     printed = run("train_distributed", "--steps", "2", "--parallel", parallel)
-    assert f"{parallel}, 1 processes: loss 4.3" in printed
+    assert f"{parallel}, 1 processes: loss 4.36" in printed
 
 
 def test_contexts_are_extended(run) -> None:
