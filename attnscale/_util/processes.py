@@ -20,7 +20,7 @@ def read_group(argument: str, over: object) -> distributed.ProcessGroup | None:
     if over is None:
         return None
     if distributed.is_available():
-        if isinstance(over, distributed.DeviceMesh):
+        if isinstance(over, distributed.device_mesh.DeviceMesh):
             return (over if over.ndim == 1 else over._flatten()).get_group()
         if isinstance(over, distributed.ProcessGroup):
             return over
@@ -52,4 +52,11 @@ def sum_over_rows(x: Tensor, rows: RowGroup | None) -> Tensor:
         return x
     from torch.distributed import _functional_collectives as collectives  # not needed in most programs
 
-    return collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
+    return wait(collectives.all_reduce(x, "sum", group))
+
+
+def wait(x: Tensor) -> Tensor:
+    """What a functional collective gives, once it is there."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return collectives.wait_tensor(x)  # type: ignore[no-untyped-call, no-any-return]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 
+from attnscale._util.processes import wait
 from attnscale.backends.blockwise.backend import BlockwiseBackend, blockwise_backward
 from attnscale.backends.call_stats import counted
 from attnscale.call.attention_call import AttentionCall
@@ -105,10 +106,10 @@ class Rotation:
             shaped = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
             yield (self.shards.rank - step) % self.shards.size, shaped
             if coming is not None:
-                flat = collectives.wait_tensor(coming)
+                flat = wait(coming)
 
     def send(self, flat: Tensor) -> Tensor:
-        """To the next process; what comes from the one before is there after `wait_tensor`."""
+        """To the next process; what comes from the one before is there after `wait`."""
         size = self.shards.size
         return collectives.permute_tensor(
             flat.contiguous(), [(rank + 1) % size for rank in range(size)], self.shards.group
@@ -176,7 +177,7 @@ class _RingAttention(torch.autograd.Function):
         travelling = key.new_zeros(key.numel() + value.numel(), dtype=wide)
         for source, (its_key, its_value) in rotation.turn(key, value):
             if source != rotation.shards.rank:
-                travelling = collectives.wait_tensor(rotation.send(travelling))
+                travelling = wait(rotation.send(travelling))
             part = rotation.part(call, source, its_key, its_value)
             context = part.context
             visibility = *context.bounds(), context.padding, context.mask
@@ -189,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
             dsinks = dsinks if part.sinks is None else ds
             travelling = travelling + torch.cat([dk.reshape(-1), dv.reshape(-1)])
         if rotation.shards.size > 1:
-            travelling = collectives.wait_tensor(rotation.send(travelling))
+            travelling = wait(rotation.send(travelling))
         dkey, dvalue = travelling.split([key.numel(), value.numel()])
         dkey, dvalue = dkey.view_as(key).to(key.dtype), dvalue.view_as(value).to(value.dtype)
         nothing = None, None, None, None

@@ -9,6 +9,7 @@ from torch import Tensor, distributed
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnscale._util.processes import wait
 from attnscale._util.tracing import is_watched
 from attnscale.errors import reject, reject_type
 
@@ -36,7 +37,7 @@ class TokenShards(NamedTuple):
             slots = places.unflatten(1, (size, tokens)).movedim(1, 0)  # type: ignore[no-untyped-call]
         elif places.shape[1] == tokens:
             slots = collectives.all_gather_single(places.contiguous(), 0, group)
-            slots = collectives.wait_tensor(slots).view(size, *places.shape)
+            slots = wait(slots).view(size, *places.shape)
         else:
             reject(
                 "positions.shape", list(positions.shape), f"[..., {tokens}] of this process, or [..., {size * tokens}]"

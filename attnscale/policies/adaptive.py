@@ -103,7 +103,7 @@ class GapAdaptive(ScorePolicy):
     momentum: float = number("a number in [0, 1)", 0.99, above=-math.ulp(0.0), below=1.0)
     gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
 
-    _rows: ClassVar[RowGroup | None] = None  # set by `share`
+    _rows: RowGroup | None = field(init=False, default=None)  # set by `share`
     sums: Tensor = field(init=False)  # [H, 5] running means of 1, x, y, x², x·y with x = 1/ln n and y = 1/Λ
 
     def validate(self) -> None:

@@ -143,7 +143,7 @@ class Processes(Uncopied):
                 training = bool(trained.any())
                 chosen = trained if training else column > 0
                 parts = torch.tensor([of_process.get(name, 0) for of_process in self._head_parts])
-                for part in parts[chosen].unique().tolist():
+                for part in sorted(set(parts[chosen].tolist())):
                     own = body[chosen & (parts == part)].view(-1, expected, width)
                     found.append(Part(name, training, own, part * expected))
         return found
