@@ -70,8 +70,11 @@ class ContextPlan:
         if self.heads % size == 0:
             repeated = keys * (size // math.gcd(key_heads, size))
             beta = self.batch * self.heads * own * FP32 if self.row_beta else 0
-            sent = (2 * queries + repeated + beta) * (size - 1) // size
-            found.append(Cost("ulysses", local + 2 * queries + repeated, sent, sent, operations))
+            forward, backward = (
+                (2 * queries + repeated + rows) * (size - 1) // size
+                for rows in (beta, 0)  # β has a gradient only where it is learned
+            )
+            found.append(Cost("ulysses", local + 2 * queries + repeated, forward, backward, operations))
         sums = self.batch * own * FP32 * self.heads * self.head_dim
         gradients = 2 * key_heads * own * self.batch * self.head_dim * max(FP32, DTYPES[self.dtype])
         turns = size * gradients if size > 1 else 0
