@@ -41,5 +41,5 @@ def gather_keys(key: Tensor, value: Tensor, shards: TokenShards) -> tuple[Tensor
     both = torch.cat([key, value], dim=-1)[None].contiguous()
     everywhere = collectives.all_gather_single_autograd(both, 0, shards.group)  # [P, B, Hkv, L, D + Dv]
     in_order = take_tokens(everywhere.movedim(0, 2).flatten(2, 3), shards.in_turn().argsort(-1))
-    found_key, found_value = in_order.split([key.shape[-1], value.shape[-1]], dim=-1)
+    found_key, found_value = torch.split(in_order, [key.shape[-1], value.shape[-1]], dim=-1)
     return found_key, found_value

@@ -77,12 +77,14 @@ class Ring:
 
     def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
         """What was asked for, with the statistics of gaps, for which the keys travel twice more."""
-        kept = {name: getattr(stats, name) if getattr(request, name) else None for name in _OF_SOFTMAX}
-        stats = stats._replace(**kept, with_sink=call.sinks is not None and request.softmax)
+        stats = stats._replace(
+            lse=stats.lse if request.lse else None,
+            max_logit=stats.max_logit if request.max_logit else None,
+            w_max=stats.w_max if request.w_max else None,
+            entropy=stats.entropy if request.entropy else None,
+            with_sink=call.sinks is not None and request.softmax,
+        )
         return RingGaps(call.detached(), request, self._rotation.keys).add(stats) if request.gaps else stats
-
-
-_OF_SOFTMAX = ("lse", "max_logit", "w_max", "entropy")
 
 
 class Rotation:
@@ -102,7 +104,7 @@ class Rotation:
         flat = torch.cat([x.reshape(-1) for x in tensors])
         for step in range(self.shards.size):
             coming = self.send(flat) if step + 1 < self.shards.size else None
-            parts = flat.split([x.numel() for x in tensors])
+            parts = torch.split(flat, [x.numel() for x in tensors])
             shaped = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
             yield (self.shards.rank - step) % self.shards.size, shaped
             if coming is not None:
@@ -165,7 +167,7 @@ class _RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, beta, sinks, output, lse = ctx.saved_tensors
         call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
@@ -191,7 +193,7 @@ class _RingAttention(torch.autograd.Function):
             travelling = travelling + torch.cat([dk.reshape(-1), dv.reshape(-1)])
         if rotation.shards.size > 1:
             travelling = wait(rotation.send(travelling))
-        dkey, dvalue = travelling.split([key.numel(), value.numel()])
+        dkey, dvalue = torch.split(travelling, [key.numel(), value.numel()])
         dkey, dvalue = dkey.view_as(key).to(key.dtype), dvalue.view_as(value).to(value.dtype)
         nothing = None, None, None, None
         return *nothing, dquery.to(query.dtype), dkey, dvalue, dbeta.to(beta.dtype), dsinks

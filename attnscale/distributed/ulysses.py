@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Ulysses:
         parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors]  # type: ignore[no-untyped-call]
         sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
         received = collectives.all_to_all_single_autograd(sent, None, None, self._shards.group)
-        flats = received.split([part[0].numel() for part in parts], dim=1)
+        flats = torch.split(received, [part[0].numel() for part in parts], dim=1)
         blocks = (flat.reshape(part.shape) for flat, part in zip(flats, parts, strict=True))  # [P, B, H/P, L, ·]
         return [take_tokens(block.movedim(0, 2).flatten(2, 3), self._order) for block in blocks]
 
@@ -87,7 +88,7 @@ class Ulysses:
         # In fp64, which holds counts of keys exactly.
         found = list(self._to_rows(torch.stack([x.to(torch.float64) for x in columns], dim=-1)).unbind(-1))
         dtype = next((x.dtype for x in columns if x.dtype.is_floating_point), torch.float32)
-        values = {name: found.pop(0).to(dtype) for name in names}
+        values: dict[str, Any] = {name: found.pop(0).to(dtype) for name in names}
         if stats.accumulation is not None:
             moved = moved._replace(accumulation=Accumulation(found.pop(0).to(dtype), found.pop(0).to(dtype)))
         if stats.gap_counts is not None:
@@ -108,7 +109,9 @@ def _repeated(x: Tensor, heads: int, size: int) -> Tensor:
 
 def _select(stats: RowStats, rows: Tensor) -> RowStats:
     """The statistics of some rows [R]."""
-    values = {name: getattr(stats, name)[..., rows] for name in _FLOATING if getattr(stats, name) is not None}
+    values: dict[str, Any] = {
+        name: getattr(stats, name)[..., rows] for name in _FLOATING if getattr(stats, name) is not None
+    }
     if stats.accumulation is not None:
         values["accumulation"] = Accumulation(*(end[..., rows] for end in stats.accumulation))
     if stats.gap_counts is not None:

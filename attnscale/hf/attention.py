@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def _sequence_is_split() -> bool:
 def _split_over(site: nn.Module, query: Tensor) -> Any | None:
     """The mesh over which the sequence is split, by torch's `context_parallel` or our style; None where it is not."""
     if site.spread is not None:
-        return site.spread.mesh
+        return cast("Any", site.spread).mesh
     if not _sequence_is_split() and type(query) is Tensor:
         return None
     mesh = None if torch.compiler.is_compiling() or type(query) is not Tensor else active_mesh()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def attend_split(
     # Imported late: most models run in one process, and torch.distributed.tensor is slow to import.
     from attnscale.distributed.context_parallel import context_parallel_attention
 
-    method = site.spread.method if site.spread is not None else "ring" if rotates_keys() else "gather"
+    method: Any = cast("Any", site.spread).method if site.spread is not None else "ring" if rotates_keys() else "gather"
     shards = _shards(position_ids, mesh, query.shape[2], attention_mask is not None)
     rules |= {
         "scale": scaling,

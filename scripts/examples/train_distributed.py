@@ -31,20 +31,21 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        x = self.token(tokens) + self.place(places)
+        x: Tensor = self.token(tokens) + self.place(places)
         q, k, v = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
         spread = {} if self.attention.spread is None else {"positions": places}  # n is that of the whole sequence
         return self.head(x + self.o(self.attention(q, k, v, is_causal=True, **spread).transpose(1, 2).flatten(2)))
 
 
-def spread(model: Model, mesh: DeviceMesh, way: str, method: str) -> nn.Module:
-    if way == "tp":
+def spread(model: Model, mesh: DeviceMesh, options: argparse.Namespace) -> nn.Module:
+    if options.parallel == "tp":
         plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
         return parallelize_module(model, mesh, {**plan, "attention": HeadParallel()})
-    if way == "fsdp":
-        return fully_shard(model, mesh=mesh)
-    if way == "cp":
-        parallelize_module(model, mesh, {"attention": ContextParallel(method=method)})
+    if options.parallel == "cp":
+        parallelize_module(model, mesh, {"attention": ContextParallel(method=options.method)})
+    if options.parallel == "fsdp":
+        fully_shard(model, mesh=mesh)
+        return model
     return nn.parallel.DistributedDataParallel(model)  # gradients of cp are averaged like those of ddp
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=(options.parallel,))
     rank, size = mesh.get_local_rank(), mesh.size()
     torch.manual_seed(0)
-    model = spread(Model().to(device), mesh, options.parallel, options.method)
+    model = spread(Model().to(device), mesh, options)
     by_data, places = options.parallel in ("ddp", "fsdp"), torch.arange(LENGTH, device=device)
     rows = slice(rank * BATCH // size, (rank + 1) * BATCH // size) if by_data else slice(None)
     if options.parallel == "cp":  # a chunk from the beginning and one from the end: as much work for all
