@@ -56,9 +56,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options, device = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"} | os.environ)
-    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=(options.parallel,))
-    rank, size = mesh.get_local_rank(), mesh.size()
-    torch.manual_seed(0)
+    mesh = init_device_mesh(device, (size := int(os.environ["WORLD_SIZE"]),), mesh_dim_names=(options.parallel,))
+    rank, _ = mesh.get_local_rank(), torch.manual_seed(0)
     model = spread(Model().to(device), mesh, options)
     by_data, places = options.parallel in ("ddp", "fsdp"), torch.arange(LENGTH, device=device)
     rows = slice(rank * BATCH // size, (rank + 1) * BATCH // size) if by_data else slice(None)
