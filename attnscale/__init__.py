@@ -64,8 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: `hf` needs transformers, and most programs have no monitor."""
-    if name in ("diagnostics", "hf"):
+    """Imported when first used: `hf` needs transformers, and most programs have no monitor and one process."""
+    if name in ("diagnostics", "distributed", "hf"):
         return importlib.import_module(f"attnscale.{name}")
     if name in ("Monitor", "observe"):
         return getattr(importlib.import_module("attnscale.diagnostics"), name)

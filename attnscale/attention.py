@@ -28,7 +28,7 @@ from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import check_beta, refuse_unknown_length, temperature
-from attnscale.statistics import AttentionOutput, StatsRequest, checked_request
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
 
 
 class ScoreRules(KeyRules, total=False):
@@ -86,7 +86,8 @@ def scaled_dot_product_attention(
         document_ids: [Tk] or [..., Tk]; a run of equal ids is one packed document.
         cu_seqlens: [documents + 1] edges of packed documents; a pair if queries and keys are packed differently (the
             queries of a document are then its last tokens).
-        cache_offset: int or [B], keys in the cache before the first query: query i lies in slot `cache_offset + i`.
+        cache_offset: int or [B], keys in the cache before the first query: query i lies in slot `cache_offset + i`; or
+            [B|1, Tq], the slot of each query, where the queries are some of the tokens whose keys are given.
         visible: n itself, [Tq], [B, Tq] or [B, H, Tq], where this process does not hold all keys (context parallel).
         backend: "auto", or a name that is then used or refused, never replaced.
 
@@ -158,13 +159,19 @@ def attention_with_stats(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
     output, stats = dispatch.measure(call, request, backend)
-    rows, ceiling = stats.rows, getattr(chosen, "ceiling", None)
-    if ceiling is not None and isinstance(call.beta, Tensor):
-        beta = call.row_beta().detach()
-        stats = stats._replace(at_ceiling=(beta if rows is None else beta[..., rows]) >= ceiling)
+    rows, stats = stats.rows, mark_ceiling(stats, call, chosen)
     if len(layout.lead) != 2:
         stats = tree_map_only(Tensor, layout.restore, stats._replace(rows=None))._replace(rows=rows)
     return AttentionOutput(layout.restore(output), stats)
+
+
+def mark_ceiling(stats: RowStats, call: AttentionCall, policy: Policy) -> RowStats:
+    """The statistics of a call with `at_ceiling`, where its policy has a ceiling."""
+    ceiling = getattr(policy, "ceiling", None)
+    if ceiling is None or not isinstance(call.beta, Tensor):
+        return stats
+    beta = call.row_beta().detach()
+    return stats._replace(at_ceiling=(beta if stats.rows is None else beta[..., stats.rows]) >= ceiling)
 
 
 def explain_dispatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from attnscale.call.nested import nest_like, pad_nested
 from attnscale.call.tap import Tap
 from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+
+SpreadAttention = Callable[..., Tensor]  # of a tap and the arguments of `scaled_dot_product_attention`
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -33,6 +36,10 @@ class ScaledDotProductAttention(nn.Module):
     # True where queries and keys come from different sequences; else as many queries as keys are taken for the same
     # tokens. Only a monitor reads it, to tell whether a padded key means a padded row.
     cross: bool = False
+    # Set by `attnscale.distributed`: who computes where the sequence is spread over processes, and which of the heads
+    # this process has (the number of the part, and how many there are).
+    spread: SpreadAttention | None = None
+    head_part: tuple[int, int] = (0, 1)
 
     def __init__(self, policy: PolicySpec = "constant", **parameters: Any) -> None:
         super().__init__()
@@ -51,10 +58,11 @@ class ScaledDotProductAttention(nn.Module):
         **rules: Unpack[AttentionRules],
     ) -> Tensor:
         """Attention [..., H, Tq, Dv]; arguments are those of `scaled_dot_product_attention`."""
+        torchs = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        if self.spread is not None:
+            return self.spread(self.tap, *torchs, policy=self.policy, **rules)
         attend = attention_through(self.tap, own_keys=False if self.cross else None)
-        return attend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=self.policy, **rules
-        )
+        return attend(*torchs, policy=self.policy, **rules)
 
 
 class MultiheadAttention(nn.MultiheadAttention):

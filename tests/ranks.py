@@ -1,4 +1,4 @@
-"""A test in two processes that form a process group over gloo."""
+"""A test in several processes that form a process group over gloo."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ PRELOAD = [
 
 def on_two_ranks(run: Callable[[int], Any], folder: Path) -> list[Any]:
     """What `run(rank)`, a function of a test file, returns in each of two processes that form a group."""
+    return on_ranks(run, folder, RANKS)
+
+
+def on_ranks(run: Callable[[int], Any], folder: Path, ranks: int) -> list[Any]:
+    """The same in any number of processes."""
     # A server that has imported everything forks both, instead of each importing for itself. It has no threads.
     multiprocessing.set_forkserver_preload(PRELOAD)
-    arguments = (inspect.getfile(run), run.__name__, str(folder))
-    torch.multiprocessing.start_processes(_in_process, args=arguments, nprocs=RANKS, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    arguments = (inspect.getfile(run), run.__name__, str(folder), ranks)
+    torch.multiprocessing.start_processes(_in_process, args=arguments, nprocs=ranks, start_method="forkserver")
+    files = [folder / f"{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file) if file.exists() else None for file in files]  # None: it ended by itself
 
 
 def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:
@@ -41,11 +47,12 @@ def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:
     )
 
 
-def _in_process(rank: int, file: str, name: str, folder: str) -> None:
+def _in_process(rank: int, file: str, name: str, folder: str, ranks: int) -> None:
     torch.set_num_threads(1)
     # By its file: test modules have names that only pytest can import.
     run = runpy.run_path(file)[name]
-    join(folder, rank, RANKS)
+    join(folder, rank, ranks)
+    os.environ["RANKS_FOLDER"] = folder  # for what a test writes
     try:
         torch.save(run(rank), f"{folder}/{rank}.pt")
     finally:

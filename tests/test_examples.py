@@ -36,12 +36,13 @@ def test_an_example_is_short_and_says_how_it_is_called(path: Path) -> None:
     assert f"\npython scripts/examples/{path.name}" in text
 
 
-def test_there_are_four() -> None:
+def test_there_are_five() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         "swap_into_a_model",
         "train_with_a_monitor",
         "extend_a_context",
         "policy_of_your_own",
+        "train_distributed",
     }
 
 
@@ -64,6 +65,16 @@ def test_a_training_is_watched(run, tmp_path: Path) -> None:
     records = [found for found in read_jsonl(tmp_path / "run.jsonl") if isinstance(found, Record)]
     assert {record.step for record in records} == {0, 1}
     assert len({record.layer for record in records}) == 6
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # that its output is a view, which a linear layer's is
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "tp", "cp"])
+def test_a_distributed_training_gives_one_loss_however_it_is_spread(run, parallel, monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    printed = run("train_distributed", "--steps", "2", "--parallel", parallel)
+    assert f"{parallel}, 1 processes: loss 4.36" in printed
 
 
 def test_contexts_are_extended(run) -> None:

@@ -220,8 +220,13 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
     ratio = "{:.2f} times as many, 95 % interval {:.2f} to {:.2f}".format(
         *(float(law[f"ratio{end}"]) for end in ("", "_low", "_high"))
     )
-    assert f"β = 1 answers {shown['constant']} % of the questions, `log_squared` {shown['log_squared']} % ({ratio})" in text
-    assert f"`gap_adaptive` {shown['gap_adaptive']} %; hard argmax, the limit of sharpening, {shown['argmax']} %" in text
+    assert (
+        f"β = 1 answers {shown['constant']} % of the questions, `log_squared` {shown['log_squared']} % ({ratio})"
+        in text
+    )
+    assert (
+        f"`gap_adaptive` {shown['gap_adaptive']} %; hard argmax, the limit of sharpening, {shown['argmax']} %" in text
+    )
     for policy in ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive", "argmax"):
         values = [found[policy, n]["value"] for n in ("128", "512", "2048", "8192", "16384")]
         assert f"| `{policy}` | {' | '.join(f'{100 * float(value):.1f}' for value in values)} |" in README

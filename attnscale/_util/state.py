@@ -26,4 +26,5 @@ FINDERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how attention m
 FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: tells files of one second apart
 HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
 HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
+HF_TOKEN_SHARDS = threading.local()  # hf.split_attention: who holds which tokens, of the last position_ids
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal

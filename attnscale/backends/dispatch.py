@@ -17,7 +17,7 @@ from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
 from attnscale.policies.adaptive import ScorePolicy
-from attnscale.statistics import AttentionOutput, StatsRequest
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 from attnscale.statistics.rows.sampled_rows import measure_sampled_rows
 from attnscale_kernels.derivatives import other_derivative
 
@@ -78,10 +78,15 @@ def measure(call: AttentionCall, request: StatsRequest, backend: str) -> Attenti
 
 def score_beta(policy: ScorePolicy, call: AttentionCall, backend: str) -> Tensor:
     """β [B, H, Tq] in fp32 of a policy that reads the scores of a call at β = 1, without its sinks."""
+    return policy.from_stats(*score_statistics(policy, call, backend))
+
+
+def score_statistics(policy: ScorePolicy, call: AttentionCall, backend: str) -> tuple[RowStats, Tensor | None]:
+    """What `from_stats` of a policy is given: statistics at β = 1, and Λ with a gradient where the policy wants it."""
     request, raw = policy.request, replace(call, sinks=None)
     stats = _score_backend(raw, backend).statistics(cast(raw).detached(), request)
     through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
-    return policy.from_stats(stats, through)
+    return stats, through
 
 
 def _score_backend(call: AttentionCall, backend: str) -> MeasuringBackend:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -125,6 +126,16 @@ def attend(
         # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
         enable_gqa=True if grouped else False,  # noqa: SIM210
     )
+
+
+@contextmanager
+def beneath_context_parallel() -> Iterator[None]:
+    """torch's own function though its `context_parallel` has replaced it, for calls that hold all keys they see."""
+    state.TORCH_REPLACED.insert(0, TORCH_ATTENTION)
+    try:
+        yield
+    finally:
+        state.TORCH_REPLACED.remove(TORCH_ATTENTION)
 
 
 def torch_attention() -> Callable[..., Tensor]:

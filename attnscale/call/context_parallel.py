@@ -1,8 +1,9 @@
-"""Refusal of torch's context parallelism, where a process would count only its own part of the keys."""
+"""torch's own context parallelism: whether it is active, and its refusal where n would be that of one process."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,12 +20,28 @@ def sequence_is_split() -> bool:
     return module is not None and F.scaled_dot_product_attention in getattr(module, "_replaced_functions", ())
 
 
+def active_mesh() -> Any | None:
+    """The DeviceMesh of torch's `context_parallel` where it is active, else None.
+
+    torch has no name for it; the function that replaces attention holds it.
+    """
+    cells = F.scaled_dot_product_attention.__closure__ or () if sequence_is_split() else ()
+    held = (cell.cell_contents for cell in cells)
+    return next((value for value in held if type(value).__name__ == "DeviceMesh"), None)
+
+
+def rotates_keys() -> bool:
+    """Whether keys are to be passed on from process to process (`set_rotate_method("alltoall")`), or gathered."""
+    options = getattr(sys.modules.get(_CONTEXT_PARALLEL), "_cp_options", None)
+    return getattr(getattr(options, "rotate_method", None), "name", "") == "ALL_TO_ALL"
+
+
 def refuse_context_parallel(query: Tensor, what_to_do: str) -> None:
     """Refuse a call in which each process holds a part of the sequence; `what_to_do` ends the message."""
     if sequence_is_split() or (type(query) is not Tensor and _is_sharded_by_row(query)):
         raise BackendError(
-            "attnscale does not work under context parallelism yet: each process would count the keys of its own part "
-            f"of the sequence, and so use a wrong β; {what_to_do}"
+            "under context parallelism each process would count the keys of its own part of the sequence, and so use a "
+            f"wrong β; {what_to_do}"
         )
 
 

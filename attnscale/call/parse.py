@@ -157,12 +157,15 @@ def _window(window: int | Window | None) -> Window:
 
 
 def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.device) -> int | Tensor:
-    accepted = "an int >= 0 or an integer tensor [B]: keys in the cache before the first query"
+    accepted = "an int >= 0 or an integer tensor [B]: keys before the first query; or [B|1, Tq]: before each query"
     if isinstance(offset, Tensor):
         offset = _integer("cache_offset", offset, device)
-        if offset.numel() not in (1, layout.size):
+        of_each = offset.dim() == 2 and offset.shape[1] == queries and offset.shape[0] in (1, layout.size)
+        if offset.numel() not in (1, layout.size) and not of_each:
             reject("cache_offset", list(offset.shape), accepted)
         _check_values("cache_offset", offset, (offset < 0).any, accepted)
+        if of_each:
+            return offset
         return offset.reshape(-1, 1) + torch.arange(queries, device=device)
     if isinstance(offset, bool) or not isinstance(offset, int):
         reject_type("cache_offset", offset, accepted)

@@ -57,13 +57,21 @@ class Listener(Protocol):
         """The listener has raised an exception; nothing more is reported to it for now."""
 
 
+class Report(Protocol):
+    """How a call is run and reported; `measured` is the same call for the listener, with keys of other processes."""
+
+    def __call__(
+        self, tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None
+    ) -> Tensor: ...
+
+
 class Tap(Uncopied):
     """Connects a module to a listener; `report` runs a call and reports it to the listener of a tap's id.
 
     The id is a tensor, so that modules with different taps share one compiled graph.
     """
 
-    def __init__(self, listener: Listener, report: Callable[[Tensor, AttentionCall, Run], Tensor]) -> None:
+    def __init__(self, listener: Listener, report: Report) -> None:
         number = next(state.TAP_NUMBERS)
         self.listener = listener
         self.report = report

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("show", "a run of the monitor in the terminal, live"),
     "report": ("show", "a run of the monitor, or an evaluation, as one HTML page"),
     "theory": ("theory", "predictions of the papers against measurements: table, figures and data"),
+    "plan": ("plan", "memory and bytes sent of context parallel attention, by a model"),
     "bench": ("bench", "cost against torch's attention, as ratios in one run"),
     "doctor": ("show", "versions, devices and a self-check of every backend"),
 }

@@ -29,8 +29,14 @@ from attnscale.diagnostics.recomputed_calls import UNKNOWN
 T = TypeVar("T")
 
 
-def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor]) -> Tensor:
-    """`run(call)`, reported to the listener of a tap in forward and backward."""
+def run_reported(
+    tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor], measured: AttentionCall | None = None
+) -> Tensor:
+    """`run(call)`, reported to the listener of a tap in forward and backward.
+
+    Where a process holds some of the keys, `measured` is the call with all of them, for the statistics of rows; the
+    gradients reported are those of the call itself.
+    """
     if not torch.compiler.is_compiling():
         if call.query.device.type == "meta":  # no values to report
             return run(call)
@@ -38,7 +44,7 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCa
             reason = "inside torch.func transforms or forward-mode AD"  # which the functions below do not support
             _send(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
             return run(call)
-    parts, graph = CallParts.of(call), torch.is_grad_enabled()
+    parts, graph = CallParts.of(call if measured is None else measured), torch.is_grad_enabled()
     if is_watched():
         query, key, value = _GraphInputs.apply(tap_id, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
         out = run(replace(call, query=query, key=key, value=value))

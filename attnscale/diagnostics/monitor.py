@@ -7,24 +7,29 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from attnscale._util.checks import check_int
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
+from attnscale._util.processes import read_group
 from attnscale.call.tap import Tap
 from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.collect import collect
-from attnscale.diagnostics.records.distributed import Processes
+from attnscale.diagnostics.records.distributed import Processes, shards_heads_unsaid
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.diagnostics.thresholds import Thresholds, find_alerts
 from attnscale.errors import MonitorWarning, reject, reject_type
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +49,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     query and key rows of a head that raised one.
 
     In a distributed run every process has a monitor and calls `step`. Layers are joined by name over `process_group`
-    (None: all processes), whose first process hands the records to its sinks. Where processes hold different layers or
-    heads under the same names (pipeline stages, tensor parallelism), pass the group of those that hold the same.
+    (None: all processes), whose first process hands the records to its sinks. Heads that are spread over processes by
+    `attnscale.distributed.HeadParallel` are joined by their numbers in the whole layer. Where processes hold different
+    layers under the same names (pipeline stages), or the same rows twice, pass the group of those whose rows differ, or
+    its DeviceMesh.
 
     >>> import torch
     >>> from attnscale import ScaledDotProductAttention
@@ -68,7 +75,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         alerts: Thresholds | str | Path | None = DEFAULT,
         on_alert: Callable[[Alert], object] | None = None,
         dump: str | Path | None = None,
-        process_group: distributed.ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         check_int("every", every, "an int >= 1", least=1)
         if rows is not None:
@@ -76,10 +83,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
-        grouped = distributed.is_available() and isinstance(process_group, distributed.ProcessGroup)
-        if process_group is not None and not grouped:
-            accepted = "a torch.distributed.ProcessGroup that this process belongs to, or None"
-            reject_type("process_group", process_group, accepted)
+        group = read_group("process_group", process_group)
         self.every = every
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
@@ -93,7 +97,16 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
         self._closed = False
         self._notices = Notices()
-        self._processes = Processes(list(found), process_group, self._notices)
+        self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
+        self._processes = Processes(self._head_parts, group, self._notices)
+        parted = any(getattr(module, "head_part", (0, 1))[1] > 1 for module in found.values())
+        if self._processes.number > 1 and group is None and not parted and shards_heads_unsaid(model):
+            self._notices.add(
+                "heads",
+                "parameters of the model are sharded by tensor parallelism, and a monitor cannot tell which heads a "
+                "process has: give the attention attnscale.distributed.HeadParallel() in the plan, or the monitor the "
+                "process_group of those whose rows differ",
+            )
         modules = dict(model.named_modules())  # of a swapped model, the attention whose child ours is
         self.layers = {
             path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
@@ -163,7 +176,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._raised = set(found)
         for alert in alerts if self.dump is not None else ():
             if alert.layer in self.layers:  # else another process has it
-                self._guard("a dump", _dump_rows, self.dump, alert, self.layers[alert.layer].captured)
+                captured, part = self.layers[alert.layer].captured, self._head_parts[alert.layer]
+                self._guard("a dump", _dump_rows, self.dump, alert, captured, part)
         if self._processes.rank > 0 or not records:
             return
         for sink in list(self._sinks):
@@ -196,8 +210,10 @@ def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
     return monitor
 
 
-def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor]) -> None:
+def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part: int) -> None:
     """Write the sampled query rows of the head and the key rows at their slots as safetensors, if there are any.
+
+    Of the heads of the layer this process has the part of that number.
 
     The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
     """
@@ -205,11 +221,14 @@ def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor]) -> No
     if not captured:
         return
     query, key = captured["query"], captured["key"]
+    head = alert.head - part * query.shape[1]
+    if not 0 <= head < query.shape[1]:
+        return  # another process has it
     group = query.shape[1] // key.shape[1]
     rows = {
         "rows": captured["rows"].cpu().contiguous(),
-        "query": query[:, alert.head].cpu().contiguous(),  # [B, R, D]
-        "key": key[:, alert.head // group].cpu().contiguous(),
+        "query": query[:, head].cpu().contiguous(),  # [B, R, D]
+        "key": key[:, head // group].cpu().contiguous(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step{alert.step}-{alert.layer}-head{alert.head}-{alert.kind}.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
 from attnscale.call.context import shown
-from attnscale.call.context_parallel import refuse_context_parallel, sequence_is_split
+from attnscale.call.context_parallel import active_mesh, refuse_context_parallel, sequence_is_split
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import CHOSEN_KEYS
+from attnscale.hf.split_attention import attend_split
 from attnscale.policies.temperature import mark_counted
 
 # How many masks are remembered: a model has full and sliding ones, those of encoder, decoder and cross attention.
@@ -49,7 +50,13 @@ def attend(
     for name in CHOSEN_KEYS:
         if arguments.get(name) is not None:
             raise ArgumentError(f"{type(module).__name__} attends to {name} of its own choice: attnscale cannot")
-    refuse_split_sequence(query)
+    mesh = _split_over(site, query)
+    if mesh is not None:
+        return attend_split(
+            site, query, key, value, attention_mask, mesh, position_ids=position_ids, scaling=scaling, dropout=dropout,
+            softcap=softcap, sinks=s_aux, window=sliding_window,
+            is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        )  # fmt: skip
     if cache is not None:  # the paged cache of continuous batching
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
     queries, keys = query.shape[2], key.shape[2]
@@ -87,10 +94,21 @@ def _sequence_is_split() -> bool:
     return sequence_is_split()
 
 
+def _split_over(site: nn.Module, query: Tensor) -> Any | None:
+    """The mesh over which the sequence is split, by torch's `context_parallel` or our style; None where it is not."""
+    if site.spread is not None:
+        return cast("Any", site.spread).mesh
+    if not _sequence_is_split() and type(query) is Tensor:
+        return None
+    mesh = None if torch.compiler.is_compiling() or type(query) is not Tensor else active_mesh()
+    if mesh is None:
+        refuse_split_sequence(query)
+    return mesh
+
+
 def refuse_split_sequence(query: Tensor) -> None:
-    """Refuse attention under context parallelism, compiled or not."""
-    if _sequence_is_split() or type(query) is not Tensor:
-        refuse_context_parallel(query, "train without it (cp_size=1), or call handle.remove() first")
+    """Refuse a split sequence of which nothing else is known: in a compiled graph, and where it is a DTensor."""
+    refuse_context_parallel(query, "run it uncompiled under torch's context_parallel, or call handle.remove() first")
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:

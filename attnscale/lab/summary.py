@@ -1,4 +1,4 @@
-"""From cells to tables: means with bootstrap intervals, and differences and ratios to constant β on the same windows."""
+"""From cells to tables: means with bootstrap intervals; differences and ratios to constant β on the same windows."""
 
 from __future__ import annotations
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
+from attnscale._util.processes import RowGroup, local, sum_over_rows
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies.base import LengthPolicy, Policy, ln
 from attnscale.policies.fields import check_length, check_number, flag, length, not_negative, number, positive
 from attnscale.statistics import RowStats, StatsRequest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -82,7 +87,8 @@ class GapAdaptive(ScorePolicy):
 
     `scope="head"` uses a running estimate per head: 1/Λ = a + b/ln n, fitted to the rows of every training call with
     exponential forgetting (`momentum`). Averaging 1/Λ is robust against the heavy tail of Λ. In eval mode the estimate
-    is frozen and reads no scores, so that prefill and decoding agree.
+    is frozen and reads no scores, so that prefill and decoding agree. In a distributed run the rows of all processes
+    enter the estimate, or of those that `attnscale.distributed.share_rows` names.
     """
 
     name = "gap_adaptive"
@@ -97,6 +103,7 @@ class GapAdaptive(ScorePolicy):
     momentum: float = number("a number in [0, 1)", 0.99, above=-math.ulp(0.0), below=1.0)
     gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
 
+    _rows: RowGroup | None = field(init=False, default=None)  # set by `share`
     sums: Tensor = field(init=False)  # [H, 5] running means of 1, x, y, x², x·y with x = 1/ln n and y = 1/Λ
 
     def validate(self) -> None:
@@ -140,7 +147,7 @@ class GapAdaptive(ScorePolicy):
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         if self.scope == "row":
             return super().formula(n, position)
-        count, x, y, xx, xy = self.sums.unbind(-1)
+        count, x, y, xx, xy = local(self.sums).unbind(-1)
         if not torch.compiler.is_compiling() and not count.is_meta and not bool((count > 0).all()):
             raise ArgumentError("gap_adaptive with scope='head' has seen no rows: train it first, or use scope='row'")
         spread = (count * xx - x * x).clamp(min=1e-12)
@@ -161,10 +168,25 @@ class GapAdaptive(ScorePolicy):
         x = torch.where(usable, 1 / ln(visible), 0.0)
         y = torch.where(usable, 1 / scale.double(), 0.0)  # 1/∞ is 0: a tie is one row among many
         moments = torch.stack([usable.double(), x, y, x * x, x * y], dim=-1).sum((0, 2))  # [H, 5]
+        moments = sum_over_rows(moments, self._rows)
         share = moments / moments[:, :1].clamp(min=1)
-        first = self.sums[:, :1] == 0
-        mixed = torch.where(first, share, self.momentum * self.sums + (1 - self.momentum) * share)
-        self.sums.copy_(torch.where(moments[:, :1] > 0, mixed, self.sums))
+        sums = local(self.sums)
+        first = sums[:, :1] == 0
+        mixed = torch.where(first, share, self.momentum * sums + (1 - self.momentum) * share)
+        sums.copy_(torch.where(moments[:, :1] > 0, mixed, sums))
+
+    def share(self, group: ProcessGroup | None) -> None:
+        """Reduce the running estimate over a group in place of all processes; None: over none."""
+        self._rows = RowGroup(group)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GapAdaptive:
+        """Moved with its model, the running estimate keeps its dtype: differences of means need fp64."""
+        kept = self._buffers.get("sums")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = self._buffers.get("sums")
+        if kept is not None and moved is not None and moved.dtype != kept.dtype:
+            self._buffers["sums"] = kept.to(moved.device)
+        return self
 
 
 def inverse_zeta(value: float) -> float:

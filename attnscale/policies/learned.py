@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnscale._util.processes import local
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies.base import LONGEST_USUAL_CONTEXT, LengthPolicy, ln, read_lengths
 from attnscale.policies.fields import flag, length, not_negative, number
@@ -48,8 +49,8 @@ class SSMax(LengthPolicy):
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         log = ln(position + 1)
         # In the logarithm's dtype: an int n gives a 0-d tensor, which would not lift s out of bf16 by itself.
-        beta = self.s[:, None].to(log.dtype) * log
-        return beta if self.b is None else beta + self.b[:, None]
+        beta = local(self.s)[:, None].to(log.dtype) * log
+        return beta if self.b is None else beta + local(self.b)[:, None]
 
     def longest_beta(self) -> float:
         # From the start value: reading the parameters would synchronise, and on the meta device they have none.
@@ -93,18 +94,19 @@ class ASEntmax(LengthPolicy):
         """β [B, H, Tq] in fp32 for n (or positions) [..., Tq] and queries [B, H, Tq, D]."""
         if not isinstance(query, Tensor):
             reject_type("query", query, "a tensor: asentmax needs the queries [B, H, Tq, D]")
-        if query.dim() < 3 or query.shape[-3] != self.num_heads or query.shape[-1] != self.head_dim:
+        w_beta, w_gamma = local(self.w_beta), local(self.w_gamma)
+        if query.dim() < 3 or query.shape[-3] != w_beta.shape[0] or query.shape[-1] != self.head_dim:
             raise ArgumentError(
                 f"query of shape {list(query.shape)} is not accepted: asentmax was built for "
-                f"[B, {self.num_heads}, Tq, {self.head_dim}]"
+                f"[B, {w_beta.shape[0]}, Tq, {self.head_dim}]"
             )
         _, position = read_lengths(n, positions)
         if position.dim() and position.shape[-1] not in (1, query.shape[-2]):
             reject("n or positions", list(position.shape), f"one that broadcasts with {query.shape[-2]} query rows")
         x = query.to(torch.promote_types(query.dtype, torch.float32))
         # Products and sums rather than a matrix product, which autocast would do in half precision.
-        strength = F.softplus((x * self.w_beta[:, None]).sum(-1))
-        exponent = 2 * torch.tanh((x * self.w_gamma[:, None]).sum(-1))
+        strength = F.softplus((x * w_beta[:, None]).sum(-1))
+        exponent = 2 * torch.tanh((x * w_gamma[:, None]).sum(-1))
         beta = self.delta + strength * ln(position + 2).to(x.dtype).pow(exponent)
         return beta.to(torch.float32)
 

@@ -87,7 +87,7 @@ def refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None
             "other one: use torch.export or torch.compile"
         )
     if not known:
-        refuse_context_parallel(query, "gather the keys and pass positions=, or pass n itself as visible=")
+        refuse_context_parallel(query, "use attnscale.distributed.context_parallel_attention, or pass n as visible=")
 
 
 def check_beta(beta: Tensor, query: Tensor) -> Tensor:

@@ -88,6 +88,23 @@ class AttentionOutput(NamedTuple):
     output: Tensor
     stats: RowStats
 
+    def merge(self, other: AttentionOutput) -> AttentionOutput:
+        """Output and statistics of the same rows over the keys of both, which must be disjoint; see `RowStats.merge`.
+
+        Each output is weighted by its share of the softmax, so both need `lse`.
+
+        >>> from attnscale import attention_with_stats
+        >>> q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 10, 8)
+        >>> parts = [attention_with_stats(q, keys, keys) for keys in (k[:, :, :4], k[:, :, 4:])]
+        >>> torch.testing.assert_close(parts[0].merge(parts[1]).output, attention_with_stats(q, k, k).output)
+        """
+        stats = self.stats.merge(other.stats)
+        if stats.lse is None or self.stats.lse is None or other.stats.lse is None:
+            raise ArgumentError("outputs without lse are not accepted: expected StatsRequest(lse=True), to weigh them")
+        output = self.output * largest_weight(self.stats.lse, stats.lse)[..., None].to(self.output.dtype)
+        output = output + other.output * largest_weight(other.stats.lse, stats.lse)[..., None].to(other.output.dtype)
+        return AttentionOutput(output, stats)
+
 
 def largest_weight(max_logit: Tensor, lse: Tensor) -> Tensor:
     """e^(m − lse), zero for a row without keys."""

@@ -33,6 +33,7 @@ LISTED = {
     "HF_HOLDERS",
     "HF_KNOWN_CAUSALITY",
     "HF_COUNTED_MASKS",
+    "HF_TOKEN_SHARDS",
 }
 
 # Calls whose result can change after the import.

@@ -44,7 +44,7 @@ def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
         )
         of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
         mode = "training" if part.training else "evaluation"
-        yield Record(step, part.layer, head, forward, backward, of_head, mode)
+        yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:

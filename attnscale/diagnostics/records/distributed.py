@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from attnscale._util.uncopied import Uncopied
 from attnscale.diagnostics.notices import Notices
@@ -18,11 +18,28 @@ STEP_MODULUS = 2**24  # a float32 holds smaller integers exactly
 
 
 class Part(NamedTuple):
-    """The numbers of a layer from P processes, [P, H, W], of its calls in training or in evaluation."""
+    """The numbers of a layer from P processes, [P, H, W], of its calls in training or in evaluation.
+
+    Its heads are those from `first` on, where processes have different heads of the layer.
+    """
 
     layer: str
     training: bool
     rows: Tensor
+    first: int = 0
+
+
+def shards_heads_unsaid(model: nn.Module) -> bool:
+    """Whether parameters of a model are sharded by tensor parallelism, which may have split heads too.
+
+    `fully_shard` shards parameters once; more than that is tensor parallelism.
+    """
+    sharded = 0
+    for parameter in model.parameters():
+        placements = getattr(parameter, "placements", ())
+        sharded = max(sharded, sum(type(placement).__name__.endswith("Shard") for placement in placements))
+    by_data = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
+    return sharded > by_data
 
 
 class Processes(Uncopied):
@@ -31,13 +48,17 @@ class Processes(Uncopied):
     A report is one collective. Each process sends a header with its number of heads of every layer, and the numbers of
     those layers whose size all processes know. Where the headers contain a size that was not known, as at the first
     call of a layer, all learn it and send again.
+
+    `names` maps each layer to the part of its heads that this process has, counted from 0. Processes with the same part
+    have different rows, which are added; those with different parts have different heads of the same rows.
     """
 
-    def __init__(self, names: Sequence[str], group: distributed.ProcessGroup | None, notices: Notices) -> None:
-        self._names = list(names)
+    def __init__(self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices) -> None:
+        self._names = dict(names)
         self._group = group
         self._notices = notices
         self._heads: dict[str, int] = {}  # of all processes' layers; 0: not known yet
+        self._head_parts: list[dict[str, int]] = []  # of each process
 
     @property
     def number(self) -> int:
@@ -58,6 +79,7 @@ class Processes(Uncopied):
 
     def join(self, step: int, here: Mapping[str, Part], width: int) -> list[Part]:
         """The parts of all processes, from those of this one, each [1, H, width]."""
+        here = {name: part._replace(first=self._names[name] * part.rows.shape[1]) for name, part in here.items()}
         if self.number == 1:
             return list(here.values())
         if not self._heads:
@@ -75,11 +97,12 @@ class Processes(Uncopied):
 
     def _gather_layers(self, here: Mapping[str, Part]) -> dict[str, int]:
         """The layers of all processes in the order of the first that has them, with the known numbers of heads."""
-        mine = [(name, here[name].rows.shape[1] if name in here else 0) for name in self._names]
-        theirs: list[list[tuple[str, int]] | None] = [None] * self.number
+        mine = [(name, here[name].rows.shape[1] if name in here else 0, part) for name, part in self._names.items()]
+        theirs: list[list[tuple[str, int, int]] | None] = [None] * self.number
         distributed.all_gather_object(theirs, mine, group=self._group)
+        self._head_parts = [{name: part for name, _, part in layers or ()} for layers in theirs]
         found: dict[str, int] = {}
-        for name, heads in (layer for layers in theirs for layer in layers or ()):
+        for name, heads, _ in (layer for layers in theirs for layer in layers or ()):
             found[name] = max(found.get(name, 0), heads)
         return found
 
@@ -119,7 +142,10 @@ class Processes(Uncopied):
             elif bool((column > 0).any()):
                 training = bool(trained.any())
                 chosen = trained if training else column > 0
-                found.append(Part(name, training, body[chosen].view(-1, expected, width)))
+                parts = torch.tensor([of_process.get(name, 0) for of_process in self._head_parts])
+                for part in sorted(set(parts[chosen].tolist())):
+                    own = body[chosen & (parts == part)].view(-1, expected, width)
+                    found.append(Part(name, training, own, part * expected))
         return found
 
     def _warn(self, kind: str, reason: str) -> None:

@@ -1,0 +1,45 @@
+"""Context parallelism by all-gather: each process has its own rows and the keys and values of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from attnscale.backends import dispatch
+from attnscale.backends.call_stats import counted
+from attnscale.call.attention_call import AttentionCall
+from attnscale.distributed.shards import TokenShards, take_tokens
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+
+
+class Gather:
+    """Rows of this process against gathered keys; in backward the gradients of keys are summed by a reduce-scatter."""
+
+    def __init__(self, call: AttentionCall, shards: TokenShards, backend: str) -> None:
+        key, value = gather_keys(call.key, call.value, shards)
+        self._call = replace(call, key=key, value=value)
+        self._backend = backend
+
+    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+        """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
+        return dispatch.score_statistics(policy, self._call, self._backend)
+
+    def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
+        """Output and statistics of the own rows."""
+        call = replace(self._call, beta=beta)
+        if request is None:
+            return AttentionOutput(dispatch.run(call, self._backend), counted(call))
+        return dispatch.measure(call, request, self._backend)
+
+
+def gather_keys(key: Tensor, value: Tensor, shards: TokenShards) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, L, ·] of all processes, in the order of the sequence, by one collective."""
+    both = torch.cat([key, value], dim=-1)[None].contiguous()
+    everywhere = collectives.all_gather_single_autograd(both, 0, shards.group)  # [P, B, Hkv, L, D + Dv]
+    in_order = take_tokens(everywhere.movedim(0, 2).flatten(2, 3), shards.in_turn().argsort(-1))
+    found_key, found_value = torch.split(in_order, [key.shape[-1], value.shape[-1]], dim=-1)
+    return found_key, found_value

@@ -1,0 +1,199 @@
+"""Context parallelism as a ring: keys and values travel from process to process, partial results are merged.
+
+No process ever holds more than two shards of keys. Each shard is computed by the blockwise backend, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as collectives
+
+from attnscale._util.processes import wait
+from attnscale.backends.blockwise.backend import BlockwiseBackend, blockwise_backward
+from attnscale.backends.call_stats import counted
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import Context
+from attnscale.distributed.ring_gaps import RingGaps
+from attnscale.distributed.shards import TokenShards, take_tokens
+from attnscale.errors import BackendError
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
+
+BLOCKWISE = BlockwiseBackend()
+
+
+class Ring:
+    """Rows of this process against one shard of keys after another."""
+
+    def __init__(self, call: AttentionCall, shards: TokenShards, backend: str) -> None:
+        if backend not in ("auto", BLOCKWISE.name):
+            raise BackendError(
+                f"backend={backend!r} cannot compute method='ring': its shards are computed by blockwise"
+            )
+        if call.dropout_p > 0.0:
+            raise BackendError("method='ring' has no dropout: use method='gather' or 'ulysses'")
+        if call.bias is not None and call.bias.requires_grad:
+            raise BackendError("method='ring' gives no gradient of attn_mask: use method='gather'")
+        # Bounds in slots become bounds in a shard where its keys lie in the order of the sequence.
+        order = shards.own.argsort(-1)
+        self._call = replace(call, key=take_tokens(call.key, order), value=take_tokens(call.value, order))
+        self._rotation = Rotation(shards)
+
+    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+        """Statistics of the own rows at β = 1; Λ has no gradient here."""
+        if policy.gradient == "through":
+            raise BackendError("method='ring' has no gradient through Λ: use gradient='detach', or method='gather'")
+        return self._statistics(replace(self._call, sinks=None), policy.request), None
+
+    def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
+        """Output and statistics of the own rows."""
+        call, rotation = replace(self._call, beta=beta), self._rotation
+        entropy = request is not None and request.entropy
+        found: list[RowStats] = []
+        tensors = call.query, call.key, call.value, call.row_beta(), call.sinks
+        output: Tensor = _RingAttention.apply(call, rotation, entropy, found, *tensors)  # type: ignore[no-untyped-call]
+        if request is None:
+            return AttentionOutput(output, counted(call))
+        queries = call.query.shape[2]
+        if request.rows is not None and request.rows < queries:
+            rows = sample_rows(queries, request.rows, request.seed, output.device)
+            return AttentionOutput(output, self._statistics(call.select(rows), request)._replace(rows=rows))
+        return AttentionOutput(output, self._finish(call, request, found[0]))
+
+    @torch.no_grad()
+    def _statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        """Statistics without the output: only keys travel."""
+        call = call.detached()
+        stats = counted(call)
+        if request.softmax:
+            stats = reduce_outputs(call, self._rotation, entropy=request.entropy, values=False).stats
+        return self._finish(call, request, stats)
+
+    def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
+        """What was asked for, with the statistics of gaps, for which the keys travel twice more."""
+        stats = stats._replace(
+            lse=stats.lse if request.lse else None,
+            max_logit=stats.max_logit if request.max_logit else None,
+            w_max=stats.w_max if request.w_max else None,
+            entropy=stats.entropy if request.entropy else None,
+            with_sink=call.sinks is not None and request.softmax,
+        )
+        return RingGaps(call.detached(), request, self._rotation.keys).add(stats) if request.gaps else stats
+
+
+class Rotation:
+    """Passes tensors on from each process to the next, and knows whose they are."""
+
+    def __init__(self, shards: TokenShards) -> None:
+        self.shards = shards
+        self.places = shards.slots.sort(-1).values  # [P, B|1, L], as keys lie in their shards
+
+    def keys(self, call: AttentionCall) -> Iterator[AttentionCall]:
+        """The rows of a call against each shard of keys, the own first."""
+        for source, (key,) in self.turn(call.key):
+            yield self.part(call, source, key, call.value[..., :0])
+
+    def turn(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each process's tensors and its number. The next ones travel while these are used."""
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        for step in range(self.shards.size):
+            coming = self.send(flat) if step + 1 < self.shards.size else None
+            parts = torch.split(flat, [x.numel() for x in tensors])
+            shaped = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+            yield (self.shards.rank - step) % self.shards.size, shaped
+            if coming is not None:
+                flat = wait(coming)
+
+    def send(self, flat: Tensor) -> Tensor:
+        """To the next process; what comes from the one before is there after `wait`."""
+        size = self.shards.size
+        return collectives.permute_tensor(
+            flat.contiguous(), [(rank + 1) % size for rank in range(size)], self.shards.group
+        )
+
+    def part(self, call: AttentionCall, source: int, key: Tensor, value: Tensor) -> AttentionCall:
+        """The rows of a call against the shard of one process; a sink belongs to the own shard only."""
+        sinks = call.sinks if source == self.shards.rank else None
+        return replace(call, key=key, value=value, context=self._context(call.context, source), sinks=sinks)
+
+    def _context(self, context: Context, source: int) -> Context:
+        """What rows may see of a shard: the slots between their bounds are neighbours there too."""
+        places = self.places[source]  # [B|1, L]
+        bounds = [bound.expand(max(bound.shape[0], places.shape[0]), -1) for bound in context.bounds()]
+        sorted_places = places.expand(bounds[0].shape[0], -1).contiguous()
+        first, last = (torch.searchsorted(sorted_places, bound.contiguous()) for bound in bounds)
+        padding, mask = context.padding, context.mask
+        if padding is not None:
+            batch = max(padding.shape[0], places.shape[0])
+            padding = padding.expand(batch, -1).gather(-1, places.expand(batch, -1))
+        if mask is not None:
+            batch = max(mask.shape[0], places.shape[0])
+            index = places.expand(batch, -1)[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
+            mask = mask.expand(batch, -1, -1, -1).gather(-1, index)
+        keys = places.shape[1]
+        return Context(context.queries, keys, context.device, first=first, last=last, padding=padding, mask=mask)
+
+
+def reduce_outputs(call: AttentionCall, rotation: Rotation, *, entropy: bool, values: bool) -> AttentionOutput:
+    """The merged output and statistics of all shards, in fp32 at least."""
+    # Rounded once, at the end: outputs of shards in half precision would each be rounded.
+    call = replace(call, query=call.query.to(torch.promote_types(call.query.dtype, torch.float32)))
+    request = StatsRequest(entropy=entropy)
+    total: AttentionOutput | None = None
+    for source, (key, value) in rotation.turn(call.key, call.value if values else call.value[..., :0]):
+        found = BLOCKWISE.measure(rotation.part(call, source, key, value), request)
+        total = found if total is None else total.merge(found)
+    return cast("AttentionOutput", total)  # a process group has at least one process
+
+
+class _RingAttention(torch.autograd.Function):
+    """Forward and backward of the ring; statistics of the rows are added to a list."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: AttentionCall, rotation: Rotation, entropy: bool, found: list[RowStats], *tensors: Tensor | None
+    ) -> Tensor:
+        total = reduce_outputs(call.detached(), rotation, entropy=entropy, values=True)
+        found.append(total.stats)
+        output = total.output.to(call.query.dtype)
+        ctx.call, ctx.rotation = call.detached(), rotation
+        ctx.save_for_backward(*tensors, total.output, total.stats.lse)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, beta, sinks, output, lse = ctx.saved_tensors
+        call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
+        rotation: Rotation = ctx.rotation
+        wide = torch.promote_types(query.dtype, torch.float32)
+        dquery, dbeta = (torch.zeros_like(x, dtype=wide) for x in (query, beta))
+        dsinks: Tensor | None = None
+        # The gradients of a shard travel one step behind it, and one step more, home.
+        travelling = key.new_zeros(key.numel() + value.numel(), dtype=wide)
+        for source, (its_key, its_value) in rotation.turn(key, value):
+            if source != rotation.shards.rank:
+                travelling = wait(rotation.send(travelling))
+            part = rotation.part(call, source, its_key, its_value)
+            context = part.context
+            visibility = *context.bounds(), context.padding, context.mask
+            rest = its_value.to(wide), part.sinks, None, output, lse, call.scale, call.softcap, 0.0, False
+            dq, dk, db, dv, _, ds = blockwise_backward(
+                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *visibility, *rest
+            )
+            dquery += dq
+            dbeta += db
+            dsinks = dsinks if part.sinks is None else ds
+            travelling = travelling + torch.cat([dk.reshape(-1), dv.reshape(-1)])
+        if rotation.shards.size > 1:
+            travelling = wait(rotation.send(travelling))
+        dkey, dvalue = torch.split(travelling, [key.numel(), value.numel()])
+        dkey, dvalue = dkey.view_as(key).to(key.dtype), dvalue.view_as(value).to(value.dtype)
+        nothing = None, None, None, None
+        return *nothing, dquery.to(query.dtype), dkey, dvalue, dbeta.to(beta.dtype), dsinks

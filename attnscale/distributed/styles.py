@@ -1,0 +1,151 @@
+"""Styles for torch's `parallelize_module`: attention whose sequence, or whose heads, are spread over a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from attnscale._util.processes import read_group
+from attnscale.call.tap import Tap
+from attnscale.distributed.context_parallel import METHODS, Method, context_parallel_attention
+from attnscale.distributed.shards import TokenShards
+from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.module import ScaledDotProductAttention
+from attnscale.policies.adaptive import GapAdaptive
+from attnscale.policies.base import LengthPolicy
+from attnscale.policies.per_head import PerHead
+
+
+class ContextParallel(ParallelStyle):
+    """Context parallelism of a `ScaledDotProductAttention`, whose calls then need `positions=`.
+
+    >>> from attnscale.distributed import ContextParallel
+    >>> plan = {"blocks.*.attention": ContextParallel(method="ring")}
+
+    `parallelize_module(model, mesh["cp"], plan)` applies it; monitors listen as before.
+    """
+
+    def __init__(self, method: Method = "gather") -> None:
+        if method not in METHODS:
+            reject("method", method, f"one of {', '.join(map(repr, METHODS))}")
+        self.method = method
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _ours(module).spread = SpreadSequence(device_mesh, self.method)
+        return module
+
+
+class SpreadSequence:
+    """`context_parallel_attention` over one mesh, for a module. Copies share the mesh; pickled ones have none."""
+
+    def __init__(self, mesh: DeviceMesh, method: Method) -> None:
+        self.mesh, self.method = mesh, method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequence:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __call__(
+        self,
+        tap: Tap | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        *,
+        positions: Tensor | TokenShards | None = None,
+        **rules: Any,
+    ) -> Tensor:
+        """The output for the tokens of this process."""
+        if positions is None:
+            raise ArgumentError(
+                "positions=None is not accepted under context parallelism: expected the place of each token of this "
+                "process in the whole sequence, without which n is not known"
+            )
+        return context_parallel_attention(
+            query, key, value, mesh=self.mesh, positions=positions, method=self.method, attn_mask=attn_mask,
+            dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, tap=tap, **rules,
+        ).output  # fmt: skip
+
+
+class HeadParallel(ParallelStyle):
+    """Tensor parallelism of a `ScaledDotProductAttention`, of whose heads each process has an equal part, in order.
+
+    Parameters and running estimates of its policy, one per head, become DTensors sharded with the heads, and a monitor
+    reports heads by their numbers in the whole module. `rows` is the mesh over whose processes rows differ, for running
+    estimates; None: all dimensions of the whole mesh but that of the heads.
+
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    >>> from attnscale.distributed import HeadParallel
+    >>> plan = {"qkv": ColwiseParallel(), "attention": HeadParallel(), "out": RowwiseParallel()}
+    """
+
+    def __init__(self, rows: DeviceMesh | None = None) -> None:
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        attention, size = _ours(module), device_mesh.size()
+        policies = [part for part in attention.modules() if part is not attention]
+        for policy in policies:
+            if isinstance(policy, PerHead):
+                raise ArgumentError("per_head is not accepted by HeadParallel: its parts do not follow the processes")
+            for name, tensor in (*policy.named_parameters(recurse=False), *policy.named_buffers(recurse=False)):
+                if tensor.shape[0] % size:
+                    reject("heads", tensor.shape[0], f"a multiple of the {size} processes")
+                sharded: Tensor = distribute_tensor(tensor.detach(), device_mesh, [Shard(0)])
+                if isinstance(tensor, nn.Parameter):
+                    policy.register_parameter(name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
+                else:
+                    policy.register_buffer(name, sharded)
+        attention.head_part = device_mesh.get_local_rank(), size
+        share_rows(attention, _others(device_mesh) if self.rows is None else self.rows)
+        return module
+
+
+def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | None) -> None:
+    """Say over which processes the rows of a model differ, for the running estimates of its policies.
+
+    They are reduced over these, so that every process uses the same β. Without this call they are reduced over all
+    processes, which is right for data and context parallelism alone; None: over none.
+    """
+    group = read_group("over", over)
+    for policy in model.modules():
+        if isinstance(policy, GapAdaptive):
+            policy.share(group)
+
+
+def shard_policies(model: nn.Module, **options: Any) -> None:
+    """`fully_shard` for each learned policy of a model; call it before `fully_shard` takes the rest, with its keywords.
+
+    Parameters of a policy are fp32, also in a bf16 model, and `fully_shard` takes parameters of one dtype at a time.
+    A model that is fp32 as a whole does not need this.
+    """
+    for module in model.modules():
+        if isinstance(module, LengthPolicy) and any(True for _ in module.parameters()):
+            fully_shard(module, **options)
+
+
+def _others(mesh: DeviceMesh) -> DeviceMesh | None:
+    """All dimensions of the whole mesh but those of a part of it."""
+    root = mesh._get_root_mesh()
+    if root.ndim > mesh.ndim and not (root.mesh_dim_names and mesh.mesh_dim_names):
+        raise ArgumentError("a mesh without names is not accepted here: expected HeadParallel(rows=...)")
+    names = tuple(name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ()))
+    return root[names] if root.ndim > mesh.ndim else None
+
+
+def _ours(module: nn.Module) -> ScaledDotProductAttention:
+    if not isinstance(module, ScaledDotProductAttention):
+        reject_type("module", type(module).__name__, "a ScaledDotProductAttention of attnscale's")
+    return module

@@ -1,0 +1,119 @@
+"""Context parallelism by all-to-all (DeepSpeed-Ulysses): each process has all rows of some of the heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from attnscale.backends import dispatch
+from attnscale.backends.call_stats import counted
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import Context
+from attnscale.distributed.shards import TokenShards, take_tokens
+from attnscale.errors import reject
+from attnscale.policies.adaptive import ScorePolicy
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
+from attnscale.statistics.gaps import Accumulation
+
+
+class Ulysses:
+    """Heads of this process with the whole sequence; outputs and statistics return to the rows they belong to."""
+
+    def __init__(self, call: AttentionCall, shards: TokenShards, backend: str, whole: Context) -> None:
+        heads, size = call.query.shape[1], shards.size
+        if heads % size:
+            reject("heads", heads, f"a multiple of the {size} processes, for method='ulysses'; use 'gather' or 'ring'")
+        self._rows, self._shards, self._backend = call, shards, backend
+        self._place = shards.in_turn()
+        self._order = self._place.argsort(-1)
+        key, value = (_repeated(x, heads, size) for x in (call.key, call.value))
+        query, key, value = self._to_heads(call.query, key, value)
+        own = slice(shards.rank * heads // size, (shards.rank + 1) * heads // size)
+        sinks = None if call.sinks is None else call.sinks[own]
+        self._call = replace(call, query=query, key=key, value=value, context=whole, sinks=sinks)
+
+    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+        """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
+        stats, through = dispatch.score_statistics(policy, self._call, self._backend)
+        return self._stats_of_rows(stats), None if through is None else self._to_rows(through[..., None])[..., 0]
+
+    def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
+        """Output and statistics of the own rows."""
+        if isinstance(beta, Tensor):
+            (beta,) = self._to_heads(beta.expand(self._rows.query.shape[:3])[..., None])
+            beta = beta[..., 0]
+        call = replace(self._call, beta=beta)
+        if request is None:
+            return AttentionOutput(self._to_rows(dispatch.run(call, self._backend)), counted(self._rows))
+        output, found = dispatch.measure(call, replace(request, rows=None), self._backend)
+        stats, queries = self._stats_of_rows(found), self._rows.query.shape[2]
+        if request.rows is not None and request.rows < queries:
+            rows = sample_rows(queries, request.rows, request.seed, output.device)
+            stats = _select(stats, rows)
+        return AttentionOutput(self._to_rows(output), stats)
+
+    def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """[B, H, L, ·] of the own rows to [B, H/P, T, ·] of the own heads, by one collective."""
+        size = self._shards.size
+        parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors]  # type: ignore[no-untyped-call]
+        sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
+        received = collectives.all_to_all_single_autograd(sent, None, None, self._shards.group)
+        flats = torch.split(received, [part[0].numel() for part in parts], dim=1)
+        blocks = (flat.reshape(part.shape) for flat, part in zip(flats, parts, strict=True))  # [P, B, H/P, L, ·]
+        return [take_tokens(block.movedim(0, 2).flatten(2, 3), self._order) for block in blocks]
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        """Inverse of `_to_heads`, of one tensor."""
+        size = self._shards.size
+        in_turn = take_tokens(x, self._place)
+        parts = in_turn.unflatten(2, (size, -1)).movedim(2, 0).contiguous()  # type: ignore[no-untyped-call]
+        received = collectives.all_to_all_single_autograd(parts, None, None, self._shards.group)
+        return received.movedim(0, 1).flatten(1, 2)
+
+    @torch.no_grad()
+    def _stats_of_rows(self, stats: RowStats) -> RowStats:
+        """Statistics [B, H/P, T] of the own heads to those [B, H, L] of the own rows, by one collective."""
+        names = [name for name in _FLOATING if getattr(stats, name) is not None]
+        columns = [getattr(stats, name) for name in names]
+        columns += [] if stats.accumulation is None else list(stats.accumulation)
+        columns += [] if stats.gap_counts is None else list(stats.gap_counts.unbind(-1))
+        moved = counted(self._rows)._replace(with_sink=stats.with_sink)
+        if not columns:
+            return moved
+        # In fp64, which holds counts of keys exactly.
+        found = list(self._to_rows(torch.stack([x.to(torch.float64) for x in columns], dim=-1)).unbind(-1))
+        dtype = next((x.dtype for x in columns if x.dtype.is_floating_point), torch.float32)
+        values: dict[str, Any] = {name: found.pop(0).to(dtype) for name in names}
+        if stats.accumulation is not None:
+            moved = moved._replace(accumulation=Accumulation(found.pop(0).to(dtype), found.pop(0).to(dtype)))
+        if stats.gap_counts is not None:
+            moved = moved._replace(gap_counts=torch.stack(found, dim=-1).to(torch.int64))
+        return moved._replace(**values)
+
+
+_FLOATING = ("lse", "max_logit", "w_max", "entropy", "criticality")
+
+
+def _repeated(x: Tensor, heads: int, size: int) -> Tensor:
+    """Keys or values [B, Hkv, L, ·] with their heads repeated until every process can have as many."""
+    times = size // math.gcd(x.shape[1], size)
+    if heads % (x.shape[1] * times):
+        reject("key heads", x.shape[1], f"a number that {size} processes can share; use method='gather' or 'ring'")
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def _select(stats: RowStats, rows: Tensor) -> RowStats:
+    """The statistics of some rows [R]."""
+    values: dict[str, Any] = {
+        name: getattr(stats, name)[..., rows] for name in _FLOATING if getattr(stats, name) is not None
+    }
+    if stats.accumulation is not None:
+        values["accumulation"] = Accumulation(*(end[..., rows] for end in stats.accumulation))
+    if stats.gap_counts is not None:
+        values["gap_counts"] = stats.gap_counts[..., rows, :]
+    return stats._replace(visible=stats.visible[..., rows], rows=rows, **values)

@@ -1,0 +1,140 @@
+"""transformers models in two processes: context parallelism as accelerate sets it up, and Trainer with its callback."""
+
+# ruff: noqa: E402  (transformers is not there for Python 3.10)
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from ranks import RANKS, on_two_ranks
+from tiny_models import llama
+from torch import distributed
+
+import attnscale
+import attnscale.hf
+from attnscale import BackendError, Monitor
+
+LAWS = {"log": {"name": "log", "reference_length": 4}, "ssmax": {"name": "ssmax", "reference_length": 8}}
+LENGTH = 16
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.arange(LENGTH).repeat(2, 1)
+
+
+def trained(law: str, mesh=None, rotation: str = "allgather") -> dict:
+    """Logits, gradients summed over processes, and n as a monitor heard it, with the sequence whole or split."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    model = llama().train()
+    handle = attnscale.hf.apply(model, LAWS[law], override=True)
+    tokens, places = inputs()
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        if mesh is None:
+            logits = model(tokens, position_ids=places, use_cache=False).logits
+            logits.square().sum().backward()
+        else:
+            _attach_context_parallel_hooks(model)
+            set_rotate_method(rotation)
+            with context_parallel(mesh, buffers=[tokens, places], buffer_seq_dims=[1, 1]):
+                own = places[0].clone()
+                part = model(tokens, position_ids=places, use_cache=False).logits
+                part.square().sum().backward()
+            set_rotate_method("allgather")
+            logits = part.new_zeros(2, LENGTH, part.shape[-1])
+            logits[:, own] = part.detach()
+            distributed.all_reduce(logits)
+        records = monitor.step(0)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for gradient in gradients.values() if mesh is not None else ():
+        distributed.all_reduce(gradient)
+    seen = sorted((record.layer, record.head, *record.forward["visible"]) for record in records)
+    handle.remove()
+    return {"logits": logits.detach(), "gradients": gradients, "seen": seen}
+
+
+def together(rank: int) -> dict:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    found = {(law, rotation): trained(law, mesh, rotation) for law in LAWS for rotation in ("allgather", "alltoall")}
+    found["refused"] = refused(mesh)
+    return found | {"trainer": in_trainer(rank)}
+
+
+def refused(mesh) -> list[str]:
+    """What is said where n cannot be known: a mask that transformers made of one process's tokens; packed positions."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.tensor.experimental import context_parallel
+
+    said = []
+    for hooks, positions in ((False, inputs()[1]), (True, torch.arange(LENGTH // 2).repeat(2, 2))):
+        model, (tokens, _) = llama(), inputs()
+        with attnscale.hf.apply(model, LAWS["log"], override=True), torch.no_grad():
+            if hooks:
+                _attach_context_parallel_hooks(model)
+            with context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 1]):
+                try:
+                    model(tokens, position_ids=positions, use_cache=False)
+                except (BackendError, attnscale.ArgumentError) as error:
+                    said.append(str(error))
+    return said
+
+
+def in_trainer(rank: int) -> dict:
+    """Two steps of data parallel training with a monitor's callback; what it learned, and the rows of a report."""
+    import os
+    import tempfile
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+    model = llama().float().train()
+    handle = attnscale.hf.apply(model, LAWS["ssmax"])
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 64, (8, LENGTH))]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=2, per_device_train_batch_size=1, use_cpu=True, ddp_backend="gloo", report_to=[],
+            save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=0.05, lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        attnscale.hf.AttnScaleCallback(Monitor(model, every=1, rows=None, alerts=None)).attach(trainer)
+        trainer.train()
+    logged = [log for log in trainer.state.log_history if any("w_max" in name for name in log)]
+    learned = [p.detach().clone() for p in handle.parameters()]
+    return {"world": arguments.world_size, "learned": learned, "logged": len(logged)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_two_ranks(together, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
+@pytest.mark.parametrize("law", LAWS)
+def test_a_split_sequence_gives_the_numbers_of_the_whole(law, rotation, ranks):
+    whole = trained(law)
+    for rank in ranks:
+        found = rank[law, rotation]
+        torch.testing.assert_close(found["logits"], whole["logits"])
+        for name, gradient in whole["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-6, atol=1e-8)
+        assert [row[2:] for row in found["seen"]] == [pytest.approx(row[2:]) for row in whole["seen"]]
+
+
+def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
+    for rank in ranks:
+        masked, packed = rank["refused"]
+        assert "let accelerate prepare the model" in masked
+        assert "every place 0 … 15 of the sequence once" in packed
+
+
+def test_trainer_trains_a_learned_policy_alike_in_every_process(ranks):
+    first, second = (rank["trainer"] for rank in ranks)
+    assert first["world"] == second["world"] == 2
+    assert all(torch.equal(a, b) for a, b in zip(first["learned"], second["learned"], strict=True))
+    assert first["logged"] == 2

@@ -1,0 +1,159 @@
+"""A small model, and its training in one process or in several in every way that torch has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from attnscale import Monitor, ScaledDotProductAttention, build_policy
+
+HEADS, WIDTH, TOKENS, LENGTH, BATCH = 4, 16, 11, 16, 4
+EDGES = torch.tensor([0, 5, 12, LENGTH])  # of packed documents
+STEPS = 20
+POLICIES: dict[str, dict[str, Any]] = {
+    "constant": {"name": "constant"},
+    "log": {"name": "log", "reference_length": 8},
+    "ssmax": {"name": "ssmax", "num_heads": HEADS, "reference_length": 8},
+    "gap_adaptive": {"name": "gap_adaptive", "scope": "head", "num_heads": HEADS, "momentum": 0.5},
+}
+
+
+class Block(nn.Module):
+    """Attention with projections of their own for q, k and v, so that heads can be spread over processes."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.attention = ScaledDotProductAttention(build_policy(POLICIES[policy]))
+
+    def forward(self, x: Tensor, **rules: Any) -> Tensor:
+        heads = [f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        mixed = self.attention(*heads, is_causal=True, **rules)
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.place = nn.Embedding(LENGTH, WIDTH)  # without it equal tokens tie, and Λ = ∞ hangs on a rounding
+        self.block = Block(policy)
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor, places: Tensor, **rules: Any) -> Tensor:
+        return self.head(self.block(self.embed(tokens) + self.place(places), **rules))
+
+
+def build(policy: str, dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(0)
+    return Model(policy).to(dtype)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, [B, T] each."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(TOKENS, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def add_up(state, bucket):  # no annotations: DDP reads them, and they are strings here
+    """Gradients summed over processes, not averaged: then those of activations are the same in one process, too."""
+    future = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@dataclass
+class Run:
+    """A model in training, in this process as one of those of a way to be parallel."""
+
+    mode: str
+    policy: str
+    packed: bool
+    dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
+        self.model = self.wrapped = build(self.policy, self.dtype)
+        size = 1 if self.mode == "alone" else distributed.get_world_size()
+        rank = 0 if self.mode == "alone" else distributed.get_rank()
+        self.rows, self.columns = slice(None), torch.arange(LENGTH)
+        self.rules: dict[str, Any] = {"cu_seqlens": EDGES} if self.packed else {}
+        if self.mode != "alone":
+            self._spread(init_device_mesh("cpu", (size,), mesh_dim_names=(self.mode[:2],)), rank, size)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9, foreach=False)
+
+    def _spread(self, mesh: Any, rank: int, size: int) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        from attnscale.distributed import ContextParallel, HeadParallel
+
+        if self.mode in ("ddp", "fsdp2"):
+            self.rows = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+        if self.mode == "fsdp2":
+            fully_shard(self.model.block, mesh=mesh).set_gradient_divide_factor(1.0)
+            fully_shard(self.model, mesh=mesh).set_gradient_divide_factor(1.0)
+        if self.mode == "tp":
+            plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+            parallelize_module(self.model.block, mesh, {**plan, "attention": HeadParallel()})
+        if self.mode.startswith("cp"):
+            from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+            places = _HeadTailLoadBalancer(LENGTH, size, "cpu")._generate_indices()
+            self.rules["positions"] = places
+            self.columns = places.view(size, -1)[rank].long()
+            method = self.mode.removeprefix("cp-")
+            parallelize_module(self.model.block, mesh, {"attention": ContextParallel(method=method)})
+        if self.mode == "ddp" or self.mode.startswith("cp"):
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model)
+            self.wrapped.register_comm_hook(None, add_up)
+
+    def own(self, x: Tensor) -> Tensor:
+        """The part of [B, T, ...] that this process has."""
+        return x[self.rows][:, self.columns]
+
+    def step(self, number: int) -> Tensor:
+        """One step; the part of the loss that this process computes."""
+        tokens, targets = (self.own(x) for x in batch(number))
+        logits = self.wrapped(tokens, self.columns, **self.rules)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.gradients = {name: whole(p.grad) for name, p in self.model.named_parameters()}
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self, steps: int = STEPS, *, start: int = 0, monitored: bool = True) -> dict[str, Any]:
+        """What training leaves: gradients of the first step, state, logits of this process, records."""
+        records, first = [], {}
+        monitor = Monitor(self.model, every=steps - 1, rows=None, alerts=None) if monitored else None
+        for number in range(start, start + steps):
+            self.step(number)
+            first = first or self.gradients
+            records += [] if monitor is None else [record.as_dict() for record in monitor.step(number)]
+        if monitor is not None:
+            monitor.close()
+        state = {name: whole(x) for name, x in self.model.state_dict().items()}
+        return {"gradients": first, "state": state, "logits": self.logits(), "records": records}
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Of the whole batch of another step, [B, T, tokens]; in evaluation mode, where estimates are frozen."""
+        self.model.eval()
+        own = self.wrapped(self.own(batch(1000)[0]), self.columns, **self.rules)
+        self.model.train()
+        found = own.new_zeros(BATCH, LENGTH, TOKENS)
+        found[self.rows, self.columns] = own
+        if self.mode not in ("alone", "tp"):
+            distributed.all_reduce(found)
+        return found
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor of which every process may have a part."""
+    full = getattr(x.detach(), "full_tensor", None)
+    return (x.detach() if full is None else full()).clone()
