@@ -117,6 +117,12 @@ def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None 
     return bracket(take_spectrum(prepared(scores, mask).clone(), min_rank, scores.shape[-1]), min_rank)
 
 
+def empty_spectrum(rows: Tensor, min_rank: int, longest: int) -> Spectrum:
+    """Of rows [...] without keys, with enough bins for rows of `longest` keys."""
+    best = rows.new_full((*rows.shape, max(TOP, min_rank)), -math.inf)
+    return Spectrum(best, rows.new_zeros(*rows.shape, _bins(longest, min_rank) + 2))
+
+
 def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
     """The best scores of each row [..., Tk], and a histogram of all; overwrites the scores."""
     best = largest(scores, max(TOP, min_rank))
