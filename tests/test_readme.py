@@ -243,6 +243,17 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
     )
     assert f"`log_squared` costs {bits:.3f} bits per byte" in text
     assert recall_by_criticality() in text
+    scales = {
+        length: statistics.median(
+            float(row["accumulation_8"])
+            for row in read("swapped_in_statistics.csv")
+            if (row["task"], row["policy"], row["length"]) == ("multi_needle", "constant", length)
+        )
+        for length in ("128", "16384")
+    }
+    growth = scales["16384"] / scales["128"]
+    assert f"grows {growth:.1f} times from 128 to 16384 tokens" in text
+    assert f"like (ln n)^{math.log2(growth):.1f}" in text  # ln 16384 = 2 ln 128
 
 
 def test_the_evidence_holds_what_the_first_picture_says() -> None:
