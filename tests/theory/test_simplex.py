@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import accumulation_scale
@@ -45,11 +46,18 @@ def test_the_jacobian_norm_is_that_of_automatic_differentiation(
     assert simplex.jacobian_norm(n, d, rho, beta, q) == pytest.approx(exact, rel=1e-9)
 
 
-def test_the_jacobian_norm_at_48_tokens_is_that_of_the_form_for_any_tokens() -> None:
+def test_the_jacobian_norm_at_48_tokens_is_that_of_automatic_differentiation() -> None:
+    x, beta = tokens.simplex(48, 50, 0.5, 2.0), 2 * math.log(48)  # on the critical line
+
+    def written_out(x: Tensor) -> Tensor:
+        y = x / x.norm(dim=-1, keepdim=True)
+        return torch.softmax(beta * y @ y.T, dim=-1) @ y
+
+    expected = torch.func.jacrev(written_out, chunk_size=256)(x).square().sum().item() / (48 * 50)
+    assert simplex.jacobian_norm(48, 50, 0.5, beta, 2.0) == pytest.approx(expected, rel=1e-9)
     for gamma in (0.5, 2.0, 4.0):
         beta = gamma * math.log(48)
-        expected = jacobian.jacobian_norm(tokens.simplex(48, 50, 0.5, 2.0), beta)
-        assert simplex.jacobian_norm(48, 50, 0.5, beta, 2.0) == pytest.approx(expected, rel=1e-9)
+        assert simplex.jacobian_norm(48, 50, 0.5, beta, 2.0) == pytest.approx(jacobian.jacobian_norm(x, beta), rel=1e-9)
 
 
 @pytest.mark.parametrize("rho", [0.1, 0.5, 0.9])
