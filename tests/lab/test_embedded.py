@@ -11,7 +11,7 @@ from attnscale.lab.models import ModelFolder
 from attnscale.lab.tables import RESULTS
 from attnscale.lab.training import Training, train
 
-FOLDER = ModelFolder.at("embedded", None, "float32").path
+FOLDER = ModelFolder.at("embedded", "float32").path
 
 
 def test_it_is_a_folder_of_at_most_two_megabytes_for_plain_transformers():
