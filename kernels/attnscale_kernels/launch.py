@@ -17,17 +17,19 @@ Found = TypeVar("Found")
 
 
 class Resources(NamedTuple):
-    """What tiles and splits are chosen by: bytes of shared memory of a block, threads of a warp, multiprocessors."""
+    """What tiles and splits are chosen by."""
 
-    shared_memory: int
+    shared_memory: int  # bytes of a block
     warp_size: int
     multiprocessors: int = 108  # those of an A100
+    capability: int = 80  # of CUDA, as 10·major + minor; 0 elsewhere
 
 
 # Limits of the devices that kernels are compiled for ahead of time.
 SM_80 = Resources(166_912, 32)
-SM_90 = SM_100 = Resources(232_448, 32)
-GFX_942 = Resources(65_536, 64)
+SM_90 = Resources(232_448, 32, capability=90)
+SM_100 = Resources(232_448, 32, capability=100)
+GFX_942 = Resources(65_536, 64, capability=0)
 
 
 # Triton reads the variable once, when it is imported.
@@ -62,16 +64,22 @@ def resources_of(device: torch.device) -> Resources:
 def _query(index: int) -> Resources:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return Resources(int(shared), int(properties.warp_size), int(properties.multi_processor_count))
+    capability = 0 if torch.version.hip else 10 * properties.major + properties.minor
+    return Resources(int(shared), int(properties.warp_size), int(properties.multi_processor_count), capability)
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile, warps of a program, and how many tiles of keys are in flight."""
+    """Query rows and keys of a tile, warps of a program, and how many tiles of keys are in flight.
+
+    `registers` is the most that a thread may have, 0 where the assembler decides. That of CUDA aims at a number of
+    blocks of a multiprocessor, and spills a few bytes to reach it; told a number, it spills only what is beyond.
+    """
 
     m: int
     n: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 class Launch(NamedTuple):
@@ -137,7 +145,9 @@ def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float
 
 def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
     """What every kernel that computes scores is compiled for."""
-    return {
+    # An option of triton's compiler, which it takes among the constants.
+    options: dict[str, object] = {"maxnreg": tile.registers} if tile.registers else {}
+    return options | {
         "D": query.shape[-1],
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,

@@ -14,12 +14,15 @@ from ..device import (
     LN2,
     SEEN_ABOVE,
     attention_scores,
+    end_phase,
     finish_softmax,
     first_phase,
+    is_broken,
     keep,
     load_beta,
     load_rows,
     load_tile,
+    load_whole,
     phase_edges,
     phase_range,
     program_rows,
@@ -82,16 +85,23 @@ def flash_forward_kernel(
         seed = tl.load(seed_ptr)
 
     edges = phase_edges(rule, ranges, BLOCK_N)
-    for phase in tl.static_range(first_phase(rule), 3):
+    for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
-        for left_key in tl.range(low, high, BLOCK_N):
+        if phase == 3:
+            broken = is_broken(acc)
+            high = tl.where(broken, high, low)
+            m = tl.where(broken, HIDDEN, m)
+            total = tl.where(broken, 0.0, total)
+            moment = tl.where(broken, 0.0, moment)
+            acc = tl.where(broken, 0.0, acc)
+        for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
             v_at = v_ptr + slots[:, None].to(tl.int64) * v.strides[2] + dv[None, :]  # [BN, BDV]
             k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
-            v_tile = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
-            y, v_tile = attention_scores(
-                q_tile, k_tile, v_tile, sign, rule, place, slots, scale, softcap, PRECISION, phase != 1
+            v_tile, broken_keys = load_whole(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase)
+            y = attention_scores(
+                q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
             # The online softmax, which decode/kernel.py has too: as a shared device function it took more instructions
             # on sm_100, by 3 % at 64 dimensions and 5 % at 16 with entropy, as constants then come in another order.

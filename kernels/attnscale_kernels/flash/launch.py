@@ -100,7 +100,7 @@ def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resource
     if amd:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
-        return Tile(128, 64, 8, 2)
+        return Tile(128, 64, 8, 2, registers=168 if resources.capability >= 100 else 0)
     if widest <= 128:
         return Tile(128, 16 if dropout and resources.shared_memory <= 200_000 else 32, 8, 2)
     return Tile(64, 32, 8, 1)
@@ -111,8 +111,7 @@ def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources,
 
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
-    three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Up to 64 dimensions the
-    assembler of sm_100 spills a few bytes to keep two blocks of 8 warps on a multiprocessor; smaller blocks avoid that.
+    three steps and nothing else is computed for a score (`busy`, as in `forward_tile`).
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -122,7 +121,7 @@ def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources,
     if amd:
         return Tile(32, 128, 4, 1) if widest <= 64 else Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     if widest <= 64:
-        return Tile(32, 64, 4, 2) if large else Tile(32, 128, 8, 2)
+        return Tile(32, 64, 4, 2, 168 if resources.capability >= 100 else 0) if large else Tile(32, 128, 8, 2)
     if widest <= 128:
         return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 3)
     return Tile(32, 64, 8, 1)

@@ -52,7 +52,7 @@ def gap_scores(
     k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
     k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, EDGE)
     y = tl.dot(q_tile, k_tile, input_precision=PRECISION)
-    seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, EDGE)
+    seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, EDGE)
     y, _ = capped_scores(y, bias, rule, scale, softcap)
     return y, seen
 
