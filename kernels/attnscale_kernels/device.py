@@ -207,6 +207,13 @@ def visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_box(box, batch, head, row):
+    """Rows [BN, BD] of one head from `row` on, through a descriptor: 0 where there is no row or column."""
+    tile = box.load([batch.to(tl.int32), head.to(tl.int32), row, 0])
+    return tl.reshape(tile, [tile.shape[2], tile.shape[3]])
+
+
+@triton.jit
 def load_tile(at, inside, exists, PADDED: tl.constexpr, EDGE: tl.constexpr):
     """A tile whose head dimension may be padded and, at an edge, some of whose keys may not exist."""
     if EDGE:
@@ -229,6 +236,18 @@ def load_whole(at, inside, exists, PADDED: tl.constexpr, PHASE: tl.constexpr):
         wide = tile.to(tl.float32)
         broken = tl.sum(wide - wide, axis=1)
         tile = tl.load(at, mask=inside & exists & (broken == 0)[:, None], other=0.0)
+    return tile, broken
+
+
+@triton.jit
+def load_whole_box(box, batch, head, row, PHASE: tl.constexpr):
+    """The same through a descriptor."""
+    tile = load_box(box, batch, head, row)
+    broken = 0.0
+    if PHASE == 3:
+        wide = tile.to(tl.float32)
+        broken = tl.sum(wide - wide, axis=1)
+        tile = tl.where((broken == 0)[:, None], tile, 0.0)
     return tile, broken
 
 
@@ -410,12 +429,10 @@ def finish_softmax(seen, top, total, moment, sinks_ptr, lse_ptr, top_ptr, entrop
 
 @triton.jit
 def sum_in_parts(x, PARTS: tl.constexpr):
-    """Row sums [rows, PARTS], each over every PARTS-th column: with 8, threads exchange nothing.
+    """Row sums [rows, PARTS], each over every PARTS-th column.
 
-    A matrix product leaves columns that are 8 apart with one thread on sm_80, sm_90 and gfx942, and all of them on
-    sm_100. Instructions of the loop, bf16 and 64 dimensions, from 1 to 8 parts: with entropy 414 → 402 on sm_80, 349 →
-    337 on sm_90, 351 → 355 on sm_100, 465 → 436 on gfx942; for the sum of weights alone 303 → 295 on sm_90, 331 → 345
-    on sm_100, 418 → 411 on gfx942. So kernels with statistics take 8, and others 1, which saves 4 % on sm_100.
+    A matrix product leaves columns that are 8 apart with one thread on sm_80, sm_90 and gfx942, so that in 8 parts
+    threads exchange nothing. On sm_100 a thread has half a row, and adds 2 parts in one instruction.
     """
     if PARTS == 1:
         return tl.sum(x, axis=1)[:, None]

@@ -24,6 +24,16 @@ class Resources(NamedTuple):
     multiprocessors: int = 108  # those of an A100
     capability: int = 80  # of CUDA, as 10·major + minor; 0 elsewhere
 
+    @property
+    def copies_boxes(self) -> bool:
+        """Whether tiles come by descriptors, straight to where matrix units read them: on sm_90 and sm_100."""
+        return 90 <= self.capability < 120
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether matrix products stay outside of registers: on sm_100, and not on sm_120."""
+        return 100 <= self.capability < 120
+
 
 # Limits of the devices that kernels are compiled for ahead of time.
 SM_80 = Resources(166_912, 32)
@@ -126,6 +136,19 @@ class View(NamedTuple):
 def view(x: Tensor) -> View:
     """A tensor with its strides, of which that of a contiguous last axis is compiled in."""
     return View(x, x.stride())
+
+
+def fits_box(x: Tensor, resources: Resources) -> bool:
+    """Whether a descriptor can tell where [B, H, T, D] lies: in half precision, in steps of 16 bytes."""
+    aligned = all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return resources.copies_boxes and x.element_size() == 2 and x.numel() > 0 and aligned
+
+
+def box(x: Tensor, rows: int) -> Any:
+    """A descriptor of [B, H, T, D], by which so many rows of one head are copied at once."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_of(x.shape[-1])])
 
 
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:

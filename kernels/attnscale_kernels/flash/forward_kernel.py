@@ -20,9 +20,11 @@ from ..device import (
     is_broken,
     keep,
     load_beta,
+    load_box,
     load_rows,
     load_tile,
     load_whole,
+    load_whole_box,
     phase_edges,
     phase_range,
     program_rows,
@@ -38,6 +40,8 @@ def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
+    k_box,  # descriptors of k and v, in place of pointers
+    v_box,
     beta,  # [B|1, H|1, Tq] fp32
     out,  # [B, H, Tq, DV]
     sinks_ptr,  # [H]
@@ -96,10 +100,16 @@ def flash_forward_kernel(
             acc = tl.where(broken, 0.0, acc)
         for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
-            v_at = v_ptr + slots[:, None].to(tl.int64) * v.strides[2] + dv[None, :]  # [BN, BDV]
-            k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
-            v_tile, broken_keys = load_whole(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase)
+            if k_box is not None:
+                k_tile = tl.trans(load_box(k_box, batch, kv_head, left_key))
+                v_tile, broken_keys = load_whole_box(v_box, batch, kv_head, left_key, phase)
+            else:
+                k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
+                v_at = v_ptr + slots[:, None].to(tl.int64) * v.strides[2] + dv[None, :]  # [BN, BDV]
+                k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
+                v_tile, broken_keys = load_whole(
+                    v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase
+                )
             y = attention_scores(
                 q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
@@ -118,9 +128,15 @@ def flash_forward_kernel(
                 moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
             total = total * fade[:, None] + sum_in_parts(p, PARTS)
             m = peak
+            if PARTS == 2:
+                # So that the sums are made before the product: else ptxas puts them behind it on sm_100 and keeps x and
+                # p of all scores until then, which spilled 240 bytes. A sum that is NaN makes its row NaN anyway.
+                sums = tl.sum(total + moment, axis=1)
+                fade = tl.where(sums == sums, fade, sums)
+            acc *= fade[:, None]
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, slots, dropout_p), p, 0.0)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)
     seen = (m > SEEN_ABOVE) | (total != total)

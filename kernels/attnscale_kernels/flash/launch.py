@@ -15,6 +15,8 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    box,
+    fits_box,
     launched,
     resources_of,
     unit_stride,
@@ -78,12 +80,11 @@ def forward_tile(
     return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
 
 
-def parts_of_sums(value_dim: int, resources: Resources) -> int:
-    """Parts that the sums of a row are kept in where there are statistics; see sum_in_parts of device.py.
-
-    At 128 dimensions 8 parts would take 425 → 413 instructions on sm_90, but 436 → 482 and a spill on sm_100.
-    """
-    return 8 if value_dim <= 64 or resources.warp_size == 64 else 1
+def parts_of_sums(tile: Tile, resources: Resources, entropy: bool) -> int:
+    """Parts that the sums of a row are kept in; see sum_in_parts of device.py."""
+    if resources.has_tensor_memory:
+        return 2
+    return 8 if entropy else 1
 
 
 def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources, *, dropout: bool = False) -> Tile:
@@ -153,6 +154,7 @@ def forward_launches(
     query, key, value = (unit_stride(x) for x in (query, key, value))
     beta = beta.to(torch.float32).expand(batch, heads, queries)
     resources = resources_of(query.device)
+    boxed = fits_box(key, resources) and fits_box(value, resources)
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
         busy=_is_busy(dim, value_dim, visibility, softcap, dropout_p),
@@ -162,6 +164,8 @@ def forward_launches(
     arguments = {
         **attention_arguments(query, key, scale, softcap),
         "v": view(value),
+        "k_box": box(key, tile.n) if boxed else None,
+        "v_box": box(value, tile.n) if boxed else None,
         "beta": view(beta),
         "out": view(result.out),
         "sinks_ptr": None if sinks is None else sinks.contiguous(),
@@ -176,7 +180,7 @@ def forward_launches(
         **attention_constants(query, tile),
         "DV": value_dim,
         "BLOCK_DV": block_of(value_dim),
-        "PARTS": parts_of_sums(block_of(value_dim), resources) if entropy else 1,
+        "PARTS": parts_of_sums(tile, resources, entropy),
     }
     grid = batch * heads * triton.cdiv(queries, tile.m)
     return (Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
