@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from attnscale.bench.static.counts import Counts
+from attnscale.bench.static.phases import Phases
 from attnscale.bench.static.table import Row, Table, baseline, differences, read_table, static_table, write_table
 from attnscale.bench.static.targets import TARGETS
 
-LIMITS = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes of a block
+LIMITS = {  # bytes of a block
+    "sm_80": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
 
 COMPILE = """
 import sys
@@ -50,18 +58,20 @@ def test_nothing_got_worse_than_the_table_says(compiled: Table) -> None:
     assert {row.key: found for row in compiled.rows if (found := differences(known[row.key], row))} == {}
 
 
-def test_the_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table) -> None:
-    # Where the name of the instruction tells its shape: a loop picked wrongly, or unrolled, would make more or fewer.
+def test_every_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table) -> None:
+    # Where the name of the instruction tells its shape: a loop named wrongly, or unrolled, would make more or fewer.
     # Not for fp32, whose tiles on gfx942 have fewer rows than its warps can share without making some products twice.
-    rows = [row for row in compiled.rows if row.loop.mma_flops and row.dtype != "fp32" and row.dim in (64, 128)]
+    rows = [row for row in compiled.rows if row.dtype != "fp32" and row.dim in (64, 128)]
 
     made = {
-        row.key: row.loop.mma_flops * row.warps / row.matrix_flops
+        (*row.key, name): loop.mma_flops * row.warps / row.matrix_flops
         for row in rows
-        if row.family in ("forward", "backward dQ")
+        if row.family in ("forward", "backward dQ", "gap bracket", "gap count")
+        for name, loop in row.phases._asdict().items()
+        if name in ("before", "hot", "after") and loop.mma_flops
     }
 
-    assert {target for *_, target in made} >= {"sm_80", "sm_90", "gfx942"}
+    assert {target for *_, target, _ in made} >= {"sm_80", "sm_89", "sm_90", "sm_120", "gfx942"}
     assert {key: ratio for key, ratio in made.items() if ratio != 1.0} == {}
 
 
@@ -105,6 +115,7 @@ def test_statistics_add_little_to_the_inner_loop(compiled: Table, target: str, d
 
 
 LOOP = Counts(mma=64, ex2=34, total=400)
+EDGE = Counts(mma=64, ex2=34, total=500)
 ROW = Row(
     "forward",
     "causal, plain",
@@ -119,7 +130,7 @@ ROW = Row(
     49152,
     1,
     1,
-    LOOP,
+    Phases(hot=LOOP, after=EDGE, once=1000),
 )
 
 
@@ -130,9 +141,6 @@ ROW = Row(
         ({"registers": 209}, "registers"),
         ({"shared_memory": 49151}, "shared memory"),
         ({"tile": (64, 64)}, "tile"),
-        ({"loop": LOOP._replace(total=413)}, "instructions"),
-        ({"loop": LOOP._replace(mma=63)}, "matrix products"),
-        ({"loop": LOOP._replace(ex2=33)}, "powers of two"),
     ],
 )
 def test_what_got_worse_is_said(change: dict[str, object], said: str) -> None:
@@ -141,8 +149,26 @@ def test_what_got_worse_is_said(change: dict[str, object], said: str) -> None:
     assert said in found
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hot": LOOP._replace(total=413)}, "instructions of the loop 'hot'"),
+        ({"after": EDGE._replace(total=516)}, "instructions of the loop 'after'"),
+        ({"once": 1031}, "instructions outside"),
+        ({"hot": LOOP._replace(mma=63)}, "matrix products"),
+        ({"hot": LOOP._replace(ex2=33)}, "powers of two"),
+        ({"after": Counts()}, "loops"),
+    ],
+)
+def test_a_loop_that_got_worse_is_named(change: dict[str, object], said: str) -> None:
+    (found,) = differences(ROW, ROW._replace(phases=ROW.phases._replace(**change)))
+
+    assert said in found
+
+
 def test_small_moves_of_a_compiler_are_no_difference() -> None:
-    better = ROW._replace(registers=208, spills=0, loop=LOOP._replace(total=412))
+    moved = Phases(hot=LOOP._replace(total=412), after=EDGE._replace(total=515), once=1030)
+    better = ROW._replace(registers=208, spills=0, phases=moved)
 
     assert differences(ROW, better) == []
 

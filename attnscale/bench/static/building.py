@@ -45,11 +45,11 @@ def build_row(job: Job) -> Row:
     """Compile one variant for one target."""
     variant, target = variants()[job[0]], TARGETS[job[1]]
     launch = variant.launch(target.resources)
-    compiled = compile_launch(launch, target)
+    compiled = compile_launch(launch, target, variant.structure)
     return Row(
         variant.family, variant.name, variant.dtype, variant.dim, job[1], _tile(launch), launch.warps, launch.stages,
         compiled.registers, compiled.spills, compiled.shared_memory, _matrix_flops(variant, launch),
-        _tile_bytes(variant, launch), compiled.loop,
+        _tile_bytes(variant, launch), compiled.phases,
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _matrix_flops(variant: Variant, launch: Launch) -> int:
 
 
 def _tile_bytes(variant: Variant, launch: Launch) -> int:
-    """Two operands of a step: keys and values, or queries and gradients; gap counting reads keys alone."""
+    """Two operands of a step: keys and values, or queries and gradients; gap counting reads keys twice."""
     m, n = _tile(launch)
     size = 4 if variant.dtype == "fp32" else 2
     if not variant.products:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from attnscale.bench.static.variant import HEADS, NAMES, SCALE, Variant, heads_of, meta, seen_by
+from attnscale.bench.static.calls import MASKED
+from attnscale.bench.static.phases import Structure
+from attnscale.bench.static.variant import HEADS, NAMES, SCALE, Variant, heads_of, meta, phases_of, seen_by
 from attnscale_kernels.launch import Launch
 
 
@@ -41,7 +43,8 @@ def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) 
             seed=meta(1, dtype=torch.int64) if dropout else None, entropy=level == "entropy",
         )[0][0]  # fmt: skip
 
-    return Variant("forward", ", ".join((rule, *extras, level)), NAMES[dtype], dim, 2, build)
+    structure = Structure(phases_of(rule), repairs=True)
+    return Variant("forward", ", ".join((rule, *extras, level)), NAMES[dtype], dim, 2, structure, build)
 
 
 def backward_variants() -> Iterator[Variant]:
@@ -75,4 +78,9 @@ def _backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str
         )[0][kernel]  # fmt: skip
 
     family = ("backward rows", "backward dQ", "backward dK dV")[kernel]
-    return Variant(family, ", ".join((rule, *extras)), NAMES[dtype], dim, (0, 3, 4)[kernel], build)
+    structure = (
+        Structure(),
+        Structure(phases_of(rule), repairs=True),
+        Structure(("after",) if rule in MASKED else ("before", "hot", "after"), repairs=True, heads_around=True),
+    )[kernel]
+    return Variant(family, ", ".join((rule, *extras)), NAMES[dtype], dim, (0, 3, 4)[kernel], structure, build)
