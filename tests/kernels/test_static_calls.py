@@ -25,11 +25,8 @@ def count_tiles_kernel(
     block = tl.program_id(0)
     low = block * BLOCK
     high = tl.minimum(low + BLOCK, length)
-    if BY_KEYS:
-        ranges = query_range(rule, 0, block, low, high, length)
-    else:
-        ranges = key_range(rule, 0, block, low, high, length)
-    edges = phase_edges(rule, ranges, STEP)
+    find: tl.constexpr = query_range if BY_KEYS else key_range
+    edges = phase_edges(rule, find(rule, 0, block, low, high, length), STEP)
     for phase in tl.static_range(3):
         first, end = phase_range(edges, phase)
         tl.store(found_ptr + block * 3 + phase, tl.maximum(tl.cdiv(end - first, STEP), 0))

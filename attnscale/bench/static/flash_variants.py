@@ -23,7 +23,7 @@ def forward_variants() -> Iterator[Variant]:
     for extra in ("softcap", "sinks", "dropout"):
         yield _forward(128, half, "causal", "entropy", extra)
     yield _forward(128, half, "bias", "entropy", "softcap", "sinks", "dropout")
-    for dim in (16, 32, 80, 96, 192, 256):
+    for dim in (16, 24, 32, 40, 72, 80, 88, 96, 104, 192, 256):
         yield _forward(dim, half, "causal", "entropy")
     for dim in (64, 128):
         yield _forward(dim, torch.float16, "causal", "entropy")
@@ -59,7 +59,7 @@ def backward_variants() -> Iterator[Variant]:
         for rule in ("window", "bounds", "padding", "bool mask"):
             yield _backward(kernel, 128, half, rule, *asked)
         yield _backward(kernel, 128, half, "bias", "softcap", "dropout", *asked)
-        for dim in (32, 80, 256):
+        for dim in (32, 40, 80, 104, 256):
             yield _backward(kernel, dim, half, "causal")
         for dim in (64, 128):
             yield _backward(kernel, dim, full, "causal")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnscale.bench.static.calls import Passes, passes, sequences
 from attnscale.bench.static.counts import Counts
-from attnscale.bench.static.table import Row
+from attnscale.bench.static.table import REFERENCE, Row
 
 
 def per_score(row: Row, counts: Counts) -> float:
@@ -36,6 +36,15 @@ def over_all_hot(row: Row, rows: list[Row], length: int) -> float | None:
         return None
     needed = _tiles(row, length).needed * row.tile[0] * row.tile[1]
     return _of_call(row, length) * row.warps * row.lanes / (needed * per_score(hot, hot.phases.hot))
+
+
+def over_reference(row: Row, rows: list[Row]) -> float | None:
+    """Instructions for a score in most tiles of a forward, over those of the plain kernel at its best tile."""
+    wanted = row._replace(family=REFERENCE, name="causal, plain").key
+    plain = next((other for other in rows if other.key == wanted), None)
+    if row.family != "forward" or plain is None:
+        return None
+    return per_score(row, row.loop) / per_score(plain, plain.phases.hot)
 
 
 def _causal(row: Row, rows: list[Row]) -> list[Row]:

@@ -12,6 +12,7 @@ from attnscale.bench.static.counts import Counts
 from attnscale.bench.static.phases import Phases
 
 FILE = Path(str(resources.files("attnscale.bench.static") / "resources.json"))
+REFERENCE = "reference"  # the family of the plain kernel that the forward is held against
 REGISTER_SLACK, LOOP_SLACK = 8, 0.03
 
 

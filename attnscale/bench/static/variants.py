@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from attnscale.bench.static.flash_variants import backward_variants, forward_variants
 from attnscale.bench.static.phases import Structure
+from attnscale.bench.static.table import REFERENCE
 from attnscale.bench.static.variant import (
     BATCH,
     HEADS,
@@ -26,7 +27,23 @@ from attnscale_kernels.visibility import Visibility
 
 def variants() -> list[Variant]:
     """All of them, in the order of the table."""
-    return [*forward_variants(), *backward_variants(), *_softmax(), *_gaps(), *_decode()]
+    return [*forward_variants(), *_reference(), *backward_variants(), *_softmax(), *_gaps(), *_decode()]
+
+
+def _reference() -> Iterator[Variant]:
+    """The plain kernel that the forward is held against."""
+    for dim in (64, 128):
+        yield Variant(REFERENCE, "causal, plain", "bf16", dim, 2, Structure(("hot", "after")), _plain_forward(dim))
+
+
+def _plain_forward(dim: int) -> Callable[[], Launch]:
+    def build() -> Launch:
+        from attnscale.bench.static.reference_launch import reference_launches
+
+        query = meta(BATCH, HEADS, LENGTH, dim, dtype=torch.bfloat16)
+        return reference_launches(query, query, query, scale=SCALE)[0][0]
+
+    return build
 
 
 def _softmax() -> Iterator[Variant]:
