@@ -1,4 +1,4 @@
-"""What the counts of an inner loop say about its speed: cycles of each pipe for a tile, and a range for the whole.
+"""What the counts of a loop say about its speed: cycles of each pipe for a tile, and a range for the whole.
 
 A model on published peak rates, not a measurement: no latencies, no conflicts, caches that always hit. Between all
 pipes running at once (`fastest`) and the matrix units waiting for the others (`slowest`) lies what a kernel can do.
@@ -41,7 +41,6 @@ class Overhead(NamedTuple):
 def roofline(row: Row, card: Card | None = None) -> Roofline:
     """Cycles from the counts of a row of the table, on the card that stands for its target."""
     card = card or CARDS[row.target]
-    lanes = 64 if row.target.startswith("gfx") else 32
     loop = row.loop._asdict()
     in_partition = row.warps / 4
     cycles = {
@@ -49,7 +48,7 @@ def roofline(row: Row, card: Card | None = None) -> Roofline:
         for pipe, prices in card.pipes.items()
     }
     cycles["matrix"] = row.matrix_flops / card.matrix_flops[row.dtype]
-    cycles["shared"] = row.warps * lanes * row.loop.shared_bytes / card.shared_bytes
+    cycles["shared"] = row.warps * row.lanes * row.loop.shared_bytes / card.shared_bytes
     cycles["memory"] = row.tile_bytes / card.memory_bytes
     others = max(spent for pipe, spent in cycles.items() if pipe != "matrix")
     return Roofline(cycles, max(cycles["matrix"], others), cycles["matrix"] + others)
