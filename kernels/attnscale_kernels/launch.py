@@ -35,6 +35,8 @@ class Resources(NamedTuple):
         return 100 <= self.capability < 120
 
 
+LARGEST_TILE = 128  # rows or keys
+
 # Limits of the devices that kernels are compiled for ahead of time.
 SM_80 = Resources(166_912, 32)
 SM_90 = Resources(232_448, 32, capability=90)
@@ -190,6 +192,22 @@ def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
 def unit_stride(x: Tensor) -> Tensor:
     """The tensor with its last axis contiguous, copied only where it is not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def near_rows(x: Tensor) -> Tensor:
+    """[B, H, T, D] as `unit_stride`, and copied too where the rows of a tile do not lie within 2³¹ elements."""
+    return unit_stride(x if x.stride(2) * LARGEST_TILE < 2**31 else x.contiguous())
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Elements of 16 bytes, where all rows of the tensors begin at a multiple of them and triton does not see it.
+
+    Elsewhere 1. It sees multiples of 16 elements by itself; strides of 24 or 40 dimensions are multiples of 8.
+    """
+    strides = [stride for x in tensors for stride in x.stride()[:-1]]
+    elements = 16 // tensors[0].element_size()
+    told = all(stride % 16 == 0 for stride in strides) or any(stride % elements for stride in strides)
+    return 1 if told else elements
 
 
 def block_of(extent: int) -> int:

@@ -21,14 +21,12 @@ from ..device import (
     first_phase,
     is_broken,
     key_range,
-    load_beta,
-    load_tile,
-    load_whole,
     phase_edges,
     phase_range,
     row_bounds,
     row_temperature,
 )
+from ..tiles import load_beta, load_tile, load_whole
 
 
 @triton.jit

@@ -19,19 +19,15 @@ from ..device import (
     first_phase,
     is_broken,
     keep,
-    load_beta,
-    load_rows,
-    load_tile,
-    load_whole,
     phase_edges,
     phase_range,
     program_rows,
     query_range,
-    store_rows,
     visible,
     visible_from,
     visible_keys,
 )
+from ..tiles import head_strides, load_beta, load_rows, load_tile, load_whole, store_rows
 
 
 @triton.jit
@@ -102,21 +98,25 @@ def flash_backward_query_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
     exists = rows < queries
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_tile = load_rows(q, batch, head, rows, queries, d, D)
-    do = load_rows(grad_out, batch, head, rows, queries, dv, DV)
+    q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
+    do = load_rows(grad_out, batch, head, rows, queries, dv, DV, ALIGN)
     row_at = head_index.to(tl.int64) * queries + rows
     c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
-    k_ptr = k.ptr + batch * k.strides[0] + kv_head * k.strides[1]
-    v_ptr = v.ptr + batch * v.strides[0] + kv_head * v.strides[1]
+    k_batch, k_head, k_row = head_strides(k, ALIGN)
+    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_ptr = k.ptr + batch * k_batch + kv_head * k_head
+    v_ptr = v.ptr + batch * v_batch + kv_head * v_head
+    columns = tl.arange(0, BLOCK_N)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
     LINEAR: tl.constexpr = softcap is None and rule.bias_ptr is None
@@ -133,8 +133,9 @@ def flash_backward_query_kernel(
             dbeta = tl.where(broken, 0.0, dbeta)
         for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            k_at = k_ptr + slots[:, None].to(tl.int64) * k.strides[2] + d[None, :]  # [BN, BD]
-            v_at = v_ptr + slots[None, :].to(tl.int64) * v.strides[2] + dv[:, None]  # [BDV, BN]
+            first = tl.cast(left_key, tl.int64)
+            k_at = k_ptr + first * k_row + (columns[:, None] * k_row + d[None, :])  # [BN, BD]
+            v_at = v_ptr + first * v_row + (columns[None, :] * v_row + dv[:, None])  # [BDV, BN]
             k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
             v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
             seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, phase != 1)
@@ -164,7 +165,7 @@ def flash_backward_query_kernel(
         if LINEAR:
             dbeta = tl.sum(q_tile.to(tl.float32) * acc, axis=1)
         tl.store(dbeta_ptr + row_at, dbeta, mask=exists)
-    store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None])
+    store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None], ALIGN)
 
 
 @triton.jit
@@ -191,18 +192,21 @@ def flash_backward_key_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, _, batch, kv_head, slots = program_rows(heads // group, keys, BLOCK_N, False)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    k_tile = load_rows(k, batch, kv_head, slots, keys, d, D)
-    v_tile = load_rows(v, batch, kv_head, slots, keys, dv, DV)
+    k_tile = load_rows(k, batch, kv_head, slots, keys, d, D, ALIGN)
+    v_tile = load_rows(v, batch, kv_head, slots, keys, dv, DV, ALIGN)
     right_key = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
     bounds = bounds_of_keys(rule, batch, slots, keys)
     ranges = query_range(rule, batch, tile, tile * BLOCK_N, right_key, queries)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
+    q_batch, q_head, q_row = head_strides(q, ALIGN)
+    do_batch, do_head, do_row = head_strides(grad_out, ALIGN)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
@@ -215,15 +219,15 @@ def flash_backward_key_kernel(
         for member in tl.range(0, group, disable_licm=True):
             head = kv_head * group + member
             head_index = batch * heads + head
-            q_ptr = q.ptr + batch * q.strides[0] + head * q.strides[1]
-            do_ptr = grad_out.ptr + batch * grad_out.strides[0] + head * grad_out.strides[1]
+            q_ptr = q.ptr + batch * q_batch + head * q_head
+            do_ptr = grad_out.ptr + batch * do_batch + head * do_head
             rows_head = rows_ptr + head_index * queries * 4
             for top in tl.range(low, high, BLOCK_M):
                 rows = top + tl.arange(0, BLOCK_M)  # [BM]
                 exists = rows < queries
                 row = rows.to(tl.int64)
-                q_at = q_ptr + row[:, None] * q.strides[2] + d[None, :]  # [BM, BD]
-                do_at = do_ptr + row[:, None] * grad_out.strides[2] + dv[None, :]  # [BM, BDV]
+                q_at = q_ptr + row[:, None] * q_row + d[None, :]  # [BM, BD]
+                do_at = do_ptr + row[:, None] * do_row + dv[None, :]  # [BM, BDV]
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
@@ -252,5 +256,5 @@ def flash_backward_key_kernel(
                 dscore = p * change
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
-    store_rows(grad_k, batch, kv_head, slots, keys, d, D, dk * scale)
-    store_rows(grad_v, batch, kv_head, slots, keys, dv, DV, dvalue)
+    store_rows(grad_k, batch, kv_head, slots, keys, d, D, dk * scale, ALIGN)
+    store_rows(grad_v, batch, kv_head, slots, keys, dv, DV, dvalue, ALIGN)

@@ -19,20 +19,14 @@ from ..device import (
     first_phase,
     is_broken,
     keep,
-    load_beta,
-    load_box,
-    load_rows,
-    load_tile,
-    load_whole,
-    load_whole_box,
     phase_edges,
     phase_range,
     program_rows,
     row_temperature,
-    store_rows,
     sum_in_parts,
     visible_keys,
 )
+from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_rows
 
 
 @triton.jit
@@ -63,6 +57,7 @@ def flash_forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -70,7 +65,7 @@ def flash_forward_kernel(
     exists = rows < queries
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_tile = load_rows(q, batch, head, rows, queries, d, D)
+    q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
     sign, c = row_temperature(load_beta(beta, batch, head, rows, exists))
     if softcap is None and rule.bias_ptr is None:
         q_tile = q_tile * sign[:, None].to(q_tile.dtype)
@@ -83,11 +78,14 @@ def flash_forward_kernel(
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     kv_head = head // group
-    k_ptr = k.ptr + batch * k.strides[0] + kv_head * k.strides[1]
-    v_ptr = v.ptr + batch * v.strides[0] + kv_head * v.strides[1]
+    k_batch, k_head, k_row = head_strides(k, ALIGN)
+    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_ptr = k.ptr + batch * k_batch + kv_head * k_head
+    v_ptr = v.ptr + batch * v_batch + kv_head * v_head
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
 
+    columns = tl.arange(0, BLOCK_N)
     edges = phase_edges(rule, ranges, BLOCK_N)
     for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
@@ -104,8 +102,9 @@ def flash_forward_kernel(
                 k_tile = tl.trans(load_box(k_box, batch, kv_head, left_key))
                 v_tile, broken_keys = load_whole_box(v_box, batch, kv_head, left_key, phase)
             else:
-                k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
-                v_at = v_ptr + slots[:, None].to(tl.int64) * v.strides[2] + dv[None, :]  # [BN, BDV]
+                first = tl.cast(left_key, tl.int64)
+                k_at = k_ptr + first * k_row + (columns[None, :] * k_row + d[:, None])  # [BD, BN]
+                v_at = v_ptr + first * v_row + (columns[:, None] * v_row + dv[None, :])  # [BN, BDV]
                 k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
                 v_tile, broken_keys = load_whole(
                     v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase
@@ -146,4 +145,4 @@ def flash_forward_kernel(
     )
     if seed_ptr is not None:
         factor /= 1 - dropout_p
-    store_rows(out, batch, head, rows, queries, dv, DV, acc * factor[:, None])
+    store_rows(out, batch, head, rows, queries, dv, DV, acc * factor[:, None], ALIGN)

@@ -19,14 +19,13 @@ from ..device import (
     SEEN_ABOVE,
     capped_scores,
     first_phase,
-    load_rows,
-    load_tile,
     phase_edges,
     phase_range,
     program_rows,
     visible,
     visible_keys,
 )
+from ..tiles import load_rows, load_tile
 
 EPSILON = tl.constexpr(2.0**-10)
 SLACK = tl.constexpr(2.0**-20)  # of a gap over g (three roundings), of an approximate logarithm, and of their quotient
