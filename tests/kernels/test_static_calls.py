@@ -54,7 +54,9 @@ def test_tiles_are_counted_as_the_kernels_divide_them(rule: str, by_keys: bool) 
     length, (rows, keys) = 2048, (256, 128)
     visibility = visibility_of(rule, length)
     block, step = (keys, rows) if by_keys else (rows, keys)
-    table = query_ranges(visibility, length, block) if by_keys else key_ranges(visibility, length, block)
+    table = (
+        query_ranges(visibility, length, length, block) if by_keys else key_ranges(visibility, length, length, block)
+    )
     found, first = torch.zeros(length // block, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
     count_tiles_kernel[(length // block,)](
