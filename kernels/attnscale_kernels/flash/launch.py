@@ -116,7 +116,7 @@ def backward_query_tile(
         return Tile(128, 64, 8, 2, registers=168 if resources.has_tensor_memory else 0)
     if widest <= 128:
         return Tile(128, 16 if (padded or dropout) and resources.shared_memory <= 200_000 else 32, 8, 2)
-    return Tile(64, 32, 8, 1)
+    return Tile(64, 32, 8, 1) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 1)
 
 
 def backward_key_tile(
@@ -141,7 +141,7 @@ def backward_key_tile(
         return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0) if large else small
     if widest <= 128:
         return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 1 if padded and not large else 3)
-    return Tile(32, 64, 8, 1)
+    return Tile(32, 64, 8, 1) if large else Tile(32, 32, 4, 1)
 
 
 def forward_launches(
