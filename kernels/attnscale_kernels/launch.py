@@ -170,9 +170,7 @@ def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float
 
 def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
     """What every kernel that computes scores is compiled for."""
-    # An option of triton's compiler, which it takes among the constants.
-    options: dict[str, object] = {"maxnreg": tile.registers} if tile.registers else {}
-    return options | {
+    return _register_options(tile, resources_of(query.device)) | {
         "D": query.shape[-1],
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
@@ -180,6 +178,14 @@ def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
         # In fp32 products are as torch is set; in half precision there is only one way.
         "PRECISION": "tf32" if query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
     }
+
+
+def _register_options(tile: Tile, resources: Resources) -> dict[str, object]:
+    """The most registers of a thread as an option of triton's compiler, which it takes among the constants."""
+    if not tile.registers:
+        return {}
+    # AMD's is told how many warps of a vector unit share its 512.
+    return {"waves_per_eu": 512 // tile.registers} if resources.warp_size == 64 else {"maxnreg": tile.registers}
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -71,8 +71,10 @@ def forward_tile(
         if amd:
             return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
         return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd and widest <= 128:
+        return Tile(128, 64, 4, 1, registers=256 if widest == 64 and not busy else 0)
     if amd:
-        return Tile(128, 64, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
+        return Tile(64, 32, 4, 1)
     if widest <= 128 and boxed:
         few = 32 if resources.has_tensor_memory else 64
         return Tile(128, few if busy else 128, 8, 3 if widest <= 64 else 2)
@@ -134,8 +136,10 @@ def backward_key_tile(
     large = resources.shared_memory > 200_000
     if size == 4:
         return Tile(32, 16, 4 if amd else 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd and widest <= 64:
+        return Tile(32, 128, 4, 1, registers=256 if widest == 64 and not busy else 0)
     if amd:
-        return Tile(32, 128, 4, 1) if widest <= 64 else Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
+        return Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     if widest <= 64:
         small = Tile(16 if padded else 32, 128, 8, 2)
         return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0) if large else small
