@@ -55,7 +55,14 @@ class Backward(NamedTuple):
 
 
 def forward_tile(
-    dim: int, value_dim: int, size: int, resources: Resources, *, boxed: bool = False, busy: bool = False
+    dim: int,
+    value_dim: int,
+    size: int,
+    resources: Resources,
+    *,
+    boxed: bool = False,
+    busy: bool = False,
+    dropout: bool = False,
 ) -> Tile:
     """For the forward, by padded head dimensions and bytes of an element.
 
@@ -76,8 +83,7 @@ def forward_tile(
     if amd:
         return Tile(64, 32, 4, 1)
     if widest <= 128 and boxed:
-        few = 32 if resources.has_tensor_memory else 64
-        return Tile(128, few if busy else 128, 8, 3 if widest <= 64 else 2)
+        return Tile(128, 32 if dropout else 64 if busy else 128, 8, 3 if widest <= 64 else 2)
     if widest <= 64:
         return Tile(128, 64 if busy else 128, 8, 2)
     if widest <= 128:
@@ -184,7 +190,7 @@ def forward_launches(
         busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=busy,
+        boxed=boxed, busy=busy, dropout=dropout_p > 0.0,
     )  # fmt: skip
     result = new_forward(query, value, entropy)
     arguments = {
