@@ -27,7 +27,7 @@ from attnscale.errors import ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import reads_scores
 from attnscale.policies.build import resolve
-from attnscale.policies.temperature import check_beta, refuse_unknown_length, temperature
+from attnscale.policies.temperature import refuse_unknown_length, temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
 
 
@@ -122,7 +122,7 @@ def scaled_dot_product_attention(
             return out
     rules["visible"] = visible
     layout, call, _, _ = _bind(*torchs, policy=chosen, backend=backend, **rules)
-    return layout.restore(dispatch.run(call, backend))
+    return layout.restore(dispatch.run(*dispatch.prepare(call, chosen, backend)))
 
 
 # So that it does not call itself where a user assigns it to `torch.nn.functional` (see `sdpa.torch_attention`).
@@ -158,7 +158,8 @@ def attention_with_stats(
     layout, call, backend, chosen = _bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    output, stats = dispatch.measure(call, request, backend)
+    call, measuring = dispatch.prepare(call, chosen, backend, request)
+    output, stats = dispatch.measure(call, request, measuring)
     rows, stats = stats.rows, mark_ceiling(stats, call, chosen)
     if len(layout.lead) != 2:
         stats = tree_map_only(Tensor, layout.restore, stats._replace(rows=None))._replace(rows=rows)
@@ -204,7 +205,10 @@ def explain_dispatch(
     _, call, backend, chosen = _bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    return dispatch.explain(call, backend, None if request is None else checked_request(request), reads_scores(chosen))
+    by_row = reads_scores(chosen)
+    if not by_row:
+        call = replace(call, beta=temperature(chosen, call.context, call.query))
+    return dispatch.explain(call, backend, None if request is None else checked_request(request), by_row=by_row)
 
 
 def attention_weights(
@@ -230,10 +234,10 @@ def attention_weights(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    layout, call, _, _ = _bind(
+    layout, call, backend, chosen = _bind(
         query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    return layout.restore(reference.attention_weights(call))
+    return layout.restore(reference.attention_weights(dispatch.prepare(call, chosen, backend)[0]))
 
 
 def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
@@ -245,8 +249,9 @@ def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Calla
         return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        layout, call, backend, _ = _bind(*args, **kwargs)
-        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, backend)))
+        layout, call, backend, policy = _bind(*args, **kwargs)
+        call, chosen = dispatch.prepare(call, policy, backend)
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, chosen)))
 
     return attend
 
@@ -262,7 +267,8 @@ def attention_and_weights(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output and the weights [..., H, Tq, Tk], after dropout, that it is made of; reported to a tap that is open."""
-    layout, call, _, _ = _bind(query, key, value, **arguments)
+    layout, call, backend, policy = _bind(query, key, value, **arguments)
+    call, _ = dispatch.prepare(call, policy, backend)
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
     output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
     return layout.restore(output), layout.restore(weights)
@@ -294,7 +300,7 @@ def _bind(
     sinks: Tensor | None = None,
     **rules: Unpack[KeyRules],
 ) -> tuple[Layout, AttentionCall, str, Policy]:
-    """The arguments of `scaled_dot_product_attention` as a call with its β, and as names resolved: backend, policy."""
+    """The arguments of `scaled_dot_product_attention` as a call at β = 1, the backend's name and the policy."""
     unknown = rules.keys() - KeyRules.__optional_keys__
     if unknown:
         name, known = min(unknown), AttentionRules.__optional_keys__ | {"policy"}
@@ -310,12 +316,11 @@ def _bind(
     given = rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
     check_sinks(layout, sinks, query.device)
-    rows = layout.flatten_query(query)
     context = describe(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
     )
     call = AttentionCall(
-        query=rows,
+        query=layout.flatten_query(query),
         key=layout.flatten_key(key),
         value=layout.flatten_key(value),
         context=context,
@@ -323,8 +328,5 @@ def _bind(
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
-        beta=1.0 if reads_scores(chosen) else temperature(chosen, context, rows),
     )
-    if reads_scores(chosen):
-        call = replace(call, beta=check_beta(dispatch.score_beta(chosen, call, backend), rows))
     return layout, call, backend, chosen

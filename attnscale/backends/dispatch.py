@@ -16,7 +16,9 @@ from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies import Policy
+from attnscale.policies.adaptive import ScorePolicy, reads_scores
+from attnscale.policies.temperature import check_beta, temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 from attnscale.statistics.rows.sampled_rows import measure_sampled_rows
 from attnscale_kernels.derivatives import other_derivative
@@ -62,66 +64,75 @@ def check_backend(backend: str) -> None:
         reject("backend", backend, f"'auto' or one of {', '.join(BACKENDS)}")
 
 
-def run(call: AttentionCall, backend: str) -> Tensor:
-    """The output [B, H, Tq, Dv] from the first usable backend, or from the one asked for and no other."""
-    chosen = _choose(call, backend, needs_of(call, statistics=False))
+def prepare(
+    call: AttentionCall, policy: Policy, backend: str, request: StatsRequest | None = None
+) -> tuple[AttentionCall, Backend]:
+    """A call at β = 1 with the β of its policy, from lengths or from scores, and the backend that computes it."""
+    if not reads_scores(policy):
+        call = replace(call, beta=temperature(policy, call.context, call.query))
+        return call, choose(call, backend, request)
+    chosen = choose(call, backend, request, by_row=True)
+    beta = policy.from_stats(*score_statistics(policy, call, chosen))
+    return replace(call, beta=check_beta(beta, call.query)), chosen
+
+
+def run(call: AttentionCall, chosen: Backend) -> Tensor:
+    """The output [B, H, Tq, Dv]."""
     return chosen.run(call if chosen.name == "sdpa" else cast(call))  # torch casts by itself, once β is in the query
 
 
-def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
+def measure(call: AttentionCall, request: StatsRequest, chosen: Backend) -> AttentionOutput:
     """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics."""
-    if not _is_sampled(call, request):
-        chosen = MEASURING[_choose(call, backend, needs_of(call, statistics=True)).name]
-        return chosen.measure(cast(call), request)
-    return AttentionOutput(run(call, backend), measure_sampled_rows(cast(call), request))
+    if _is_sampled(call, request):
+        return AttentionOutput(run(call, chosen), measure_sampled_rows(cast(call), request))
+    return MEASURING[chosen.name].measure(cast(call), request)
 
 
-def score_beta(policy: ScorePolicy, call: AttentionCall, backend: str) -> Tensor:
-    """β [B, H, Tq] in fp32 of a policy that reads the scores of a call at β = 1, without its sinks."""
-    return policy.from_stats(*score_statistics(policy, call, backend))
+def score_statistics(policy: ScorePolicy, call: AttentionCall, chosen: Backend) -> tuple[RowStats, Tensor | None]:
+    """What `from_stats` of a policy is given: statistics at β = 1 without sinks, and Λ with a gradient if it wants it.
 
-
-def score_statistics(policy: ScorePolicy, call: AttentionCall, backend: str) -> tuple[RowStats, Tensor | None]:
-    """What `from_stats` of a policy is given: statistics at β = 1, and Λ with a gradient where the policy wants it."""
+    The backend of the output measures them if it can, else the first that can.
+    """
     request, raw = policy.request, replace(call, sinks=None)
-    stats = _score_backend(raw, backend).statistics(cast(raw).detached(), request)
+    stats = _score_backend(raw, chosen.name).statistics(cast(raw).detached(), request)
     through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
     return stats, through
 
 
-def _score_backend(call: AttentionCall, backend: str) -> MeasuringBackend:
-    """Who measures the scores that a policy reads: the backend asked for if it can, else the first that can.
-
-    A backend that cannot compute the call at all is refused, or explained, where its output is asked for.
-    """
+def _score_backend(call: AttentionCall, chosen: str) -> MeasuringBackend:
     needs = Needs(statistics=True, derivative=None)
-    can = backend in MEASURING and _why_not(backend, call, needs) is None
-    return MEASURING[_choose(call, backend if can else "auto", needs).name]
+    return MEASURING[next(name for name in (chosen, *MEASURING) if _why_not(name, call, needs) is None)]
 
 
-def needs_of(call: AttentionCall, *, statistics: bool) -> Needs:
-    """What a call needs, with the derivative that is being taken of its tensors at the moment."""
-    tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
-    return Needs(statistics, other_derivative(*tensors))
+def choose(call: AttentionCall, backend: str, request: StatsRequest | None = None, *, by_row: bool = False) -> Backend:
+    """The first usable backend for the output and requested statistics, or the one asked for and no other.
 
-
-def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
-    names = [name for name in _preference(call) if _is_automatic(name, needs)] if backend == "auto" else [backend]
+    `by_row` says that β, not known yet, will differ from row to row.
+    """
+    needs = _needs(call, request)
+    names = [backend]
+    if backend == "auto":
+        names = [name for name in _preference(call, by_row) if _is_automatic(name, needs)]
     for name in names:
         reason = _why_not(name, call, needs)
         if reason is None:
             return BACKENDS[name]
         if backend != "auto":
             raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
-    raise BackendError(
-        f"no backend can compute this call:\n{explain(call, request=StatsRequest() if needs.statistics else None)}"
-    )
+    raise BackendError(f"no backend can compute this call:\n{explain(call, request=request, by_row=by_row)}")
 
 
-def _preference(call: AttentionCall) -> list[str]:
+def _needs(call: AttentionCall, request: StatsRequest | None) -> Needs:
+    """What a call needs, with the derivative that is being taken of its tensors at the moment."""
+    tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
+    return Needs(request is not None and not _is_sampled(call, request), other_derivative(*tensors))
+
+
+def _preference(call: AttentionCall, by_row: bool) -> list[str]:
     """All backends by preference: triton before sdpa for a β per row in half precision, which costs sdpa more there."""
     names = list(BACKENDS)
-    if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and dtype_of(call.query).itemsize == 2:
+    by_row = by_row or isinstance(call.beta, Tensor)
+    if by_row and call.query.device.type != "cpu" and dtype_of(call.query).itemsize == 2:
         names.sort(key=lambda name: name != "triton")
     return names
 
@@ -140,18 +151,17 @@ def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
 
 
 def explain(
-    call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None, reads_scores: bool = False
+    call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None, *, by_row: bool = False
 ) -> Dispatch:
-    """Which backend would compute a call, and why; `chosen` is "none" where `run` or `measure` would fail.
+    """What `choose` would choose for the same arguments, and why; `chosen` is "none" where it would fail.
 
-    With a request, that of `measure`; for sampled rows, the one that computes the output. `reads_scores` says that β
-    comes from `score_beta`: the reason then names the backend that measures the scores.
+    With `by_row` the reason names the backend that measures the scores that β is made of.
     """
     sampled = request is not None and _is_sampled(call, request)
     verdicts = []
     chosen = "none"
-    needs = needs_of(call, statistics=request is not None and not sampled)
-    for name in _preference(call):
+    needs = _needs(call, request)
+    for name in _preference(call, by_row):
         reason = _why_not(name, call, needs)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
@@ -166,8 +176,8 @@ def explain(
             why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
             if sampled:
                 why += "; statistics.rows measures the sampled rows"
-            if reads_scores:
-                why += f"; {_score_backend(call, backend).name} measures the scores that β is made of"
+            if by_row:
+                why += f"; {_score_backend(call, chosen).name} measures the scores that β is made of"
             verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
 

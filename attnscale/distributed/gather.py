@@ -26,14 +26,14 @@ class Gather:
 
     def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
-        return dispatch.score_statistics(policy, self._call, self._backend)
+        return dispatch.score_statistics(policy, self._call, dispatch.choose(self._call, self._backend, by_row=True))
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
         """Output and statistics of the own rows."""
         call = replace(self._call, beta=beta)
         if request is None:
-            return AttentionOutput(dispatch.run(call, self._backend), counted(call))
-        return dispatch.measure(call, request, self._backend)
+            return AttentionOutput(dispatch.run(call, dispatch.choose(call, self._backend)), counted(call))
+        return dispatch.measure(call, request, dispatch.choose(call, self._backend, request))
 
 
 def gather_keys(key: Tensor, value: Tensor, shards: TokenShards) -> tuple[Tensor, Tensor]:

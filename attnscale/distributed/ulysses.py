@@ -39,7 +39,9 @@ class Ulysses:
 
     def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
-        stats, through = dispatch.score_statistics(policy, self._call, self._backend)
+        stats, through = dispatch.score_statistics(
+            policy, self._call, dispatch.choose(self._call, self._backend, by_row=True)
+        )
         return self._stats_of_rows(stats), None if through is None else self._to_rows(through[..., None])[..., 0]
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
@@ -49,8 +51,10 @@ class Ulysses:
             beta = beta[..., 0]
         call = replace(self._call, beta=beta)
         if request is None:
-            return AttentionOutput(self._to_rows(dispatch.run(call, self._backend)), counted(self._rows))
-        output, found = dispatch.measure(call, replace(request, rows=None), self._backend)
+            output = dispatch.run(call, dispatch.choose(call, self._backend))
+            return AttentionOutput(self._to_rows(output), counted(self._rows))
+        of_all = replace(request, rows=None)
+        output, found = dispatch.measure(call, of_all, dispatch.choose(call, self._backend, of_all))
         stats, queries = self._stats_of_rows(found), self._rows.query.shape[2]
         if request.rows is not None and request.rows < queries:
             rows = sample_rows(queries, request.rows, request.seed, output.device)
