@@ -17,9 +17,11 @@ from torch import Tensor
 from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.backends.backend import no_derivative
-from attnscale.backends.blockwise.logits import logit_tile, logit_tile_backward
 from attnscale.backends.blockwise.softmax import Partial, add_keys
-from attnscale.backends.blockwise.tiles import (
+from attnscale.backends.call_stats import counted, softmax_stats
+from attnscale.backends.gaps import add_gaps
+from attnscale.backends.tile_logits import logit_tile, logit_tile_backward
+from attnscale.backends.tiles import (
     HIDDEN,
     LOG2E,
     Scores,
@@ -32,8 +34,6 @@ from attnscale.backends.blockwise.tiles import (
     store,
     workspace_for,
 )
-from attnscale.backends.call_stats import counted, softmax_stats
-from attnscale.backends.gaps import add_gaps
 from attnscale.call.attention_call import SCORE_TENSORS, AttentionCall
 from attnscale.errors import BackendError
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
