@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from attnscale.backends import trust
 from attnscale.backends.autocast import cast, dtype_of
 from attnscale.backends.backend import Backend, MeasuringBackend, no_derivative
 from attnscale.backends.blockwise.backend import BlockwiseBackend
 from attnscale.backends.gaps import differentiable_accumulation
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
+from attnscale.backends.self_check import find_fault
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
@@ -100,8 +103,10 @@ def score_statistics(policy: ScorePolicy, call: AttentionCall, chosen: Backend) 
 
 
 def _score_backend(call: AttentionCall, chosen: str) -> MeasuringBackend:
-    needs = Needs(statistics=True, derivative=None)
-    return MEASURING[next(name for name in (chosen, *MEASURING) if _why_not(name, call, needs) is None)]
+    name = chosen if chosen in MEASURING else _first_automatic(call, Needs(statistics=True, derivative=None))
+    if name is None:
+        raise BackendError(f"no backend can measure the scores of this call:\n{explain(call, request=StatsRequest())}")
+    return MEASURING[name]
 
 
 def choose(call: AttentionCall, backend: str, request: StatsRequest | None = None, *, by_row: bool = False) -> Backend:
@@ -110,16 +115,23 @@ def choose(call: AttentionCall, backend: str, request: StatsRequest | None = Non
     `by_row` says that β, not known yet, will differ from row to row.
     """
     needs = _needs(call, request)
-    names = [backend]
-    if backend == "auto":
-        names = [name for name in _preference(call, by_row) if _is_automatic(name, needs)]
-    for name in names:
-        reason = _why_not(name, call, needs)
-        if reason is None:
-            return BACKENDS[name]
-        if backend != "auto":
+    if backend != "auto":
+        reason = _why_not(backend, call, needs)
+        if reason is not None:
             raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
-    raise BackendError(f"no backend can compute this call:\n{explain(call, request=request, by_row=by_row)}")
+        return BACKENDS[backend]
+    name = _first_automatic(call, needs, by_row)
+    if name is None:
+        raise BackendError(f"no backend can compute this call:\n{explain(call, request=request, by_row=by_row)}")
+    return BACKENDS[name]
+
+
+def _first_automatic(call: AttentionCall, needs: Needs, by_row: bool = False) -> str | None:
+    """What "auto" chooses, if there is anything."""
+    for name in _preference(call, by_row):
+        if _why_not(name, call, needs) is None and _why_not_automatic(name, call, needs) is None:
+            return name
+    return None
 
 
 def _needs(call: AttentionCall, request: StatsRequest | None) -> Needs:
@@ -137,9 +149,30 @@ def _preference(call: AttentionCall, by_row: bool) -> list[str]:
     return names
 
 
-def _is_automatic(name: str, needs: Needs) -> bool:
-    """Whether "auto" may choose a backend; the reference only for derivatives that no other has."""
-    return BACKENDS[name].automatic or (name == ReferenceBackend.name and needs.derivative is not None)
+def _why_not_automatic(name: str, call: AttentionCall, needs: Needs) -> str | None:
+    """When a backend that can compute a call is used, where "auto" may not choose it; None where it may."""
+    if name == ReferenceBackend.name and needs.derivative is not None:
+        return None  # which no other has
+    if not BACKENDS[name].automatic:
+        return "where asked for by name"
+    if name == TritonBackend.name:
+        reason = why_kernels_distrusted(call.query.device, dtype_of(call.query))
+        return None if reason is None else f"where asked for by name: {reason}"
+    return None
+
+
+def why_kernels_distrusted(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why "auto" leaves the kernels alone on a device where they can run, or None."""
+    return trust.why_distrusted(device, dtype, check_kernels)
+
+
+# torch.compile takes the answer for a constant of the graph; see derivatives.py for why this is no decorator.
+why_kernels_distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What the kernels compute wrongly on a device, in words; None if nothing is."""
+    return find_fault(MEASURING[TritonBackend.name], MEASURING[ReferenceBackend.name], device, dtype)
 
 
 def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
@@ -167,8 +200,8 @@ def explain(
             verdicts.append(Verdict(name, False, reason))
         elif backend not in ("auto", name):
             verdicts.append(Verdict(name, True, f"usable, but backend={backend!r} was asked for"))
-        elif backend == "auto" and not _is_automatic(name, needs):
-            verdicts.append(Verdict(name, True, "usable, where asked for by name"))
+        elif backend == "auto" and (when := _why_not_automatic(name, call, needs)) is not None:
+            verdicts.append(Verdict(name, True, f"usable, {when}"))
         elif chosen != "none":
             verdicts.append(Verdict(name, True, f"usable, but {chosen} comes first"))
         else:

@@ -142,9 +142,17 @@ def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        # In fp32 products are as torch is set; in half precision there is only one way.
-        "PRECISION": "tf32" if query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        # In half precision there is only one way.
+        "PRECISION": "tf32" if query.dtype == torch.float32 and multiplies_in_tf32() else "ieee",
     }
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether torch is set to multiply matrices of fp32 in TF32, in whichever of its ways.
+
+    `allow_tf32` must not be read: it raises where `torch.backends.fp32_precision` was set.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

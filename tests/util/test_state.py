@@ -34,6 +34,8 @@ LISTED = {
     "HF_KNOWN_CAUSALITY",
     "HF_COUNTED_MASKS",
     "HF_TOKEN_SHARDS",
+    "TRITON_OUTCOMES",
+    "TRITON_CHECKING",
 }
 
 # Calls whose result can change after the import.

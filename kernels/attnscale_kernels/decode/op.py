@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others
 from ..flash.launch import Forward, new_forward
+from ..operators import operator
 from ..visibility import SCHEMA, Visibility
 from .launch import decode
 
@@ -32,9 +32,8 @@ def decode_attention(
     return Forward(out, lse, top, disorder if entropy else None)
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::decode",
-    mutates_args=(),
+@operator(
+    "decode",
     schema=f"(Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, float scale,"
     " float? softcap, bool entropy, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor)",
 )

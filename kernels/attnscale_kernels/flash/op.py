@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
+from ..operators import operator
 from ..visibility import SCHEMA, Visibility
 from .launch import Forward, flash_backward, flash_forward, new_forward
 
@@ -43,9 +44,8 @@ TENSORS = f"Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tenso
 NUMBERS = "float scale, float? softcap, float dropout_p"
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::flash_forward",
-    mutates_args=(),
+@operator(
+    "flash_forward",
     schema=f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def flash_forward_op(
@@ -64,9 +64,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, 
     return new_forward(query, value, entropy=others[-1]).outputs()
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::flash_backward",
-    mutates_args=(),
+@operator(
+    "flash_backward",
     schema=f"(Tensor gradient, {TENSORS}, Tensor out, Tensor lse, {NUMBERS}, bool dbeta)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
