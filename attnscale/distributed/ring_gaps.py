@@ -1,4 +1,4 @@
-"""Gap counts and Λ of rows whose keys come in shards: the maximum first, then what lies how far below it."""
+"""Gap counts and brackets of Λ of rows whose keys come in shards: the maximum first, then what lies how far below."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnscale.backends.call_stats import counted
 from attnscale.call.attention_call import AttentionCall
-from attnscale.errors import BackendError
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import TOP, Spectrum, bracket, count_gaps, empty_spectrum, largest, spectrum_of
 from attnscale.statistics.rows.call_tiles import CallRows
@@ -23,10 +22,6 @@ class RingGaps:
     """Two passes over the shards of keys: the best scores of each row, and a count of the gaps below them."""
 
     def __init__(self, call: AttentionCall, request: StatsRequest, shards: Shards) -> None:
-        if request.accumulation == "exact":
-            raise BackendError(
-                "method='ring' has no exact Λ, which sorts whole rows: use 'bracket', or method='gather'"
-            )
         self._call, self._request, self._shards = call, request, shards
         self._ranks = max(TOP, request.min_rank)
         self._keys = call.context.keys

@@ -20,6 +20,7 @@ from attnscale.distributed import ContextParallel, HeadParallel, TokenShards, co
 
 TOKENS, DIM = 32, 8
 REQUEST = StatsRequest(gap_thresholds=(0.5, 1.0), accumulation="bracket")
+EXACT = StatsRequest(gap_thresholds=(0.5, 1.0), accumulation="exact")
 RULES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -30,10 +31,11 @@ RULES: dict[str, dict[str, Any]] = {
     "capped": {"is_causal": True, "softcap": 2.0, "sinks": torch.linspace(-1, 1, HEADS).double()},
 }
 POLICIES: dict[str, dict[str, Any]] = {
-    "ssmax": {"num_heads": HEADS},
-    "asentmax": {"num_heads": HEADS, "head_dim": DIM},
-    "gap_adaptive": {},
-    "entropy_adaptive": {},
+    "ssmax": {"name": "ssmax", "num_heads": HEADS},
+    "asentmax": {"name": "asentmax", "num_heads": HEADS, "head_dim": DIM},
+    "gap_adaptive": {"name": "gap_adaptive"},
+    "gap_adaptive through": {"name": "gap_adaptive", "exact": True, "gradient": "through"},
+    "entropy_adaptive": {"name": "entropy_adaptive"},
 }
 METHODS = ("gather", "ulysses", "ring")
 FLOATING = ("lse", "max_logit", "w_max", "entropy", "criticality")
@@ -46,10 +48,11 @@ def attend(attention: Any, policy: str, rule: str, own: torch.Tensor, **options:
     *inputs, weight = (torch.randn(shape, dtype=torch.float64, generator=generator)[:, :, own] for shape in shapes)
     inputs = [x.requires_grad_() for x in inputs]
     torch.manual_seed(1)
-    law = attnscale.build_policy(policy, **POLICIES[policy]).double()
+    law = attnscale.build_policy(POLICIES[policy]).double()
+    request = EXACT if "through" in policy else REQUEST
     for parameter in law.parameters():
         nn.init.uniform_(parameter)
-    out, stats = attention(*inputs, policy=law, request=REQUEST, enable_gqa=True, **RULES[rule], **options)
+    out, stats = attention(*inputs, policy=law, request=request, enable_gqa=True, **RULES[rule], **options)
     (out * weight).sum().backward()
     found = {"output": out.detach(), "visible": stats.visible, "counts": stats.gap_counts}
     found |= {name: getattr(stats, name) for name in FLOATING}
@@ -76,6 +79,47 @@ def attention_everywhere(rank: int, mesh: Any) -> dict:
                     if name.startswith("parameter"):
                         distributed.all_reduce(gradient)
                 found[policy, rule, method] = part
+    return found
+
+
+def masked(attention: Any, own: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    """Output and gradients under an additive mask that is one for all sequences and heads, and learned."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 2, TOKENS, DIM, dtype=torch.float64, generator=generator)[:, :, own] for _ in range(3))
+    bias = torch.randn(TOKENS, TOKENS, dtype=torch.float64, generator=generator)[own]
+    inputs = [x.requires_grad_() for x in (q, k, v, bias)]
+    out = attention(q, k, v, attn_mask=bias, is_causal=True, policy="log", **options).output
+    out.square().sum().backward()
+    return {"output": out.detach()} | {
+        name: x.grad for name, x in zip(("dq", "dk", "dv", "dbias"), inputs, strict=True)
+    }
+
+
+def masks(rank: int, mesh: Any) -> dict:
+    own = places(2).view(2, -1)[rank].long()
+    return {
+        method: masked(context_parallel_attention, own, mesh=mesh, positions=own, method=method)
+        for method in ("gather", "ring")
+    }
+
+
+def dropped(rank: int, mesh: Any) -> dict:
+    """Weights after dropout and their gradients: values are unit vectors, so that outputs are weights."""
+    own = places(2).view(2, -1)[rank].long()
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(1, 2, TOKENS, DIM, dtype=torch.float64, generator=generator)[:, :, own] for _ in range(2))
+    found = {}
+    for method in METHODS:
+        v = torch.eye(TOKENS, dtype=torch.float64)[own].expand(1, 2, -1, -1).clone()
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(rank)
+        options = {"mesh": mesh, "positions": own, "method": method, "is_causal": True}
+        out = context_parallel_attention(*inputs, dropout_p=0.4, **options).output
+        weights = context_parallel_attention(q, k, v, **options).output
+        upstream = torch.randn(2, TOKENS, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        (out * upstream[None, :, own]).sum().backward()
+        found[method] = {"out": out.detach(), "weights": weights, "upstream": upstream, "own": own, "q": q, "k": k}
+        found[method] |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
     return found
 
 
@@ -195,6 +239,8 @@ def everything(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return {
         "attention": attention_everywhere(rank, mesh),
+        "masks": masks(rank, mesh),
+        "dropped": dropped(rank, mesh),
         "bytes": bytes_sent(rank, mesh),
         "messages": messages(rank),
         "half": half_precision(rank, mesh),
@@ -226,6 +272,36 @@ def test_attention_of_a_spread_sequence_is_that_of_the_whole(policy, rule, ranks
                     found[name], own_part, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-10,
                     msg=lambda m, n=name, how=method: f"{how}, {n}: {m}",
                 )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_a_learned_mask_has_the_gradient_of_one_process(method, ranks):
+    whole = masked(attention_with_stats, torch.arange(TOKENS), backend="blockwise")
+    for rank, own in zip(ranks, places(2).view(2, -1).long(), strict=True):
+        for name, found in rank["masks"][method].items():
+            expected = whole[name][own] if name == "dbias" else whole[name][:, :, own]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dropout_drops_weights_of_all_keys_and_has_their_gradient(method, ranks):
+    parts = [rank["dropped"][method] for rank in ranks]
+    whole = {name: torch.zeros(1, 2, TOKENS, TOKENS, dtype=torch.float64) for name in ("out", "weights")}
+    q, k = (torch.zeros(1, 2, TOKENS, DIM, dtype=torch.float64) for _ in range(2))
+    for part in parts:
+        for name, tensor in (*whole.items(), ("q", q), ("k", k)):
+            tensor[:, :, part["own"]] = part[name]
+    kept, seen = whole["out"] != 0, whole["weights"] > 0
+    torch.testing.assert_close(whole["out"], whole["weights"] * kept / 0.6, rtol=1e-10, atol=1e-12)
+    assert 0.5 < kept[seen].double().mean() < 0.7
+    # The gradient of softmax(q·k)·kept/0.6, written out.
+    upstream = parts[0]["upstream"][None]
+    of_weights = upstream * kept / 0.6
+    of_scores = whole["weights"] * (of_weights - (of_weights * whole["weights"]).sum(-1, keepdim=True)) * DIM**-0.5
+    expected = {"dq": of_scores @ k, "dk": of_scores.mT @ q, "dv": whole["out"].mT @ upstream}
+    for part in parts:
+        for name, gradient in expected.items():
+            torch.testing.assert_close(part[name], gradient[:, :, part["own"]], rtol=1e-9, atol=1e-10, msg=name)
 
 
 def test_the_plan_counts_the_bytes_that_are_sent(ranks):
@@ -295,12 +371,6 @@ def test_what_cannot_be_is_refused_with_what_to_pass(mesh):
         call(mesh="cp")
     with pytest.raises(ArgumentError, match="method='rings'"):
         call(method="rings")
-    with pytest.raises(BackendError, match="no dropout"):
-        call(method="ring", dropout_p=0.1)
-    with pytest.raises(BackendError, match="no exact Λ"):
-        call(method="ring", request=StatsRequest(accumulation="exact"))
-    with pytest.raises(BackendError, match="no gradient through"):
-        call(method="ring", policy={"name": "gap_adaptive", "gradient": "through"})
     with pytest.raises(BackendError, match="computed by blockwise"):
         call(method="ring", backend="sdpa")
     with pytest.raises(ArgumentError, match="attn_mask is not accepted by method='ulysses'"):
