@@ -128,8 +128,8 @@ def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | N
 def shard_policies(model: nn.Module, **options: Any) -> None:
     """`fully_shard` for each learned policy of a model; call it before `fully_shard` takes the rest, with its keywords.
 
-    Parameters of a policy are fp32, also in a bf16 model, and `fully_shard` takes parameters of one dtype at a time.
-    A model that is fp32 as a whole does not need this.
+    For policies in another dtype than the parameters that train beside them, fp32 in a bf16 model: `fully_shard` takes
+    parameters of one dtype at a time. A model of one dtype does not need this.
     """
     for module in model.modules():
         if isinstance(module, LengthPolicy) and any(True for _ in module.parameters()):

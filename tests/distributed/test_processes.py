@@ -182,31 +182,29 @@ def bytes_sent(rank: int, mesh: Any) -> dict:
 
 
 def half_precision(rank: int, mesh: Any) -> dict:
-    """A bf16 model whose policy is fp32, sharded."""
-    from torch.distributed.fsdp import fully_shard
+    """The gradient of a learned policy in a bf16 model, sharded as any other; also one that was kept in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from attnscale.distributed import shard_policies
 
     found = {}
-    for kind in ("alone", "together", "unprepared"):
+    for kind in ("alone", "plain", "kept", "mixed"):
         torch.manual_seed(0)
-        model = Model("ssmax").to(torch.bfloat16)
-        model.block.attention.policy.float()
-        rows = slice(None) if kind == "alone" else slice(2 * rank, 2 * rank + 2)
-        if kind == "together":
+        model = Model("ssmax") if kind == "mixed" else Model("ssmax").to(torch.bfloat16)
+        policy, options = model.block.attention.policy, {"mesh": mesh}
+        if kind == "kept":
+            policy.float()
             shard_policies(model, mesh=mesh)
+        if kind == "mixed":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        rows = slice(None) if kind == "alone" else slice(2 * rank, 2 * rank + 2)
         if kind != "alone":
-            fully_shard(model.block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            fully_shard(model.block, **options)
+            fully_shard(model, **options)
         tokens, targets = (x[rows] for x in batch(0))
-        try:
-            logits = model(tokens, torch.arange(tokens.shape[1]))
-            nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
-        except AssertionError as error:
-            found[kind] = str(error)
-            continue
-        gradient = model.block.attention.policy.s.grad
-        found[kind] = gradient if kind == "alone" else gradient.full_tensor()
+        logits = model(tokens, torch.arange(tokens.shape[1]))
+        nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        found[kind] = policy.s.grad if kind == "alone" else policy.s.grad.full_tensor()
     return found
 
 
@@ -319,12 +317,12 @@ def test_a_report_is_one_message_whose_size_does_not_depend_on_the_length(ranks)
         assert len({sent[0] for sent in sizes}) == 1
 
 
-def test_a_learned_policy_keeps_fp32_in_a_sharded_bf16_model(ranks):
+def test_a_learned_policy_trains_in_a_sharded_bf16_model_as_any_other_module(ranks):
     for rank in ranks:
         half = rank["half"]
-        assert "uniform original parameter dtype" in half["unprepared"]
-        assert half["together"].dtype == torch.float32
-        torch.testing.assert_close(half["together"], half["alone"], rtol=0.02, atol=1e-4)
+        assert [half[kind].dtype for kind in half] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+        for kind in ("plain", "kept", "mixed"):
+            torch.testing.assert_close(half[kind].float(), half["alone"].float(), rtol=0.03, atol=1e-4, msg=kind)
 
 
 def test_a_restart_from_a_checkpoint_goes_on_with_the_same_numbers(ranks):
