@@ -208,13 +208,16 @@ def half_precision(rank: int, mesh: Any) -> dict:
     return found
 
 
+SHARDED = [(mode, policy) for mode in ("fsdp2", "tp") for policy in ("ssmax", "gap_adaptive")]
+
+
 def checkpoints(rank: int) -> dict:
     """Ten steps, a checkpoint, a restart from it, ten more; and twenty in one go."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     found = {}
-    for mode, policy in (("fsdp2", "ssmax"), ("tp", "gap_adaptive"), ("tp", "ssmax"), ("fsdp2", "gap_adaptive")):
+    for mode, policy in SHARDED:
         folder = f"{os.environ['RANKS_FOLDER']}/{mode}-{policy}"
         run = Run(mode, policy, packed=False)
         run.train(10, monitored=False)
@@ -233,6 +236,30 @@ def checkpoints(rank: int) -> dict:
     return found
 
 
+def safetensors(rank: int) -> dict:
+    """What a file of one process restores in two, by mode and policy; and a file that two write, for one to read."""
+    from safetensors.torch import load_file, save_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    folder, found = os.environ["RANKS_FOLDER"], {}
+    for mode, policy in SHARDED:
+        alone = Run("alone", policy, packed=False)
+        alone.train(3, monitored=False)
+        if rank == 0:
+            save_file(alone.model.state_dict(), f"{folder}/alone-{policy}.safetensors")
+        distributed.barrier()
+        run = Run(mode, policy, packed=False)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        set_model_state_dict(run.model, load_file(f"{folder}/alone-{policy}.safetensors"), options=options)
+        restored = {name: x.clone() for name, x in get_model_state_dict(run.model, options=options).items()}
+        run.train(1, start=3, monitored=False)
+        written = get_model_state_dict(run.model, options=options)  # whole tensors, on the first process only
+        if rank == 0:
+            save_file(written, f"{folder}/{mode}-{policy}.safetensors")
+        found[mode, policy] = {"restored": restored, "expected": alone.model.state_dict()}
+    return found
+
+
 def everything(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return {
@@ -243,6 +270,7 @@ def everything(rank: int) -> dict:
         "messages": messages(rank),
         "half": half_precision(rank, mesh),
         "checkpoints": checkpoints(rank),
+        "safetensors": safetensors(rank),
     }
 
 
@@ -333,9 +361,7 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_same_numbers(ranks):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is meant here
-@pytest.mark.parametrize(
-    ("mode", "policy"), [("fsdp2", "ssmax"), ("tp", "ssmax"), ("tp", "gap_adaptive"), ("fsdp2", "gap_adaptive")]
-)
+@pytest.mark.parametrize(("mode", "policy"), SHARDED)
 def test_a_checkpoint_of_two_processes_is_one_for_one_process(mode, policy, ranks, folder):
     from torch.distributed import checkpoint
 
@@ -345,6 +371,23 @@ def test_a_checkpoint_of_two_processes_is_one_for_one_process(mode, policy, rank
     tolerance = 1e-7 if policy == "ssmax" else 1e-10
     for name, value in expected.items():
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("mode", "policy"), SHARDED)
+def test_a_safetensors_file_goes_from_one_process_to_two_and_back(mode, policy, ranks, folder):
+    from safetensors.torch import load_file
+
+    first = ranks[0]["safetensors"][mode, policy]
+    assert first["restored"].keys() == first["expected"].keys()
+    for name, expected in first["expected"].items():
+        torch.testing.assert_close(first["restored"][name], expected, rtol=0, atol=0, msg=name)
+    written = Run("alone", policy, packed=False)
+    written.model.load_state_dict(load_file(folder / f"{mode}-{policy}.safetensors"))
+    run = Run("alone", policy, packed=False)
+    run.model.load_state_dict(load_file(folder / f"alone-{policy}.safetensors"))
+    run.train(1, start=3, monitored=False)
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(written.model.state_dict()[name], value, rtol=0, atol=1e-7, msg=name)
 
 
 @pytest.fixture
