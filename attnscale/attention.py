@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from attnscale._util.processes import refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.one_torch_call import attend_in_one_call
@@ -306,6 +307,7 @@ def _bind(
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
     given = rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
+    refuse_dtensor(query)
     check_sinks(layout, sinks, query.device)
     rows = layout.flatten_query(query)
     context = describe(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from parallel_model import HEADS, Model, Run, batch
 from ranks import join, on_two_ranks
+from same_records import assert_same
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError, BackendError, Monitor, StatsRequest, attention_with_stats
 from attnscale.bench.context_plan import ContextPlan
+from attnscale.diagnostics import Record
 from attnscale.distributed import ContextParallel, HeadParallel, TokenShards, context_parallel_attention, share_rows
 
 TOKENS, DIM = 32, 8
@@ -166,6 +168,37 @@ class BytesSent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def tensor_parallel(rank: int) -> dict:
+    """Training with a policy per head, DTensors as queries, and what is said where the plan has no `HeadParallel`."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    found: dict[str, Any] = {"per_head": Run("tp", "per_head", packed=False).train(5)}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+    for policy in ("ssmax", "gap_adaptive", "per_head", "log"):
+        model = Model(policy).double()
+        parallelize_module(model.block, mesh, plan)
+        try:
+            found[policy, "unsaid"] = model(batch(0)[0], torch.arange(16)).detach()
+        except ArgumentError as error:
+            found[policy, "unsaid"] = str(error)
+    try:
+        Monitor(model)
+    except ArgumentError as error:
+        found["monitor"] = str(error), [module.tap for module in model.modules() if hasattr(module, "tap")]
+    Monitor(model, process_group=init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))["dp"]).close()
+    attention = attnscale.ScaledDotProductAttention("log")
+    heads = DTensor.from_local(torch.ones(1, 2, 8, 4), mesh, [Shard(1)])
+    try:
+        attention(heads, heads, heads, is_causal=True)
+    except BackendError as error:
+        found["dtensor"] = str(error)
+    HeadParallel()._apply(attention, mesh)
+    found["shape"] = list(attention(heads, heads, heads, is_causal=True).shape)
+    return found
+
+
 def bytes_sent(rank: int, mesh: Any) -> dict:
     """Forward and backward of each method, in fp32."""
     shards = TokenShards.of(places(2), mesh, TOKENS // 2)
@@ -266,6 +299,7 @@ def everything(rank: int) -> dict:
         "attention": attention_everywhere(rank, mesh),
         "masks": masks(rank, mesh),
         "dropped": dropped(rank, mesh),
+        "tensor parallel": tensor_parallel(rank),
         "bytes": bytes_sent(rank, mesh),
         "messages": messages(rank),
         "half": half_precision(rank, mesh),
@@ -328,6 +362,32 @@ def test_dropout_drops_weights_of_all_keys_and_has_their_gradient(method, ranks)
     for part in parts:
         for name, gradient in expected.items():
             torch.testing.assert_close(part[name], gradient[:, :, part["own"]], rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_policy_per_head_is_that_of_one_process_where_heads_are_spread(ranks):
+    expected = Run("alone", "per_head", packed=False).train(5)
+    for rank in ranks:
+        found = rank["tensor parallel"]["per_head"]
+        for part in ("gradients", "state"):
+            for name, value in expected[part].items():
+                torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-7, msg=name)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-6)
+        records, others = ([Record.from_dict(record) for record in run["records"]] for run in (found, expected))
+        assert [record.head for record in records] == 2 * list(range(HEADS))
+        assert_same(records, others, tolerance=1e-5)
+
+
+def test_heads_that_are_spread_unsaid_are_right_or_refused_with_what_to_pass(ranks):
+    for rank in ranks:
+        found = rank["tensor parallel"]
+        for policy in ("ssmax", "gap_adaptive", "per_head"):
+            assert "attnscale.distributed.HeadParallel() in the plan" in found[policy, "unsaid"]
+        assert torch.equal(found["log", "unsaid"], ranks[0]["tensor parallel"]["log", "unsaid"])
+        said, taps = found["monitor"]
+        assert "HeadParallel() in the plan of parallelize_module, or the monitor the process_group" in said
+        assert taps == [None]
+        assert "the heads of this process" in found["dtensor"]
+        assert found["shape"] == [1, 2, 8, 4]
 
 
 def test_the_plan_counts_the_bytes_that_are_sent(ranks):
