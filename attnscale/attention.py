@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 from typing_extensions import Unpack
 
+from attnscale._util.processes import refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.one_torch_call import attend_in_one_call
@@ -28,7 +28,7 @@ from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import refuse_unknown_length, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request, find_places
 
 
 class ScoreRules(KeyRules, total=False):
@@ -160,19 +160,17 @@ def attention_with_stats(
     )
     call, measuring = dispatch.prepare(call, chosen, backend, request)
     output, stats = dispatch.measure(call, request, measuring)
-    rows, stats = stats.rows, mark_ceiling(stats, call, chosen)
-    if len(layout.lead) != 2:
-        stats = tree_map_only(Tensor, layout.restore, stats._replace(rows=None))._replace(rows=rows)
-    return AttentionOutput(layout.restore(output), stats)
+    return finished(layout, output, stats._replace(places=find_places(call.context)), call, chosen)
 
 
-def mark_ceiling(stats: RowStats, call: AttentionCall, policy: Policy) -> RowStats:
-    """The statistics of a call with `at_ceiling`, where its policy has a ceiling."""
+def finished(layout: Layout, output: Tensor, stats: RowStats, call: AttentionCall, policy: Policy) -> AttentionOutput:
+    """What a call returns: in the shape of its arguments, with `at_ceiling` where its policy has a ceiling."""
     ceiling = getattr(policy, "ceiling", None)
-    if ceiling is None or not isinstance(call.beta, Tensor):
-        return stats
-    beta = call.row_beta().detach()
-    return stats._replace(at_ceiling=(beta if stats.rows is None else beta[..., stats.rows]) >= ceiling)
+    if ceiling is not None and isinstance(call.beta, Tensor):
+        beta = call.row_beta().detach()
+        stats = stats._replace(at_ceiling=(beta if stats.rows is None else beta[..., stats.rows]) >= ceiling)
+    stats = stats if len(layout.lead) == 2 else stats.restored(layout.restore)
+    return AttentionOutput(layout.restore(output), stats)
 
 
 def explain_dispatch(
@@ -315,6 +313,7 @@ def _bind(
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
     given = rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
+    refuse_dtensor(query)
     check_sinks(layout, sinks, query.device)
     context = describe(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules

@@ -18,6 +18,7 @@ from attnscale.call.nested import nest_like, pad_nested
 from attnscale.call.tap import Tap
 from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+from attnscale.policies.settle import settle
 
 SpreadAttention = Callable[..., Tensor]  # of a tap and the arguments of `scaled_dot_product_attention`
 
@@ -105,13 +106,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.adopt(build_policy_for(policy, num_heads=num_heads, head_dim=self.head_dim))
 
     def adopt(self, policy: Policy) -> None:
-        """Set the policy, on this module's device, and disable torch's fused inference path.
+        """Set the policy, with this module's device and dtype, and disable torch's fused inference path.
 
         `nn.TransformerEncoderLayer` would call a fused kernel with this module's weights, without its policy, unless a
         module of the layer has a forward hook.
         """
-        if isinstance(policy, nn.Module):
-            policy.to(self.out_proj.weight.device)
+        settle(policy, self)
         self.policy = policy
         self.register_forward_pre_hook(_close_fused_path)
 

@@ -20,6 +20,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "log": {"name": "log", "reference_length": 8},
     "ssmax": {"name": "ssmax", "num_heads": HEADS, "reference_length": 8},
     "gap_adaptive": {"name": "gap_adaptive", "scope": "head", "num_heads": HEADS, "momentum": 0.5},
+    # A part across two processes, and one that learns nothing.
+    "per_head": {"name": "per_head", "num_heads": HEADS, "default": "log", "heads": {"1-2": {"name": "ssmax"}}},
 }
 
 

@@ -8,15 +8,14 @@ from typing import Literal, Protocol, TypedDict
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 from typing_extensions import Unpack
 
-from attnscale.attention import mark_ceiling
+from attnscale.attention import finished
 from attnscale.backends import dispatch
 from attnscale.backends.sdpa import beneath_context_parallel
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
-from attnscale.call.layout import Layout, read_layout
+from attnscale.call.layout import read_layout
 from attnscale.call.parse import describe
 from attnscale.call.score_options import check_sinks, default_scale, read_numbers
 from attnscale.call.tap import Tap
@@ -29,7 +28,7 @@ from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import ScorePolicy, reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import check_beta, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
+from attnscale.statistics import AttentionOutput, RowPlaces, RowStats, Span, StatsRequest, checked_request
 
 Method = Literal["gather", "ulysses", "ring"]
 METHODS: tuple[Method, ...] = ("gather", "ulysses", "ring")
@@ -144,7 +143,8 @@ def context_parallel_attention(
             output, stats, call = _attend(exchange(call), call, chosen, request)
         else:
             output, stats, call = _attend_reported(tap, exchange, call, chosen, request, shards)
-    return _restored(layout, AttentionOutput(output, mark_ceiling(stats, call, chosen)))
+    stats = stats._replace(places=RowPlaces(shards.own, (Span(0, tokens),)))
+    return finished(layout, output, stats, call, chosen)
 
 
 def _attend(
@@ -198,11 +198,3 @@ def _check_tokens(query: Tensor, key: Tensor, value: Tensor, rules: SequenceRule
         )
     if method == "ulysses" and rules.get("attn_mask") is not None:
         raise ArgumentError("attn_mask is not accepted by method='ulysses': use 'gather' or 'ring', or rules")
-
-
-def _restored(layout: Layout, found: AttentionOutput) -> AttentionOutput:
-    if len(layout.lead) == 2:
-        return found
-    rows = found.stats.rows
-    stats = tree_map_only(Tensor, layout.restore, found.stats._replace(rows=None))._replace(rows=rows)
-    return AttentionOutput(layout.restore(found.output), stats)

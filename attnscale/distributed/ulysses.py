@@ -77,7 +77,7 @@ class Ulysses:
         in_turn = take_tokens(x, self._place)
         parts = in_turn.unflatten(2, (size, -1)).movedim(2, 0).contiguous()  # type: ignore[no-untyped-call]
         received = collectives.all_to_all_single_autograd(parts, None, None, self._shards.group)
-        return received.movedim(0, 1).flatten(1, 2)
+        return torch.cat(received.unbind(0), dim=1)  # and no view, which would still be the promise of a tensor
 
     @torch.no_grad()
     def _stats_of_rows(self, stats: RowStats) -> RowStats:

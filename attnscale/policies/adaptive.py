@@ -168,6 +168,12 @@ class GapAdaptive(ScorePolicy):
         x = torch.where(usable, 1 / ln(visible), 0.0)
         y = torch.where(usable, 1 / scale.double(), 0.0)  # 1/∞ is 0: a tie is one row among many
         moments = torch.stack([usable.double(), x, y, x * x, x * y], dim=-1).sum((0, 2))  # [H, 5]
+        if moments.shape[0] != local(self.sums).shape[0]:
+            raise ArgumentError(
+                f"scores of {moments.shape[0]} heads are not accepted: expected {local(self.sums).shape[0]}, the "
+                "num_heads of gap_adaptive (heads that are spread over processes need "
+                "attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
+            )
         moments = sum_over_rows(moments, self._rows)
         share = moments / moments[:, :1].clamp(min=1)
         sums = local(self.sums)

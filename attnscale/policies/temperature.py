@@ -103,7 +103,8 @@ def check_beta(beta: Tensor, query: Tensor) -> Tensor:
     if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
         raise ArgumentError(
             f"policy gives β of shape {list(beta.shape)}, which is not accepted: expected one that broadcasts to "
-            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads?"
+            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads? (Heads that are spread "
+            "over processes need attnscale.distributed.HeadParallel() in the plan of parallelize_module.)"
         )
     return beta
 

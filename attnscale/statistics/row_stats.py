@@ -7,15 +7,18 @@ softcap and bias, before β).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from attnscale._util.tracing import is_watched
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.request import StatsRequest
+from attnscale.statistics.row_places import RowPlaces, join_places
 
 
 class RowStats(NamedTuple):
@@ -39,6 +42,7 @@ class RowStats(NamedTuple):
     rows: Tensor | None = None  # [R], which rows were sampled
     with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
     visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
+    places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
 
     def only(self, request: StatsRequest) -> RowStats:
         """The same without those statistics of the softmax that are not asked for."""
@@ -49,10 +53,11 @@ class RowStats(NamedTuple):
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
 
-        A sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge
-        them in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all
-        keys already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
-        `common_maximum`. Λ cannot be merged.
+        Refused where `rows` or `places` tell that rows differ, or that both sides have seen the same keys. A sink is
+        one outcome for all keys together: compute one part with `sinks` and the others without, and merge them in any
+        order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys already.
+        Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
+        cannot be merged.
 
         >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)
@@ -60,6 +65,7 @@ class RowStats(NamedTuple):
         >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
         """
         check_mergeable(self, other, common_maximum)
+        places = join_places(self._known_places(), other._known_places())
         lse = entropy = max_logit = counts = None
         if self.lse is not None and other.lse is not None:
             lse = torch.logaddexp(self.lse, other.lse)
@@ -79,7 +85,21 @@ class RowStats(NamedTuple):
             rows=self.rows,
             with_sink=self.with_sink or other.with_sink,
             visible_given=self.visible_given,
+            places=places,
         )
+
+    def restored(self, restore: Callable[[Tensor], Tensor]) -> RowStats:
+        """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""
+        found: RowStats = tree_map_only(Tensor, restore, self._replace(rows=None, places=None))
+        return found._replace(rows=self.rows, places=self.places)
+
+    def _known_places(self) -> RowPlaces | None:
+        """The places, unless statistics of some of the rows were cut out since."""
+        if self.places is None or self.rows is not None:
+            return self.places
+        rows = self.places.rows
+        extent = rows.shape[-1] if isinstance(rows, Tensor) else rows.stop - rows.start
+        return self.places if extent == self.visible.shape[-1] else None
 
 
 class AttentionOutput(NamedTuple):

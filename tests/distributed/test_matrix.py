@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_model import POLICIES, Run
+from parallel_model import Run
 from ranks import on_ranks
 from same_records import assert_same
 
 from attnscale.diagnostics import Record
 
 CONTEXT_PARALLEL = ("cp-gather", "cp-ulysses", "cp-ring")
+POLICIES = ("constant", "log", "ssmax", "gap_adaptive")
 MODES = ("ddp", "fsdp2", "tp", *CONTEXT_PARALLEL)
 # As attnscale/distributed/README.md writes it down.
 TWO = list(itertools.product(MODES, POLICIES, (False, True)))

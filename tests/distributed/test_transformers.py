@@ -64,6 +64,7 @@ def together(rank: int) -> dict:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     found = {(law, rotation): trained(law, mesh, rotation) for law in LAWS for rotation in ("allgather", "alltoall")}
     found["refused"] = refused(mesh)
+    found["sharded"] = sharded_in_half_precision(rank)
     return found | {"trainer": in_trainer(rank)}
 
 
@@ -84,6 +85,20 @@ def refused(mesh) -> list[str]:
                 except (BackendError, attnscale.ArgumentError) as error:
                     said.append(str(error))
     return said
+
+
+def sharded_in_half_precision(rank: int) -> list[torch.Tensor]:
+    """The gradients of a learned policy that was applied to a bf16 model, which `fully_shard` takes as it is."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama().to(torch.bfloat16).train()
+    handle = attnscale.hf.apply(model, LAWS["ssmax"])
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    tokens = inputs()[0][rank : rank + 1]
+    model(tokens, labels=tokens).loss.backward()
+    return [p.grad.full_tensor() for p in handle.parameters()]
 
 
 def in_trainer(rank: int) -> dict:
@@ -131,6 +146,15 @@ def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
         masked, packed = rank["refused"]
         assert "let accelerate prepare the model" in masked
         assert "every place 0 … 15 of the sequence once" in packed
+
+
+def test_a_learned_policy_of_a_bf16_model_is_sharded_like_the_rest(ranks):
+    first, second = (rank["sharded"] for rank in ranks)
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.equal(one, other)
+        assert (one != 0).all()
 
 
 def test_trainer_trains_a_learned_policy_alike_in_every_process(ranks):

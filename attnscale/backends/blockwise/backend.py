@@ -68,9 +68,13 @@ class BlockwiseBackend:
         return add_gaps(call, request, softmax_stats(call, request, *found[1:]))
 
 
-def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
-    seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
+def attend(call: AttentionCall, *, entropy: bool, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached.
+
+    The seed is that of dropout, where there is any; None: a new one.
+    """
+    if call.dropout_p > 0.0 and seed is None:
+        seed = torch.randint(2**62, (), device="cpu")
     # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
     # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
