@@ -49,7 +49,7 @@ class Ring:
     def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
         if policy.gradient == "through":
-            return dispatch.score_statistics(policy, self._with_all_keys(self._given), BLOCKWISE.name)
+            return dispatch.score_statistics(policy, self._with_all_keys(self._given), BLOCKWISE)
         return self._statistics(replace(self._call, sinks=None), policy.request), None
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
