@@ -109,8 +109,8 @@ def test_a_policy_per_head_is_that_of_one_process_where_heads_are_spread(ranks):
         found = rank["tensor parallel"]["per_head"]
         for part in ("gradients", "state"):
             for name, value in expected[part].items():
-                torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-7, msg=name)
-        torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-6)
+                torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-10, msg=name)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-10)
         records, others = ([Record.from_dict(record) for record in run["records"]] for run in (found, expected))
         assert [record.head for record in records] == 2 * list(range(HEADS))
         assert_same(records, others, tolerance=1e-5)
@@ -168,9 +168,8 @@ def test_a_checkpoint_of_two_processes_is_one_for_one_process(mode, policy, rank
     expected = Run("alone", policy, packed=False).train(10, monitored=False)["state"]
     loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
     checkpoint.load({"model": loaded}, checkpoint_id=folder / f"{mode}-{policy}", no_dist=True)
-    tolerance = 1e-7 if policy == "ssmax" else 1e-10
     for name, value in expected.items():
-        torch.testing.assert_close(loaded[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(loaded[name], value, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(("mode", "policy"), SHARDED)
@@ -187,7 +186,7 @@ def test_a_safetensors_file_goes_from_one_process_to_two_and_back(mode, policy, 
     run.model.load_state_dict(load_file(folder / f"alone-{policy}.safetensors"))
     run.train(1, start=3, monitored=False)
     for name, value in run.model.state_dict().items():
-        torch.testing.assert_close(written.model.state_dict()[name], value, rtol=0, atol=1e-7, msg=name)
+        torch.testing.assert_close(written.model.state_dict()[name], value, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.fixture
