@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 import torch
-from parallel_model import Model, Run, batch, build
+from parallel_model import HEADS, POLICIES, Model, Run, batch, build
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnscale
 from attnscale import ArgumentError, BackendError, Monitor
-from attnscale.distributed import HeadParallel
+from attnscale.distributed import HeadParallel, share_rows
 
 
 def messages(rank: int) -> dict:
@@ -94,6 +94,26 @@ def half_precision(rank: int, mesh: Any) -> dict:
         logits = model(tokens, torch.arange(tokens.shape[1]))
         nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
         found[kind] = policy.s.grad if kind == "alone" else policy.s.grad.full_tensor()
+    return found
+
+
+def skipped_layers(rank: int) -> dict:
+    """What is said where one process skips a layer whose estimate is shared, and where estimates are not shared."""
+    found = {}
+    for kind in ("shared", "own"):
+        layers = [attnscale.ScaledDotProductAttention(POLICIES["gap_adaptive"]) for _ in range(3)]
+        if kind == "own":
+            share_rows(nn.ModuleList(layers), None)
+        x = torch.randn(1, HEADS, 8, 4, generator=torch.Generator().manual_seed(rank))
+        try:
+            for skipped in (None, 1):
+                for number, layer in enumerate(layers):
+                    if rank == 0 or number != skipped:
+                        layer(x, x, x, is_causal=True)
+        except BackendError as error:
+            found[kind] = str(error)
+        else:
+            found[kind] = layers[0].policy.sums
     return found
 
 

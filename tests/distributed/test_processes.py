@@ -21,7 +21,7 @@ from spread_attention import (
     masks,
     places,
 )
-from spread_training import SHARDED, checkpoints, half_precision, messages, safetensors, tensor_parallel
+from spread_training import SHARDED, checkpoints, half_precision, messages, safetensors, skipped_layers, tensor_parallel
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -41,6 +41,7 @@ def everything(rank: int) -> dict:
         "tensor parallel": tensor_parallel(rank),
         "bytes": bytes_sent(rank, mesh),
         "messages": messages(rank),
+        "skipped": skipped_layers(rank),
         "half": half_precision(rank, mesh),
         "checkpoints": checkpoints(rank),
         "safetensors": safetensors(rank),
@@ -143,6 +144,13 @@ def test_a_report_is_one_message_whose_size_does_not_depend_on_the_length(ranks)
         sizes = [rank["messages"][length, step] for length in (16, 64) for step in range(3)]
         assert all(len(sent) == 1 for sent in sizes)
         assert len({sent[0] for sent in sizes}) == 1
+
+
+def test_estimates_of_different_layers_are_not_added_up_where_a_process_skips_one(ranks):
+    for rank in ranks:
+        assert "let every process call every layer (no LayerDrop)" in rank["skipped"]["shared"]
+    first, second = (rank["skipped"]["own"] for rank in ranks)
+    assert not torch.equal(first, second)
 
 
 def test_a_learned_policy_trains_in_a_sharded_bf16_model_as_any_other_module(ranks):
