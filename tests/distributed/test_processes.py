@@ -40,7 +40,7 @@ def everything(rank: int) -> dict:
         "dropped": dropped(rank, mesh),
         "tensor parallel": tensor_parallel(rank),
         "bytes": bytes_sent(rank, mesh),
-        "messages": messages(rank),
+        "messages": messages(rank, mesh),
         "skipped": skipped_layers(rank),
         "half": half_precision(rank, mesh),
         "checkpoints": checkpoints(rank),
@@ -141,9 +141,18 @@ def test_the_plan_counts_the_bytes_that_are_sent(ranks):
 
 def test_a_report_is_one_message_whose_size_does_not_depend_on_the_length(ranks):
     for rank in ranks:
-        sizes = [rank["messages"][length, step] for length in (16, 64) for step in range(3)]
-        assert all(len(sent) == 1 for sent in sizes)
-        assert len({sent[0] for sent in sizes}) == 1
+        for way in ("alone", *METHODS):
+            short, long = (rank["messages"][way, length]["steps"] for length in (16, 64))
+            assert short == long
+            assert [len(sizes) for sizes in short] == [1, 0, 1, 0]  # of the steps that are listened to
+            assert len({size for sizes in short for size in sizes}) == 1
+
+
+def test_listening_to_a_spread_sequence_sends_no_byte_more(ranks):
+    for rank in ranks:
+        for method in METHODS:
+            first, second, third, fourth = rank["messages"][method, 64]["passed"]
+            assert first == second == third == fourth > 0
 
 
 def test_estimates_of_different_layers_are_not_added_up_where_a_process_skips_one(ranks):
