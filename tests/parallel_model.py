@@ -77,12 +77,13 @@ class Run:
     policy: str
     packed: bool
     dtype: torch.dtype = torch.float64
+    first: int = 0  # of the sequences of a batch: another order rounds otherwise
 
     def __post_init__(self) -> None:
         self.model = self.wrapped = build(self.policy, self.dtype)
         size = 1 if self.mode == "alone" else distributed.get_world_size()
         rank = 0 if self.mode == "alone" else distributed.get_rank()
-        self.rows, self.columns = slice(None), torch.arange(LENGTH)
+        self.rows, self.columns = torch.arange(BATCH).roll(self.first), torch.arange(LENGTH)
         self.rules: dict[str, Any] = {"cu_seqlens": EDGES} if self.packed else {}
         if self.mode != "alone":
             self._spread(init_device_mesh("cpu", (size,), mesh_dim_names=(self.mode[:2],)), rank, size)
@@ -95,10 +96,11 @@ class Run:
         from attnscale.distributed import ContextParallel, HeadParallel
 
         if self.mode in ("ddp", "fsdp2"):
-            self.rows = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+            self.rows = torch.arange(rank * BATCH // size, (rank + 1) * BATCH // size)
         if self.mode == "fsdp2":
-            fully_shard(self.model.block, mesh=mesh).set_gradient_divide_factor(1.0)
-            fully_shard(self.model, mesh=mesh).set_gradient_divide_factor(1.0)
+            for part in (self.model.block, self.model):
+                fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other in fp32
         if self.mode == "tp":
             plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
             parallelize_module(self.model.block, mesh, {**plan, "attention": HeadParallel()})
@@ -149,7 +151,7 @@ class Run:
         own = self.wrapped(self.own(batch(1000)[0]), self.columns, **self.rules)
         self.model.train()
         found = own.new_zeros(BATCH, LENGTH, TOKENS)
-        found[self.rows, self.columns] = own
+        found[self.rows[:, None], self.columns] = own
         if self.mode not in ("alone", "tp"):
             distributed.all_reduce(found)
         return found

@@ -6,17 +6,22 @@ import os
 from typing import Any
 
 import torch
-from parallel_model import Model, Run, batch, build
+from parallel_model import HEADS, POLICIES, Model, Run, batch, build
+from spread_attention import BytesSent
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnscale
 from attnscale import ArgumentError, BackendError, Monitor
-from attnscale.distributed import HeadParallel
+from attnscale.distributed import ContextParallel, HeadParallel, TokenShards, share_rows
 
 
-def messages(rank: int) -> dict:
-    """How often a monitor communicates in a step, and how much, at two lengths."""
+def messages(rank: int, mesh: Any) -> dict:
+    """What a monitor adds to the messages of a step, at two lengths, alone and with a sequence that is spread.
+
+    By way and length: the sizes of what `step` gathers in each step, and the bytes that forward and backward send in a
+    step that is listened to and in the next, which is not.
+    """
     sent: list[int] = []
     gather = distributed.all_gather
 
@@ -26,15 +31,22 @@ def messages(rank: int) -> dict:
 
     distributed.all_gather = counted
     found = {}
-    for length in (16, 64):
-        attention = attnscale.ScaledDotProductAttention("log")
-        x = torch.randn(1, 2, length, 8, requires_grad=True)
-        with Monitor(attention, every=1, rows=8, alerts=None) as monitor:
-            for step in range(3):
-                attention(x, x, x, is_causal=True).sum().backward()
-                sent.clear()
-                monitor.step(step)
-                found[length, step] = list(sent)
+    for way in ("alone", "gather", "ulysses", "ring"):
+        for length in (16, 64):
+            attention, rules = attnscale.ScaledDotProductAttention("log"), {}
+            if way != "alone":
+                ContextParallel(method=way)._apply(attention, mesh)
+                rules["positions"] = TokenShards.of(torch.arange(2 * length), mesh, length)
+            x, steps, passed = torch.randn(1, 2, length, 8, requires_grad=True), [], []
+            with Monitor(attention, every=2, rows=8, alerts=None) as monitor:
+                for step in range(4):
+                    with BytesSent() as bytes_sent:
+                        attention(x, x, x, is_causal=True, **rules).sum().backward()
+                    sent.clear()
+                    monitor.step(step)
+                    steps.append(list(sent))
+                    passed.append(bytes_sent.total)
+            found[way, length] = {"steps": steps, "passed": passed}
     distributed.all_gather = gather
     return found
 
@@ -94,6 +106,26 @@ def half_precision(rank: int, mesh: Any) -> dict:
         logits = model(tokens, torch.arange(tokens.shape[1]))
         nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
         found[kind] = policy.s.grad if kind == "alone" else policy.s.grad.full_tensor()
+    return found
+
+
+def skipped_layers(rank: int) -> dict:
+    """What is said where one process skips a layer whose estimate is shared, and where estimates are not shared."""
+    found = {}
+    for kind in ("shared", "own"):
+        layers = [attnscale.ScaledDotProductAttention(POLICIES["gap_adaptive"]) for _ in range(3)]
+        if kind == "own":
+            share_rows(nn.ModuleList(layers), None)
+        x = torch.randn(1, HEADS, 8, 4, generator=torch.Generator().manual_seed(rank))
+        try:
+            for skipped in (None, 1):
+                for number, layer in enumerate(layers):
+                    if rank == 0 or number != skipped:
+                        layer(x, x, x, is_causal=True)
+        except BackendError as error:
+            found[kind] = str(error)
+        else:
+            found[kind] = layers[0].policy.sums
     return found
 
 

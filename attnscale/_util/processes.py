@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,12 +91,38 @@ class _OwnHeads(torch.autograd.Function):
         return _sum(whole, ctx.own.group), None
 
 
-def sum_over_rows(x: Tensor, rows: RowGroup | None) -> Tensor:
-    """The sum over the processes whose rows differ; over all processes where nothing was said of them."""
+def sum_over_rows(x: Tensor, rows: RowGroup | None, number: Callable[[], int]) -> Tensor:
+    """The sum over the processes whose rows differ; over all processes where nothing was said of them.
+
+    `number` says of which estimate it is. Processes that have come to different ones are told so: they would add up
+    what does not belong together.
+    """
     if not (distributed.is_available() and distributed.is_initialized()):
         return x
     group = distributed.group.WORLD if rows is None else rows.group
-    return x if group is None or distributed.get_world_size(group) == 1 else _sum(x, group)
+    if group is None or distributed.get_world_size(group) == 1:
+        return x
+    own = x.new_tensor([1.0, number(), number() ** 2])
+    total, (size, mean, square) = torch.split(_sum(torch.cat([x.flatten(), own]), group), [x.numel(), 3])
+    # All numbers are equal if the square of their sum is as large as it can be.
+    _assert(size * square == mean * mean, _OUT_OF_STEP)
+    return total.view_as(x)
+
+
+_OUT_OF_STEP = (
+    "the processes have come to different layers, whose running estimates cannot be added up: let every process call "
+    "every layer (no LayerDrop), or call attnscale.distributed.share_rows(model, None), with which each process learns "
+    "from its own rows"
+)
+
+
+def _assert(condition: Tensor, message: str) -> None:
+    """Raise where a condition does not hold; on other devices than the CPU without waiting for them."""
+    if condition.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not bool(condition):
+            raise BackendError(message)
+    else:
+        torch._assert_async(condition, message)
 
 
 def _sum(x: Tensor, group: distributed.ProcessGroup) -> Tensor:

@@ -19,6 +19,7 @@ SCRATCH = threading.local()  # _util.scratch: a few buffers a thread
 SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.sampling: which rows a request samples
 BETAS: Memory[Any] = Memory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
+ESTIMATE_NUMBERS = itertools.count(1)  # policies.adaptive: estimates in the order of their first reduction
 REGISTERED_POLICIES: dict[str, type] = {}  # policies.build: classes added by `register_policy`
 TORCH_REPLACED: list[Callable[..., Any]] = []  # backends.sdpa, patch_torch: torch's attention beneath patches
 CLOSED_FUSED_PATHS: list[Any] = []  # patch_torch: patches that keep torch from its fused encoder

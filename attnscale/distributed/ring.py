@@ -35,7 +35,9 @@ BLOCKWISE = BlockwiseBackend()
 class Ring:
     """Rows of this process against one shard of keys after another."""
 
-    def __init__(self, call: AttentionCall, shards: TokenShards, backend: str) -> None:
+    def __init__(
+        self, call: AttentionCall, shards: TokenShards, backend: str, held: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         if backend not in ("auto", BLOCKWISE.name):
             raise BackendError(
                 f"backend={backend!r} cannot compute method='ring': its shards are computed by blockwise"
@@ -44,7 +46,7 @@ class Ring:
         # Bounds in slots become bounds in a shard where its keys lie in the order of the sequence.
         order = shards.own.argsort(-1)
         self._call = replace(call, key=take_tokens(call.key, order), value=take_tokens(call.value, order))
-        self._rotation = Rotation(shards)
+        self._rotation = Rotation(shards, held)
 
     def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
@@ -95,21 +97,36 @@ class Ring:
 
     def _with_all_keys(self, call: AttentionCall) -> AttentionCall:
         """Rows against the keys of all processes in the order of the sequence, for their scores only."""
-        key, value = gather_keys(self._given.key, self._given.value[..., :0], self._rotation.shards)
-        return replace(call, key=key, value=value)
+        held = self._rotation.held
+        if held is None or torch.is_grad_enabled():
+            held = gather_keys(self._given.key, self._given.value[..., :0], self._rotation.shards)
+        return replace(call, key=held[0], value=held[1][..., :0])
 
 
 class Rotation:
-    """Passes tensors on from each process to the next, and knows whose they are."""
+    """Passes tensors on from each process to the next, and knows whose they are.
 
-    def __init__(self, shards: TokenShards) -> None:
-        self.shards = shards
+    Keys and values that all processes `held` before, in the order of the sequence, need not be passed in forward.
+    """
+
+    def __init__(self, shards: TokenShards, held: tuple[Tensor, Tensor] | None = None) -> None:
+        self.shards, self.held = shards, held
         self.places = shards.slots.sort(-1).values  # [P, B|1, L], as keys lie in their shards
 
     def keys(self, call: AttentionCall) -> Iterator[AttentionCall]:
         """The rows of a call against each shard of keys, the own first."""
-        for source, (key,) in self.turn(call.key):
-            yield self.part(call, source, key, call.value[..., :0])
+        for source, (key, value) in self.forward(call, values=False):
+            yield self.part(call, source, key, value)
+
+    def forward(self, call: AttentionCall, *, values: bool) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each process's number, keys and values (or none), the own first."""
+        if self.held is None:
+            yield from self.turn(call.key, call.value if values else call.value[..., :0])
+            return
+        key, value = self.held[0], self.held[1] if values else self.held[1][..., :0]
+        for step in range(self.shards.size):
+            source = (self.shards.rank - step) % self.shards.size
+            yield source, [take_tokens(x, self.places[source]) for x in (key, value)]
 
     def turn(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Each process's tensors and its number. The next ones travel while these are used."""
@@ -168,7 +185,7 @@ def reduce_outputs(
     call = replace(call, query=call.query.to(torch.promote_types(call.query.dtype, torch.float32)))
     request = StatsRequest(entropy=entropy)
     total: AttentionOutput | None = None
-    for source, (key, value) in rotation.turn(call.key, call.value if values else call.value[..., :0]):
+    for source, (key, value) in rotation.forward(call, values=values):
         part = rotation.part(call, source, key, value)
         output, *sums = attend(part, entropy=entropy, seed=None if seeds is None else seeds[source])
         found = AttentionOutput(output, softmax_stats(part, request, *sums))

@@ -36,7 +36,11 @@ class ContextParallel(ParallelStyle):
         self.method = method
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _ours(module).spread = SpreadSequence(device_mesh, self.method)
+        attention = _ours(module)
+        attention.spread = SpreadSequence(device_mesh, self.method)
+        if self.method == "ulysses":  # a monitor hears of the heads that this process has
+            part, parts = attention.head_part
+            attention.head_part = part * device_mesh.size() + device_mesh.get_local_rank(), parts * device_mesh.size()
         return module
 
 

@@ -19,6 +19,7 @@ from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.request import StatsRequest
 from attnscale.statistics.row_places import RowPlaces, join_places
+from attnscale.statistics.shares import Shares, SoftmaxPart, join_parts
 
 
 class RowStats(NamedTuple):
@@ -66,20 +67,19 @@ class RowStats(NamedTuple):
         """
         check_mergeable(self, other, common_maximum)
         places = join_places(self._known_places(), other._known_places())
-        lse = entropy = max_logit = counts = None
-        if self.lse is not None and other.lse is not None:
-            lse = torch.logaddexp(self.lse, other.lse)
-            if self.entropy is not None and other.entropy is not None:
-                entropy = _merge_entropy(lse, (self.lse, self.entropy), (other.lse, other.entropy))
+        entropy = max_logit = counts = None
+        shares = self._shares_beside(other)
+        if shares is not None and self.entropy is not None and other.entropy is not None:
+            entropy = _merge_entropy((shares.first, self.entropy), (shares.second, other.entropy))
         if self.max_logit is not None and other.max_logit is not None:
             max_logit = torch.maximum(self.max_logit, other.max_logit)
         if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             counts = self.gap_counts + other.gap_counts
         return RowStats(
             visible=self.visible if self.visible_given else self.visible + other.visible,
-            lse=lse,
+            lse=None if shares is None else shares.lse,
             max_logit=max_logit,
-            w_max=None if max_logit is None or lse is None else largest_weight(max_logit, lse),
+            w_max=None if shares is None else shares.w_max,
             entropy=entropy,
             gap_counts=counts,
             rows=self.rows,
@@ -87,6 +87,13 @@ class RowStats(NamedTuple):
             visible_given=self.visible_given,
             places=places,
         )
+
+    def _shares_beside(self, other: RowStats) -> Shares | None:
+        """The shares of the softmax over the keys of both; None without lse."""
+        if self.lse is None or other.lse is None:
+            return None
+        parts = (SoftmaxPart(stats.lse, stats.max_logit, stats.w_max) for stats in (self, other))
+        return join_parts(*parts)
 
     def restored(self, restore: Callable[[Tensor], Tensor]) -> RowStats:
         """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""
@@ -118,12 +125,11 @@ class AttentionOutput(NamedTuple):
         >>> parts = [attention_with_stats(q, keys, keys) for keys in (k[:, :, :4], k[:, :, 4:])]
         >>> torch.testing.assert_close(parts[0].merge(parts[1]).output, attention_with_stats(q, k, k).output)
         """
-        stats = self.stats.merge(other.stats)
-        if stats.lse is None or self.stats.lse is None or other.stats.lse is None:
+        stats, shares = self.stats.merge(other.stats), self.stats._shares_beside(other.stats)
+        if shares is None:
             raise ArgumentError("outputs without lse are not accepted: expected StatsRequest(lse=True), to weigh them")
-        output = self.output * largest_weight(self.stats.lse, stats.lse)[..., None].to(self.output.dtype)
-        output = output + other.output * largest_weight(other.stats.lse, stats.lse)[..., None].to(other.output.dtype)
-        return AttentionOutput(output, stats)
+        output = self.output * shares.first[..., None].to(self.output.dtype)
+        return AttentionOutput(output + other.output * shares.second[..., None].to(other.output.dtype), stats)
 
 
 def largest_weight(max_logit: Tensor, lse: Tensor) -> Tensor:
@@ -181,10 +187,9 @@ def _same_rows(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and (is_watched() or a.is_meta or torch.equal(a, b.to(a.device)))
 
 
-def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
+def _merge_entropy(*sides: tuple[Tensor, Tensor]) -> Tensor:
     """H of the union: each side's share a of the weight brings a·H_side − a·ln a."""
-    total = torch.zeros_like(lse)
-    for side, entropy in sides:
-        share = largest_weight(side, lse)
+    total = torch.zeros_like(sides[0][1])
+    for share, entropy in sides:
         total = total + share * entropy + torch.special.entr(share)
     return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing

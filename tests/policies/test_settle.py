@@ -15,11 +15,11 @@ def ssmax() -> attnscale.policies.Policy:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_it_has_the_dtype_of_what_trains_beside_it_and_beta_in_fp32(dtype):
+def test_it_has_the_dtype_of_what_trains_beside_it_and_beta_in_fp32_or_more(dtype):
     policy = ssmax()
     settle(policy, nn.Linear(2, 2, dtype=dtype))
     assert policy.s.dtype == dtype
-    assert policy(64).dtype == torch.float32
+    assert policy(64).dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(policy(64), torch.ones(2, 1), rtol=torch.finfo(dtype).eps, atol=1e-7, check_dtype=False)
 
 
