@@ -155,6 +155,24 @@ def multiplies_in_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+def positive_scale(beta: Tensor, scale: float) -> tuple[Tensor, float]:
+    """β and scale with the same product and a positive scale, which the online softmax needs in linear logits."""
+    if scale > 0.0:
+        return beta, scale
+    return (-beta, -scale) if scale < 0.0 else (torch.zeros_like(beta), 1.0)
+
+
+def empty_like_layout(x: Tensor, width: int) -> Tensor:
+    """Memory [B, H, T, width] whose axes are in the order that those of x [B, H, T, D] have in memory.
+
+    Models that project to [B, T, H·D] give a query whose heads lie inside its rows, and copy a result that does not.
+    """
+    batch, heads, rows, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return x.new_empty(batch, heads, rows, width)
+
+
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
     """Numbers as fp32 [k] on a tensor's device, by filling: a copy from the host would synchronise."""
     if not numbers:

@@ -164,7 +164,7 @@ def decode_merge_kernel(
     acc_ptr,  # [splits, B, H, Tq, DV] fp32
     beta,  # [B|1, H|1, Tq] fp32
     sinks_ptr,  # [H]
-    out_ptr,  # [B, H, Tq, DV]
+    out,  # [B, H, Tq, DV]
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
     top_ptr,
     entropy_ptr,
@@ -209,5 +209,6 @@ def decode_merge_kernel(
         m = peak
 
     seen = (m > SEEN_ABOVE) | (total != total)
-    out = acc * finish_softmax(seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True)
-    tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
+    acc *= finish_softmax(seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True)
+    out_at = out.ptr + batch * out.strides[0] + head * out.strides[1] + row % queries * out.strides[2]
+    tl.store(out_at + dv, acc.to(out.ptr.dtype.element_ty), mask=dv < DV)

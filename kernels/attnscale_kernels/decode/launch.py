@@ -15,6 +15,7 @@ from ..launch import (
     attention_constants,
     block_of,
     launched,
+    positive_scale,
     resources_of,
     unit_stride,
     view,
@@ -66,15 +67,18 @@ def decode_launches(
         raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
+    result = new_forward(query, value, entropy)
     query, key, value = (unit_stride(x) for x in (query, key, value))
     beta = beta.to(torch.float32).expand(batch, heads, queries)
+    linear = visibility.linear_in_products(softcap)
+    if linear:
+        beta, scale = positive_scale(beta, scale)
     group_rows, shape = heads // kv_heads * queries, (block_of(dim), block_of(value_dim), query.element_size())
     resources = resources_of(query.device)
     tile = tile or decode_tile(group_rows, *shape, resources)
     programs = batch * kv_heads * triton.cdiv(group_rows, tile.m)
     splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), resources.multiprocessors)
 
-    result = new_forward(query, value, entropy)
     rows = result.lse.numel()
     shared = {
         "rows_ptr": result.lse.new_empty(splits, rows, 3),
@@ -103,13 +107,13 @@ def decode_launches(
         {
             **shared,
             "sinks_ptr": None if sinks is None else sinks.contiguous(),
-            "out_ptr": result.out,
+            "out": view(result.out),
             "lse_ptr": result.lse,
             "top_ptr": result.max_logit,
             "entropy_ptr": result.entropy,
             "heads": heads,
             "queries": queries,
-            "factor": scale if visibility.linear_in_products(softcap) else 1.0,
+            "factor": scale if linear else 1.0,
         },
         {**constants, "BLOCK_S": min(triton.next_power_of_2(splits), 16)},
         4,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
+from ..launch import empty_like_layout
 from ..operators import operator
 from ..visibility import SCHEMA, Visibility
 from .launch import Forward, flash_backward, flash_forward, new_forward
@@ -29,6 +30,7 @@ def flash_attention(
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
+    An additive mask that requires a gradient is refused.
     Forward mode, torch.func's gradients and a second backward are refused: torch would take them for zero.
     """
     refuse_others(query, key, value, beta, sinks, visibility.mask)
@@ -85,15 +87,18 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
     sinks, dbeta = others[8], others[-1]
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
     return (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-        value.new_empty(value.shape),
+        *(empty_like_layout(x, x.shape[-1]) for x in (query, key, value)),
         rows if dbeta else rows.new_empty(0),
         rows.new_empty(0 if sinks is None else sinks.shape[0]),
     )
 
 
+MASK = 10  # its place among the inputs
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    if ctx.needs_input_grad[MASK]:
+        raise RuntimeError("flash_attention has no gradient of an additive mask: detach it, or use plain torch")
     query, key, value, beta, *row_rule = inputs[:7]
     *tensors, scale, softcap, dropout_p, _ = inputs[7:]
     ctx.save_for_backward(query, key, value, beta, *tensors, output[0], output[1])
