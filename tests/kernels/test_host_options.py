@@ -49,8 +49,7 @@ def measured(backend: str, dtype: torch.dtype, scale: float, queries: int, softc
     return found
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize(("scale", "softcap"), [(-0.3, None), (-0.3, 3.0), (0.0, None)])
 @pytest.mark.parametrize("queries", [20, 3], ids=["flash", "decode"])
 def test_a_scale_that_is_not_positive_is_an_ordinary_number(scale: float, queries: int, softcap: float | None) -> None:
     found = measured("triton", torch.float32, scale, queries, softcap)

@@ -30,7 +30,7 @@ from ..device import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
