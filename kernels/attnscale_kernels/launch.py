@@ -12,6 +12,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from . import compiled
+
 Others = ParamSpec("Others")
 Found = TypeVar("Found")
 
@@ -86,11 +88,13 @@ class Launch(NamedTuple):
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
-        if self.grid:
-            with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-                self.kernel[(self.grid,)](
-                    **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-                )
+        if not self.grid:
+            return
+        if like.is_cuda and like.device.index != torch.cuda.current_device():
+            with torch.cuda.device(like.device):
+                compiled.launch(*self)
+        else:
+            compiled.launch(*self)
 
 
 def launched(
@@ -118,6 +122,20 @@ class View(NamedTuple):
 def view(x: Tensor) -> View:
     """A tensor with its strides, of which that of a contiguous last axis is compiled in."""
     return View(x, x.stride())
+
+
+def row_view(beta: Tensor, batch: int, heads: int, rows: int) -> View:
+    """β [B|1, H|1, T|1] in fp32 as [B, H, T]: broadcast axes have a stride of 0."""
+    beta = beta if beta.dtype == torch.float32 else beta.to(torch.float32)
+    return View(beta, _broadcast_strides(beta.shape, beta.stride(), (batch, heads, rows)))
+
+
+# A view by `expand` would take longer than all the rest of an argument.
+@functools.lru_cache(maxsize=256)
+def _broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        raise ValueError(f"beta of shape {tuple(shape)} is not accepted: expected one that broadcasts to {full}")
+    return tuple([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:
@@ -155,6 +173,25 @@ def multiplies_in_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+def positive_scale(beta: Tensor, scale: float) -> tuple[Tensor, float]:
+    """β and scale with the same product and a positive scale, which the online softmax needs in linear logits."""
+    if scale > 0.0:
+        return beta, scale
+    return (-beta, -scale) if scale < 0.0 else (torch.zeros_like(beta), 1.0)
+
+
+def empty_like_layout(x: Tensor, width: int) -> Tensor:
+    """Memory [B, H, T, width] whose axes are in the order that those of x [B, H, T, D] have in memory.
+
+    Models that project to [B, T, H·D] give a query whose heads lie inside its rows, and copy a result that does not.
+    """
+    batch, heads, rows, _ = x.shape
+    strides = x.stride()
+    if strides[1] < strides[2]:
+        return x.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return x.new_empty(batch, heads, rows, width)
+
+
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
     """Numbers as fp32 [k] on a tensor's device, by filling: a copy from the host would synchronise."""
     if not numbers:
@@ -167,6 +204,12 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def cdiv(count: int, size: int) -> int:
+    """How many parts of a size cover a count; that of triton takes as long as an allocation."""
+    return -(-count // size)
+
+
+@functools.cache
 def block_of(extent: int) -> int:
     """The power of two that a head dimension is padded to: at least 16, which is what a matrix product takes."""
     return max(16, 1 << (extent - 1).bit_length())

@@ -15,6 +15,7 @@ from ..device import (
     capped_scores,
     first_phase,
     keep,
+    keep_by_slot,
     load_beta,
     load_rows,
     load_tile,
@@ -29,7 +30,7 @@ from ..device import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"])
 def flash_backward_rows_kernel(
     grad_out,  # [B, H, Tq, DV]
     out,  # [B, H, Tq, DV]
@@ -73,7 +74,7 @@ def _row_numbers(at, exists, EDGE: tl.constexpr):
     return c, lse, beta, delta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -136,7 +137,7 @@ def flash_backward_query_kernel(
             p = tl.exp2(y * c[:, None] - lse[:, None])
             dp = tl.dot(do, v_tile, input_precision=PRECISION)  # [BM, BN]
             if seed_ptr is not None:
-                dp = tl.where(keep(seed, head_index, rows, slots, dropout_p), dp / (1 - dropout_p), 0.0)
+                dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
             dlogit = p * (dp - delta[:, None])
             if phase != 1:
                 dlogit = tl.where(seen, dlogit, 0.0)
@@ -154,7 +155,7 @@ def flash_backward_query_kernel(
     store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def flash_backward_key_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -178,6 +179,7 @@ def flash_backward_key_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
     PRECISION: tl.constexpr,
 ):
     tile, _, batch, kv_head, slots = program_rows(heads // group, keys, BLOCK_N, False)
@@ -227,7 +229,12 @@ def flash_backward_key_kernel(
                 dp = tl.dot(v_tile, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
                 kept = p
                 if seed_ptr is not None:
-                    kept_here = tl.trans(keep(seed, head_index.to(tl.int32), rows, slots, dropout_p))
+                    if DRAW_FOURS:
+                        kept_here = tl.trans(
+                            keep(seed, head_index.to(tl.int32), rows, tile * BLOCK_N, dropout_p, BLOCK_N)
+                        )
+                    else:
+                        kept_here = keep_by_slot(seed, head_index.to(tl.int32), rows, slots, dropout_p)
                     kept = tl.where(kept_here, p / (1 - dropout_p), 0.0)
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
                 dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)

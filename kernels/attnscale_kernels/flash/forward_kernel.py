@@ -30,7 +30,7 @@ from ..device import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -109,7 +109,7 @@ def flash_forward_kernel(
             total = total * fade[:, None] + sum_in_parts(p, PARTS)
             m = peak
             if seed_ptr is not None:
-                p = tl.where(keep(seed, head_index, rows, slots, dropout_p), p, 0.0)
+                p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
 
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)
