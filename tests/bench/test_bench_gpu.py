@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 import attnscale
 import attnscale_kernels
-from attnscale.bench.gpu import clock, machine, rivals, suites
+from attnscale.bench.gpu import machine, rivals, suites
 from attnscale.bench.gpu.adaptive import ADAPTIVE, BRACKET, POLICY
-from attnscale.bench.gpu.clock import DeviceClock, HostClock, interleaved
+from attnscale.bench.gpu.clock import HostClock, interleaved
 from attnscale.bench.gpu.correctness import check_a_few_rows, verify
 from attnscale.bench.gpu.figures import Card, work_of
 from attnscale.bench.gpu.machine import Machine, this_gpu
@@ -34,12 +34,14 @@ from attnscale.bench.gpu.report import header, lines
 from attnscale.bench.gpu.results import Result, rows_of
 from attnscale.bench.gpu.runner import Session
 from attnscale.bench.gpu.suites import SUITES, Group, Suite, groups
+from attnscale.bench.gpu.telemetry import Telemetry
 from attnscale.bench.rows import Row
 from attnscale.cli import main
 from attnscale.errors import BackendError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "bench"
+PROFILES = ROOT / "attnscale" / "bench" / "gpu" / "profiles"
 CPU = torch.device("cpu")
 SELF = Problem(2, 4, 2, 128, 128, 64, torch.bfloat16, CPU, "log")
 DECODE = Problem(3, 8, 2, 1, 1000, 128, torch.float16, CPU, "log")
@@ -87,21 +89,42 @@ def test_the_roofline_is_the_lower_of_arithmetic_and_memory() -> None:
     assert card.attainable(decode) == pytest.approx(decode.flops / decode.bytes)  # 1000 GB/s: intensity / 1000 TFLOP/s
 
 
-PEAKS = {"a100": (312, 2039), "h100": (989, 3350), "b200": (2250, 8000), "mi300x": (1307, 5300)}
+PEAKS = {
+    "a100_pcie_40gb": (312, 1555),
+    "a100_pcie_80gb": (312, 1935),
+    "a100_sxm_40gb": (312, 1555),
+    "a100_sxm_80gb": (312, 2039),
+    "h100_pcie": (756, 2000),
+    "h100_sxm": (989, 3350),
+    "h200": (989, 4800),
+    "b200": (2250, 8000),
+    "l40s": (362, 864),
+    "rtx_4090": (165.2, 1008),
+    "rtx_5090": (209.5, 1792),
+    "mi300x": (1307, 5300),
+}
 CARDS = {
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-PCIE-40GB": "a100_pcie_40gb",
+    "NVIDIA A100 80GB PCIe": "a100_pcie_80gb",
+    "NVIDIA A100-SXM4-40GB": "a100_sxm_40gb",
+    "NVIDIA A100-SXM4-80GB": "a100_sxm_80gb",
+    "NVIDIA H100 PCIe": "h100_pcie",
+    "NVIDIA H100 80GB HBM3": "h100_sxm",
+    "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx_4090",
+    "NVIDIA GeForce RTX 5090": "rtx_5090",
     "AMD Instinct MI300X": "mi300x",
 }
 
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_a_profile_says_what_it_is_how_to_run_it_and_what_its_card_can_do(name: str) -> None:
-    path = CONFIGS / f"{name}.yaml"
+    path = PROFILES / f"{name}.yaml"
     what, command, override = path.read_text().splitlines()[:3]
     assert what.startswith("# ")
-    assert f"bench gpu --config configs/bench/{name}.yaml" in command
+    assert f"bench gpu --config attnscale/bench/gpu/profiles/{name}.yaml" in command
     profile = Profile.read(path)
     assert (profile.peak_tflops, profile.bandwidth_gbs) == PEAKS[name]
     key = override.removeprefix("# ").partition(":")[0]
@@ -109,23 +132,29 @@ def test_a_profile_says_what_it_is_how_to_run_it_and_what_its_card_can_do(name: 
 
 
 @pytest.mark.parametrize("found", CARDS)
-def test_the_card_found_chooses_its_profile(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_card_found_chooses_its_profile_wherever_one_is(
+    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     chosen = choose_profile(None, found)
-    assert chosen == Profile.read(CONFIGS / f"{CARDS[found]}.yaml") == choose_profile(CONFIGS, found)
+    assert chosen == Profile.read(PROFILES / f"{CARDS[found]}.yaml") == choose_profile(PROFILES, found)
     assert chosen.card(found) == Card(*PEAKS[CARDS[found]])
 
 
-@pytest.mark.parametrize("found", ["NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "NVIDIA GeForce RTX 4090"])
-def test_another_card_has_sizes_but_no_roofline(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_there_is_a_test_of_every_profile() -> None:
+    assert {path.stem for path in PROFILES.iterdir()} == set(PEAKS) == set(CARDS.values())
+
+
+@pytest.mark.parametrize(
+    "found", ["NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
+def test_another_card_has_sizes_but_no_roofline(found: str) -> None:
     assert choose_profile(None, found) == Profile()
-    assert Profile.read(CONFIGS / "h100.yaml").card(found) is None
+    assert Profile.read(PROFILES / "h200.yaml").card(found) is None
 
 
-def test_without_the_folder_the_built_in_sizes_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert choose_profile(None, "NVIDIA B200") == Profile()
+def test_a_folder_without_the_card_leaves_the_built_in_sizes(tmp_path: Path) -> None:
+    assert choose_profile(tmp_path, "NVIDIA B200") == Profile()
 
 
 def test_tokens_of_a_batch_are_the_same_at_every_length() -> None:
@@ -190,7 +219,7 @@ def test_a_bad_profile_exits_with_two_quotes_the_key_and_leaves_nothing(
 def test_a_plan_for_the_cpu_is_no_profile_and_a_profile_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu", "--dry-run", "--config", str(CONFIGS / "quick.yaml")]) == 2
     assert "key 'policies'" in capsys.readouterr().err
-    assert main(["bench", "--config", str(CONFIGS / "h100.yaml")]) == 2
+    assert main(["bench", "--config", str(PROFILES / "h100_sxm.yaml")]) == 2
     assert "key 'device'" in capsys.readouterr().err
 
 
@@ -217,7 +246,7 @@ def test_the_script_is_the_command(
     assert "a CSV file, not a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--dry-run"], ["--static"], ["--plots", "there"]])
+@pytest.mark.parametrize("option", [["--dry-run"], ["--static"], ["--plots", "there"], ["--bundle", "there.zip"]])
 def test_options_of_the_gpu_are_refused_on_the_cpu(
     option: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,15 +275,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return pretend
 
 
-def test_a_known_card_gets_its_roofline_and_another_a_note(
-    gpu: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_known_card_gets_its_roofline_and_another_a_note(gpu: Callable[[str], None]) -> None:
     gpu("NVIDIA H100 80GB HBM3")
     profile, known = this_gpu(None)
     assert (profile.device, known.card, known.name) == ("H100 80GB HBM3", Card(989, 3350), "NVIDIA H100 80GB HBM3")
-    assert this_gpu(CONFIGS / "a100.yaml")[1].card is None
-    assert "'A100-SXM4-80GB'" in this_gpu(CONFIGS / "a100.yaml")[1].notes[0]
+    assert this_gpu(PROFILES / "a100_sxm_80gb.yaml")[1].card is None
+    assert "'A100-SXM4-80GB'" in this_gpu(PROFILES / "a100_sxm_80gb.yaml")[1].notes[0]
     gpu("Some Card")
     assert this_gpu(None)[1].card is None
     assert "no profile" in this_gpu(None)[1].notes[0]
@@ -268,11 +294,16 @@ def test_a_gpu_is_not_measured_in_the_interpreter(gpu: Callable[[str], None], mo
 
 
 def changed(change: Callable[[Answer, Problem], Answer], **options: object) -> Provider:
-    """The eager provider with statistics, and something done to its answer."""
+    """The eager provider with statistics, its scores not rounded, and something done to its answer."""
 
     def prepare(problem: Problem) -> Attention:
         attend = rivals.eager(True, problem)
-        return lambda query, key, value: change(attend(query, key, value), problem)
+
+        def unrounded(*inputs: Tensor) -> Answer:
+            answer = attend(*(x.float() for x in inputs))
+            return change(answer._replace(output=answer.output.to(problem.dtype)), problem)
+
+        return unrounded
 
     return Provider("changed", prepare, by_law, **options)  # type: ignore[arg-type]
 
@@ -479,6 +510,12 @@ class FakeClock:
     def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
         return function(), 2**20
 
+    def telemetry(self) -> Telemetry:
+        return Telemetry(mhz=1980.0, watts=650.5)
+
+    def refuse(self, function: Callable[[], object]) -> float:
+        raise BackendError("the host waits")
+
 
 def lasting(name: str, *seconds: float) -> Callable[[], tuple[str, float]]:
     durations = iter(seconds)
@@ -496,6 +533,26 @@ def test_every_round_runs_all_in_changing_order_after_a_warm_up() -> None:
     in_rounds = [tuple(measured[start : start + 3]) for start in range(0, 3 * rounds, 3)]
     assert {tuple(sorted(names)) for names in in_rounds} == {("a", "b", "c")}
     assert len(set(in_rounds)) > 2
+
+
+def test_the_state_of_the_card_stands_beside_every_length(
+    suite: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite(provider("good"))
+    monkeypatch.setattr(HostClock, "telemetry", FakeClock.telemetry)
+    rows, _ = Session(GROUP, TINY, HERE).measure()
+    assert [(row.x, row.metric, row.y) for row in rows if row.provider == "card"] == [
+        (length, metric, value) for length in TINY.lengths for metric, value in (("mhz", 1980.0), ("watts", 650.5))
+    ]
+    assert {line[4] for line in lines(rows, dry_run=True)} == {"good"}
+
+
+def test_what_cannot_be_timed_is_left_out(suite: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    suite(provider("good"))
+    monkeypatch.setattr(HostClock, "seconds", FakeClock.refuse)
+    rows, notes = Session(GROUP, replace(TINY, warm_up=1), HERE).measure()
+    assert [row for row in rows if row.provider == "good"] == []
+    assert [note.reason for note in notes] == ["BackendError: the host waits"]
 
 
 def metrics(rows: list[Row], provider: str) -> dict[str, tuple[float, float, float]]:
@@ -540,43 +597,16 @@ def test_the_share_of_the_roofline_needs_a_known_card_and_half_precision() -> No
     assert "roofline_share" not in metrics(measured_rows(card, replace(SELF, dtype=torch.float32)), "a")
 
 
-def test_the_baseline_is_the_first_that_ran() -> None:
-    assert "time_over_b" in metrics(measured_rows(baselines=("c", "b", "a")), "a")
+def test_the_baseline_is_the_fastest_that_ran() -> None:
+    # Medians of 2 and 3 µs; "c" did not run.
+    assert "time_over_a" in metrics(measured_rows(baselines=("c", "b", "a")), "b")
+    assert "time_over_b" in metrics(measured_rows(baselines=("c", "b")), "a")
     assert not [row for row in measured_rows(baselines=("c",)) if row.metric.startswith("time_over")]
 
 
-def test_a_device_clock_flushes_the_cache_and_reads_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("record")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 3.0
-
-    monkeypatch.setattr(clock, "FLUSH_BYTES", 64)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: log.append("reset"))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4096)
-    device = DeviceClock(CPU)
-    device.room.fill_(1)
-
-    def function() -> Tensor:
-        log.append("run" if not device.room.any() else "run warm")
-        return torch.ones(1)
-
-    assert device.seconds(function) == 0.003
-    assert log == ["record", "run", "record", "wait"]
-    log.clear()
-    result, peak = device.peak(function)
-    assert (result.item(), peak) == (1.0, 3096)
-    assert log == ["run", "wait", "reset", "run", "wait"]
+def test_rivals_are_torchs_fast_kernels_flex_and_both_versions_of_flash_attn() -> None:
+    rivals = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn_2", "flash_attn_3", "flex")
+    assert SUITES["attention"].baselines == SUITES["decode"].baselines == rivals
 
 
 def test_flash_attn_is_called_with_heads_after_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,10 +615,36 @@ def test_flash_attn_is_called_with_heads_after_rows(monkeypatch: pytest.MonkeyPa
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
-    package = SimpleNamespace(flash_attn_func=function, flash_attn_with_kvcache=function)
-    monkeypatch.setitem(sys.modules, "flash_attn", package)  # type: ignore[arg-type]
-    for problem in (SMALL, replace(SMALL, queries=1)):
-        assert verify(replace(rivals.FLASH_ATTN, why_not=lambda *_: None), problem, backward=False).right
+    def with_lse(*arguments: Tensor, causal: bool) -> tuple[Tensor, None]:
+        return function(*arguments, causal=causal), None
+
+    for provider, module, called in zip(
+        rivals.FLASH_ATTN, ("flash_attn", "flash_attn_interface"), (function, with_lse), strict=True
+    ):
+        assert provider.why_not(SMALL, False) == f"{module} is not installed"
+        package = SimpleNamespace(flash_attn_func=called, flash_attn_with_kvcache=called)
+        monkeypatch.setitem(sys.modules, module, package)  # type: ignore[arg-type]
+        for problem in (SMALL, replace(SMALL, queries=1)):
+            assert verify(provider, problem, backward=False).right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_eager_attention_multiplies_in_the_dtype_of_its_inputs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(SMALL, dtype=dtype)
+    seen: list[torch.dtype] = []
+    multiply = Tensor.__matmul__
+
+    def watched(a: Tensor, b: Tensor) -> Tensor:
+        seen.extend((a.dtype, b.dtype))
+        return multiply(a, b)
+
+    monkeypatch.setattr(Tensor, "__matmul__", watched)
+    output = rivals.EAGER.prepare(problem)(*problem.inputs(backward=False).leaves).output
+    assert set(seen) == {dtype} == {output.dtype}
+    assert verify(rivals.EAGER, problem, backward=True).right
+    assert verify(rivals.EAGER_STATISTICS, problem, backward=False).right
 
 
 def test_the_matrix_of_scores_is_not_tried_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,7 +712,9 @@ def test_a_dry_run_never_speaks_of_a_gpus_speed(dry_run: tuple[subprocess.Comple
     assert "meaningless" in finished.stdout
     for speed in ("TFLOP", "GB/s", "roofline"):
         assert speed not in finished.stdout
-    assert "left out  flash_attn (attention forward, attention forward+backward, decode forward): " in finished.stdout
+    for version in (2, 3):
+        where = "(attention forward, attention forward+backward, decode forward)"
+        assert f"left out  flash_attn_{version} {where}: " in finished.stdout
 
 
 def test_a_dry_run_draws_a_picture_for_every_suite(dry_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -675,10 +733,10 @@ def test_the_table_of_a_gpu_shows_speeds_and_leaves_an_unknown_roofline_empty() 
     rows = [replace(row, config=SELF.label) for row in measured_rows(Card(20, 1e6))]
     first, second = (dict(zip(columns, line, strict=True)) for line in lines(rows, dry_run=False))
     assert (first["n"], first["provider"], first["config"]) == ("128", "a", "D=64 bfloat16")
-    assert (first["µs"], first["TFLOP/s"], first["roofline"], first["MB"]) == ("2.0", "8.4", "42%", "3")
+    assert (first["µs"], first["TFLOP/s"], first["roof"], first["MB"]) == ("2.0", "8.4", "42%", "3")
     assert (second["over"], second["error"], second["MB"]) == ("1.50", "0.25", "")
     unknown = next(lines([replace(row, config=SELF.label) for row in measured_rows()], dry_run=False))
-    assert dict(zip(columns, unknown, strict=True))["roofline"] == ""
+    assert dict(zip(columns, unknown, strict=True))["roof"] == ""
 
 
 def test_curves_hold_the_quartiles_and_the_roofline() -> None:
@@ -705,7 +763,7 @@ def test_nothing_is_drawn_of_what_was_not_measured(tmp_path: Path) -> None:
     assert draw([], tmp_path / "plots") == []
 
 
-@pytest.mark.parametrize("option", ["config", "output", "plots"])
+@pytest.mark.parametrize("option", ["config", "output", "plots", "bundle"])
 def test_what_is_printed_only_takes_no_paths(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu", "--static", f"--{option}", "there"]) == 2
     assert f"{option}='there'" in capsys.readouterr().err
