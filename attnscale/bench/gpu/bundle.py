@@ -41,7 +41,7 @@ def environment(profile: Profile, machine: Machine) -> str:
         "system": f"{platform.system()} {platform.machine()}",
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "device": machine.name,
         "properties": _properties(machine.device),
         "telemetry": machine.clock.telemetry()._asdict(),

@@ -51,11 +51,11 @@ class DeviceClock:
         while True:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self.room.zero_()
-            torch.cuda._sleep(self.hold)
+            torch.cuda._sleep(self.hold)  # type: ignore[no-untyped-call]
             start.record()
             function()
             end.record()
-            overtaken = start.query()
+            overtaken = start.query()  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self.device)
             if not overtaken:
                 milliseconds: float = start.elapsed_time(end)
