@@ -35,7 +35,11 @@ def static_lines() -> Iterator[tuple[str, ...]]:
             f"{error.filename} is missing: `python -m attnscale.bench.static --write` makes it"
         ) from error
     for row in rows:
-        yield row.family, row.name, row.dtype, str(row.dim or ""), _target(row), *_resources(row), *_model(row, rows)
+        yield row.family, row.name, row.dtype, _dim(row), _target(row), *_resources(row), *_model(row, rows)
+
+
+def _dim(row: Row) -> str:
+    return f"D={row.dim}" if row.dim else ""
 
 
 def _target(row: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnscale.bench.static.calls import Passes, passes, sequences
+from attnscale.bench.static.calls import Passes, passes, visible_scores
 from attnscale.bench.static.counts import Counts
 from attnscale.bench.static.table import REFERENCE, Row
 
@@ -21,8 +21,7 @@ def per_visible_score(row: Row, length: int) -> float | None:
     """Of all loops of a call, for each score that counts; None for kernels without a rule of visibility."""
     if not row.rule:
         return None
-    visible = sum(sequence.visible for sequence in sequences(row.rule, length))
-    return _of_call(row, length) * row.warps * row.lanes / visible
+    return _of_call(row, length) * row.warps * row.lanes / visible_scores(row.rule, length)
 
 
 def over_all_hot(row: Row, rows: list[Row], length: int) -> float | None:
