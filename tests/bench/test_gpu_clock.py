@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.bench.gpu import clock
-from attnscale.bench.gpu.clock import FIRST_HOLD, LONGEST_HOLD, DeviceClock
+from attnscale.bench.gpu.clock import FIRST_HOLD, LONGEST_HOLD, DeviceClock, HostClock
 from attnscale.bench.gpu.telemetry import Telemetry, read_telemetry
 from attnscale.errors import BackendError
 
@@ -122,6 +122,19 @@ def test_memory_is_that_of_the_second_call(device: Device, monkeypatch: pytest.M
     result, peak = DeviceClock(CPU).peak(function)
     assert (result.item(), peak) == (1.0, 3096)
     assert made == ["call", "wait", "reset", "call", "wait"]
+
+
+def test_a_dry_run_computes_once_what_it_times_often() -> None:
+    calls: list[str] = []
+
+    def function() -> Tensor:
+        calls.append("call")
+        return torch.ones(1)
+
+    timer = HostClock()
+    assert timer.peak(function) == (torch.ones(1), None)
+    assert timer.seconds(function) == timer.seconds(function) > 0
+    assert calls == ["call"]
 
 
 def test_the_state_of_a_card_is_read_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
