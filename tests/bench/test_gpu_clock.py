@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.bench.gpu import clock
-from attnscale.bench.gpu.clock import FIRST_HOLD, LONGEST_HOLD, DeviceClock, HostClock
+from attnscale.bench.gpu.clock import FIRST_HOLD, LONGEST_HOLD, DeviceClock, HostClock, interleaved
 from attnscale.bench.gpu.telemetry import Telemetry, read_telemetry
 from attnscale.errors import BackendError
 
@@ -159,3 +159,33 @@ def test_what_cannot_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch.cuda, name, missing)
     assert read_telemetry(CPU) == Telemetry(None, None, None)
     assert read_telemetry(CPU).known() == {}
+
+
+class RecordingClock(HostClock):
+    """Seconds as told, and a record of who ran."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        name, seconds = function()  # type: ignore[misc]
+        self.calls.append(name)
+        return float(seconds)
+
+
+def lasting(name: str, *seconds: float) -> Callable[[], tuple[str, float]]:
+    durations = iter(seconds)
+    return lambda: (name, next(durations))
+
+
+def test_every_round_runs_all_in_changing_order_after_a_warm_up() -> None:
+    fake = RecordingClock()
+    rounds = 12
+    functions = {name: lasting(name, 100.0, *map(float, range(rounds))) for name in "abc"}
+    samples = interleaved(functions, fake, warm_up=1, rounds=rounds)
+    assert samples == {name: list(map(float, range(rounds))) for name in "abc"}
+    warm_up, measured = fake.calls[:3], fake.calls[3:]
+    assert warm_up == ["a", "b", "c"]
+    in_rounds = [tuple(measured[start : start + 3]) for start in range(0, 3 * rounds, 3)]
+    assert {tuple(sorted(names)) for names in in_rounds} == {("a", "b", "c")}
+    assert len(set(in_rounds)) > 2
