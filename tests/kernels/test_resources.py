@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,19 @@ from pathlib import Path
 import pytest
 
 from attnscale.bench.static.counts import Counts
+from attnscale.bench.static.goals import misses
+from attnscale.bench.static.phases import Phases
 from attnscale.bench.static.table import Row, Table, baseline, differences, read_table, static_table, write_table
 from attnscale.bench.static.targets import TARGETS
 
-LIMITS = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes of a block
+LIMITS = {  # bytes of a block
+    "sm_80": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
 
 COMPILE = """
 import sys
@@ -26,13 +36,17 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Everything once, in a process that has triton as a compiler: here it interprets."""
+def compiled(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Table:
+    """Everything once, in a process that has triton as a compiler: here it interprets.
+
+    What triton compiled in an earlier run is kept with what pytest keeps; triton knows it by the text of a kernel.
+    """
     folder = tmp_path_factory.mktemp("static")
+    kept = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
     script = folder / "compile_all.py"
     script.write_text(COMPILE)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache" if kept is None else kept.mkdir("triton"))
     done = subprocess.run(
         [sys.executable, str(script), str(folder / "found.json")], env=environment, capture_output=True, text=True
     )
@@ -50,18 +64,20 @@ def test_nothing_got_worse_than_the_table_says(compiled: Table) -> None:
     assert {row.key: found for row in compiled.rows if (found := differences(known[row.key], row))} == {}
 
 
-def test_the_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table) -> None:
-    # Where the name of the instruction tells its shape: a loop picked wrongly, or unrolled, would make more or fewer.
+def test_every_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table) -> None:
+    # Where the name of the instruction tells its shape: a loop named wrongly, or unrolled, would make more or fewer.
     # Not for fp32, whose tiles on gfx942 have fewer rows than its warps can share without making some products twice.
-    rows = [row for row in compiled.rows if row.loop.mma_flops and row.dtype != "fp32" and row.dim in (64, 128)]
+    rows = [row for row in compiled.rows if row.dtype != "fp32" and row.dim in (64, 128)]
 
     made = {
-        row.key: row.loop.mma_flops * row.warps / row.matrix_flops
+        (*row.key, name): loop.mma_flops * row.warps / row.matrix_flops
         for row in rows
-        if row.family in ("forward", "backward dQ")
+        if row.family in ("forward", "backward dQ", "gap bracket", "gap count")
+        for name, loop in row.phases._asdict().items()
+        if name in ("before", "hot", "after") and loop.mma_flops
     }
 
-    assert {target for *_, target in made} >= {"sm_80", "sm_90", "gfx942"}
+    assert {target for *_, target, _ in made} >= {"sm_80", "sm_89", "sm_90", "sm_120", "gfx942"}
     assert {key: ratio for key, ratio in made.items() if ratio != 1.0} == {}
 
 
@@ -71,40 +87,35 @@ def rows_of(compiled: Table) -> list[Row]:
     return [*compiled.rows, *(row for row in static_table() if row.key not in fresh)]
 
 
-def test_shared_memory_is_within_the_limit_of_each_target(compiled: Table) -> None:
+def test_limits_are_those_of_the_targets() -> None:
     assert {name: target.resources.shared_memory for name, target in TARGETS.items()} == LIMITS
-    assert {row.key: row.shared_memory for row in rows_of(compiled) if row.shared_memory > LIMITS[row.target]} == {}
 
 
-def test_forward_never_spills(compiled: Table) -> None:
-    rows = [row for row in rows_of(compiled) if row.family == "forward"]
+def test_goals_are_missed_only_where_it_is_known_and_by_as_much(compiled: Table) -> None:
+    # What is mended has to be struck off the list, and what is new to be mended: the list holds what is left to do.
+    # After `make resources`, `python -m attnscale.bench.static --misses` prints it.
+    known = json.loads((Path(__file__).parent / "known_misses.json").read_text())
+    found = misses(rows_of(compiled))
 
-    assert {row.target for row in rows} == set(LIMITS)
-    assert {row.key: row.spills for row in rows if row.spills} == {}
-
-
-def test_backward_never_spills_up_to_128_dimensions(compiled: Table) -> None:
-    rows = [row for row in rows_of(compiled) if row.family.startswith("backward") and row.dim <= 128]
-    families = {"backward rows", "backward dQ", "backward dK dV"}
-
-    assert {(row.family, row.target) for row in rows} == {(family, target) for family in families for target in LIMITS}
-    assert {row.key: row.spills for row in rows if row.spills} == {}
+    changed = {name for name in known | found if known.get(name) != found.get(name)}
+    assert {name: (known.get(name), found.get(name)) for name in changed} == {}
 
 
 @pytest.mark.parametrize("target", LIMITS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_statistics_add_little_to_the_inner_loop(compiled: Table, target: str, dim: int) -> None:
-    rows = compiled.rows
+def test_statistics_add_no_products_and_no_powers(compiled: Table, target: str, dim: int) -> None:
+    rows = rows_of(compiled)
     (entropy,) = [row for row in rows if row.key == ("forward", "causal, entropy", "bf16", dim, target)]
     plain = baseline(entropy, rows)
 
     assert plain is not None
-    assert entropy.loop.total <= 1.12 * plain.loop.total
-    assert entropy.loop.mma == plain.loop.mma > 0
-    assert entropy.loop.ex2 == plain.loop.ex2 > 0
+    if plain.tile == entropy.tile:
+        assert entropy.loop.mma == plain.loop.mma > 0
+        assert entropy.loop.ex2 == plain.loop.ex2 > 0
 
 
 LOOP = Counts(mma=64, ex2=34, total=400)
+EDGE = Counts(mma=64, ex2=34, total=500)
 ROW = Row(
     "forward",
     "causal, plain",
@@ -119,7 +130,7 @@ ROW = Row(
     49152,
     1,
     1,
-    LOOP,
+    Phases(hot=LOOP, after=EDGE, once=1000),
 )
 
 
@@ -130,9 +141,6 @@ ROW = Row(
         ({"registers": 209}, "registers"),
         ({"shared_memory": 49151}, "shared memory"),
         ({"tile": (64, 64)}, "tile"),
-        ({"loop": LOOP._replace(total=413)}, "instructions"),
-        ({"loop": LOOP._replace(mma=63)}, "matrix products"),
-        ({"loop": LOOP._replace(ex2=33)}, "powers of two"),
     ],
 )
 def test_what_got_worse_is_said(change: dict[str, object], said: str) -> None:
@@ -141,8 +149,26 @@ def test_what_got_worse_is_said(change: dict[str, object], said: str) -> None:
     assert said in found
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hot": LOOP._replace(total=413)}, "instructions of the loop 'hot'"),
+        ({"after": EDGE._replace(total=516)}, "instructions of the loop 'after'"),
+        ({"once": 1031}, "instructions outside"),
+        ({"hot": LOOP._replace(mma=63)}, "matrix products"),
+        ({"hot": LOOP._replace(ex2=33)}, "powers of two"),
+        ({"after": Counts()}, "loops"),
+    ],
+)
+def test_a_loop_that_got_worse_is_named(change: dict[str, object], said: str) -> None:
+    (found,) = differences(ROW, ROW._replace(phases=ROW.phases._replace(**change)))
+
+    assert said in found
+
+
 def test_small_moves_of_a_compiler_are_no_difference() -> None:
-    better = ROW._replace(registers=208, spills=0, loop=LOOP._replace(total=412))
+    moved = Phases(hot=LOOP._replace(total=412), after=EDGE._replace(total=515), once=1030)
+    better = ROW._replace(registers=208, spills=0, phases=moved)
 
     assert differences(ROW, better) == []
 

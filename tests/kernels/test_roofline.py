@@ -6,18 +6,27 @@ import pytest
 
 from attnscale.bench.static.cards import CARDS
 from attnscale.bench.static.counts import Counts
+from attnscale.bench.static.phases import Phases
 from attnscale.bench.static.roofline import overhead, roofline
 from attnscale.bench.static.table import Row
 
 
 def row(target: str, loop: Counts, *, name: str = "causal, plain", warps: int = 8) -> Row:
     """A forward over tiles of 128 rows and 64 keys, 64 dimensions: 2·2·128·64·64 operations, 2·64·64·2 bytes."""
-    return Row("forward", name, "bf16", 64, target, (128, 64), warps, 3, 200, 0, 49152, 2_097_152, 16384, loop)
+    phases = Phases(hot=loop)
+    return Row("forward", name, "bf16", 64, target, (128, 64), warps, 3, 200, 0, 49152, 2_097_152, 16384, phases)
 
 
 @pytest.mark.parametrize(
     ("target", "tflops", "fp32"),
-    [("sm_80", 312, 19.5), ("sm_90", 989, 62), ("sm_100", 2240, 70), ("gfx942", 1307, 163.4)],
+    [
+        ("sm_80", 312, 19.5),
+        ("sm_89", 362, 90.5),
+        ("sm_90", 989, 62),
+        ("sm_100", 2240, 70),
+        ("sm_120", 209.5, 104.8),
+        ("gfx942", 1307, 163.4),
+    ],
 )
 def test_rates_of_a_unit_add_up_to_the_published_peak(target: str, tflops: float, fp32: float) -> None:
     assert CARDS[target].peak_tflops("bf16") == pytest.approx(tflops, rel=0.01)
@@ -87,5 +96,6 @@ def test_overhead_is_against_the_same_kernel_without_statistics() -> None:
     assert found.fastest == pytest.approx(2000 / 1600 - 1)  # from 100·8·2 cycles for 2^x to 500·2·2 for fp32
     assert found.slowest == pytest.approx((1024 + 2000) / (1024 + 1600) - 1)
     assert overhead(free, [plain]) == (0.0, 0.0, 0.0)
+    assert overhead(free._replace(tile=(128, 128)), [plain]) == (-0.5, -0.5, -0.5), "the same for twice the scores"
     assert overhead(plain, [plain]) is None
     assert overhead(entropy, [other]) is None

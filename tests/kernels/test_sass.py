@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from attnscale.bench.static.compiling import cubin_usage, gcn_usage
-from attnscale.bench.static.counts import classify, count, hot_loop
-from attnscale.bench.static.listing import innermost, loops, parse_gcn, parse_sass
+from attnscale.bench.static.counts import classify, count
+from attnscale.bench.static.listing import parse_gcn, parse_sass
+from attnscale.bench.static.loops import loop_nest
+from attnscale.bench.static.phases import Phases, Structure, find_phases
 
 
 def sass(*lines: str) -> str:
@@ -18,7 +20,7 @@ def sass(*lines: str) -> str:
 
 
 BODY = ["FADD R1, R2, R3"] * 16
-EDGE_AND_CLEAR = sass(
+CLEAR_AND_EDGE = sass(
     "S2R R0, SR_CTAID.X",
     ".L_x_0:",
     *["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 2,
@@ -40,38 +42,71 @@ EDGE_AND_CLEAR = sass(
 )
 
 
-def test_the_hot_loop_is_the_shortest_of_those_with_most_matrix_products() -> None:
-    loop = hot_loop(parse_sass(EDGE_AND_CLEAR))
+def test_loops_are_named_by_the_order_in_which_they_run() -> None:
+    found = find_phases(parse_sass(CLEAR_AND_EDGE), Structure(("hot", "after"), repairs=True))
 
-    assert loop is not None
-    counts = count(loop.instructions)
-    assert (counts.mma, counts.ex2, counts.fp32, counts.alu, counts.other) == (2, 1, 16, 0, 1)
-    assert counts.total == 20
-    assert counts.mma_flops == 2 * 2 * 16 * 8 * 16
-
-
-def test_without_matrix_products_it_is_the_shortest_of_those_with_most_fp32() -> None:
-    text = EDGE_AND_CLEAR.replace("HMMA.16816.F32.BF16", "FFMA")
-
-    loop = hot_loop(parse_sass(text))
-
-    assert loop is not None
-    assert count(loop.instructions).total == 20
-    assert count(loop.instructions).fp32 == 18
+    hot, edge, repair = found.hot, found.after, found.repair
+    assert (hot.mma, hot.ex2, hot.fp32, hot.alu, hot.other, hot.total) == (2, 1, 16, 0, 1, 20)
+    assert hot.mma_flops == 2 * 2 * 16 * 8 * 16
+    assert (edge.mma, edge.ex2, edge.fp32, edge.alu, edge.total) == (2, 1, 16, 5, 25)
+    assert (repair.alu, repair.total) == (20, 21)
+    assert found.before.total == 0
+    assert found.once == 2, "the first instruction and the last; nothing leads to the stop behind it"
 
 
-def test_of_nested_loops_the_inner_one_counts() -> None:
+def test_the_order_is_that_of_running_and_not_of_addresses() -> None:
     text = sass(
+        "BRA `(.L_x_2)",
+        ".L_x_1:", *["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 2, *BODY, "@P0 BRA `(.L_x_1)", "EXIT",
+        ".L_x_2:", "HMMA.16816.F32.BF16 R4, R8, R12, R4", *BODY, "@P0 BRA `(.L_x_2)", "BRA `(.L_x_1)",
+    )  # fmt: skip
+
+    found = find_phases(parse_sass(text), Structure(("hot", "after")))
+
+    assert (found.hot.mma, found.after.mma) == (1, 2)
+
+
+def test_loops_of_several_sweeps_add_up_by_phase() -> None:
+    text = sass(*(line for n in range(4) for line in (f".L_x_{n}:", *BODY[n:], *BODY, f"@P0 BRA `(.L_x_{n})")), "EXIT")
+
+    found = find_phases(parse_sass(text), Structure(("hot", "after"), sweeps=2))
+
+    assert (found.hot.total, found.after.total) == (33 + 31, 32 + 30)
+
+
+@pytest.mark.parametrize(
+    "structure", [Structure(("hot", "after")), Structure(("before", "hot", "after"), sweeps=2, repairs=True)]
+)
+def test_a_kernel_with_other_loops_than_its_text_is_an_error(structure: Structure) -> None:
+    with pytest.raises(ValueError, match=r"\[20, 25, 21\] instructions: expected \['"):
+        find_phases(parse_sass(CLEAR_AND_EDGE), structure)
+
+
+def nested(*inner: str) -> str:
+    """A loop inside a loop."""
+    return sass(
         ".L_x_0:", *["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 4, *BODY,
-        ".L_x_1:", "HMMA.16816.F32.BF16 R4, R8, R12, R4", *BODY, "@P1 BRA `(.L_x_1)",
+        ".L_x_1:", *inner, *BODY, "@P1 BRA `(.L_x_1)",
         "@P0 BRA `(.L_x_0)", "EXIT",
     )  # fmt: skip
 
-    assert len(loops(parse_sass(text))) == 2
-    assert len(innermost(loops(parse_sass(text)))) == 1
-    loop = hot_loop(parse_sass(text))
-    assert loop is not None
-    assert count(loop.instructions).mma == 1
+
+def test_a_loop_over_heads_is_counted_around_that_over_tiles() -> None:
+    text = nested("HMMA.16816.F32.BF16 R4, R8, R12, R4")
+
+    found = find_phases(parse_sass(text), Structure(("hot",), heads_around=True))
+
+    assert (found.hot.mma, found.hot.total) == (1, 18)
+    assert (found.around.mma, found.around.total) == (4, 21)
+
+
+@pytest.mark.parametrize(("loads", "passes"), [(1, 8), (2, 4)])
+def test_a_loop_inside_that_over_tiles_counts_as_often_as_it_runs(loads: int, passes: int) -> None:
+    text = nested(*["LDG.E R1, [R2]"] * loads)
+
+    found = find_phases(parse_sass(text), Structure(("hot",), trips_inside=8))
+
+    assert found.hot.total == 21 + passes * (loads + 17)
 
 
 def test_a_wait_behind_the_end_that_jumps_back_is_no_loop_of_its_own() -> None:
@@ -82,12 +117,10 @@ def test_a_wait_behind_the_end_that_jumps_back_is_no_loop_of_its_own() -> None:
         ".L_x_8:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R1], R2", "@P1 BRA `(.L_x_1)", "BRA `(.L_x_8)",
     )  # fmt: skip
 
-    found = {len(loop.instructions) for loop in loops(parse_sass(text))}
+    (loop,) = loop_nest(parse_sass(text)).inner
 
-    # The wait (with the branch that stays in it) and the loop around it, in which the wait takes part.
-    assert found == {3, 20 + 3}
-    loop = hot_loop(parse_sass(text))
-    assert loop is not None
+    assert loop.inner == (), "a wait is part of the loop that it stands in"
+    assert len(loop.instructions) == 20 + 3
     assert count(loop.instructions).mma == 1, "the product behind the loop is not in it"
 
 
@@ -97,13 +130,15 @@ def test_a_jump_that_ptxas_writes_as_a_call_leaves_the_loop() -> None:
         ".L_x_1:", *["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 3, "EXIT",
     )  # fmt: skip
 
-    (loop,) = loops(parse_sass(text))
+    (loop,) = loop_nest(parse_sass(text)).inner
 
     assert count(loop.instructions).mma == 1
 
 
 def test_straight_code_has_no_loop() -> None:
-    assert hot_loop(parse_sass(sass("FADD R1, R2, R3", "EXIT"))) is None
+    found = find_phases(parse_sass(sass("FADD R1, R2, R3", "EXIT")), Structure())
+
+    assert found == Phases(once=2)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +193,13 @@ GCN = """
 \tds_read_u16 v5, v6
 \ts_nop 1
 """ + "\tv_add_f32_e32 v1, v2, v3\n" * 12 + """\ts_cbranch_scc0 .LBB0_1
+\ts_cbranch_scc0 .LBB0_3
 .LBB0_2:
 \ts_endpgm
+.LBB0_3:
+""" + "\tv_add_f32_e32 v1, v2, v3\n" * 18 + """\ts_cbranch_scc0 .LBB0_3
+\ts_branch .LBB0_2
+.Lfunc_end0:
 \tv_exp_f32_e32 v1, v1
     .private_segment_fixed_size: 24
     .vgpr_count:     270
@@ -168,14 +208,19 @@ GCN = """
 
 
 def test_gcn_is_read_alike() -> None:
-    loop = hot_loop(parse_gcn(GCN))
+    found = find_phases(parse_gcn(GCN), Structure(("hot", "after")))
 
-    assert loop is not None
-    counts = count(loop.instructions)
+    counts = found.hot
     assert (counts.mma, counts.ex2, counts.fp32, counts.shared, counts.other) == (1, 1, 12, 2, 1)
     assert counts.total == 17, "s_nop is no work"
     assert counts.shared_bytes == 16 + 4
     assert counts.mma_flops == 2 * 32 * 32 * 8
+
+
+def test_what_lies_behind_the_end_of_the_program_is_read_to_the_end_of_the_function() -> None:
+    found = find_phases(parse_gcn(GCN), Structure(("hot", "after")))
+
+    assert (found.after.fp32, found.after.total) == (18, 19)
 
 
 def test_registers_and_spills_are_found() -> None:

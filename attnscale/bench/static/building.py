@@ -14,6 +14,9 @@ from attnscale.bench.static.variant import Variant
 from attnscale.bench.static.variants import variants
 from attnscale_kernels.launch import Launch, block_of
 
+# Targets whose instructions differ; sm_89 and sm_120 multiply matrices with those of sm_80.
+DISTINCT = ["sm_80", "sm_90", "sm_100", "gfx942"]
+
 Job = tuple[int, str]  # a variant by its place in the list (functions do not travel), and a target
 
 
@@ -22,8 +25,8 @@ def jobs(*, all_targets: bool = True) -> list[Job]:
     names = list(TARGETS)
     chosen = []
     for index, variant in enumerate(variants()):
-        everywhere = all_targets or is_core(variant)
-        chosen += [(index, target) for target in (names if everywhere else [names[index % len(names)]])]
+        wanted = names if all_targets else DISTINCT if is_core(variant) else [names[index % len(names)]]
+        chosen += [(index, target) for target in wanted]
     return chosen
 
 
@@ -45,11 +48,11 @@ def build_row(job: Job) -> Row:
     """Compile one variant for one target."""
     variant, target = variants()[job[0]], TARGETS[job[1]]
     launch = variant.launch(target.resources)
-    compiled = compile_launch(launch, target)
+    compiled = compile_launch(launch, target, variant.structure)
     return Row(
         variant.family, variant.name, variant.dtype, variant.dim, job[1], _tile(launch), launch.warps, launch.stages,
         compiled.registers, compiled.spills, compiled.shared_memory, _matrix_flops(variant, launch),
-        _tile_bytes(variant, launch), compiled.loop,
+        _tile_bytes(variant, launch), compiled.phases,
     )  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def _matrix_flops(variant: Variant, launch: Launch) -> int:
 
 
 def _tile_bytes(variant: Variant, launch: Launch) -> int:
-    """Two operands of a step: keys and values, or queries and gradients; gap counting reads keys alone."""
+    """Two operands of a step: keys and values, or queries and gradients; gap counting reads keys twice."""
     m, n = _tile(launch)
     size = 4 if variant.dtype == "fp32" else 2
     if not variant.products:

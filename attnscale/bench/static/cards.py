@@ -30,8 +30,8 @@ _EVERY_KIND = ("mma", "ex2", "special", "fp32", "fp32_pairs", "alu", "shared", "
 _ISSUE = dict.fromkeys(_EVERY_KIND, 1.0)  # one instruction a cycle
 
 # CUDA C++ Programming Guide, table "Throughput of Native Arithmetic Instructions" (results of a cycle and an SM): fp32
-# 64 for 8.0, 128 for 9.0 and 10.0; 2^x, 1/x, log2: 16; integer add, compare, maximum: 64; warp shuffle: 32. A warp has
-# 32 lanes and an SM four partitions: 32 / (64 / 4) = 2 cycles, and so on.
+# 64 for 8.0, 128 for 8.9, 9.0, 10.0 and 12.0; 2^x, 1/x, log2: 16; integer add, compare, maximum: 64; warp shuffle: 32.
+# A warp has 32 lanes and an SM four partitions: 32 / (64 / 4) = 2 cycles, and so on.
 _SM_80 = {
     "special": {"ex2": 8.0, "special": 8.0},
     "fp32": {"fp32": 2.0},
@@ -50,15 +50,19 @@ _GFX_942 = {
     }
 }  # fmt: skip
 
-# Second-level cache: A100 5120 B of a cycle for the card (A100 white paper); the figure for H100 and B200 is not
-# published and taken to be the same; MI300X 2048 B for the 38 CUs of a die (CDNA3 white paper).
+# Second-level cache: A100 5120 B of a cycle for the card (A100 white paper); those of the other cards of
+# NVIDIA are not published and taken to be the same; MI300X 2048 B for the 38 CUs of a die (CDNA3 white paper).
 CARDS = {
     # A100 white paper: 108 SMs, 1.41 GHz, 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; shared memory 128 B a cycle.
     "sm_80": Card("A100", 108, 1.41, {"bf16": 2048, "fp16": 2048, "fp32": 128}, _SM_80, 128, 5120 / 108),
+    # Ada white paper and data sheet of the L40S: 142 SMs, 2.49 GHz, 362 TFLOP/s bf16 dense, 91.6 fp32 at 2.52 GHz.
+    "sm_89": Card("L40S", 142, 2.49, {"bf16": 1024, "fp16": 1024, "fp32": 256}, _SM_90, 128, 5120 / 142),
     # H100 white paper (SXM5): 132 SMs, 1.83 GHz, 989 TFLOP/s bf16 dense, 67 fp32 at 1.98 GHz.
     "sm_90": Card("H100", 132, 1.83, {"bf16": 4096, "fp16": 4096, "fp32": 256}, _SM_90, 128, 5120 / 132),
     # Blackwell architecture brief: 148 SMs, 1.85 GHz, 2.25 PFLOP/s bf16 dense of a B200.
     "sm_100": Card("B200", 148, 1.85, {"bf16": 8192, "fp16": 8192, "fp32": 256}, _SM_90, 128, 5120 / 148),
+    # RTX Blackwell white paper (RTX 5090): 170 SMs, 2.41 GHz, 209.5 TFLOP/s bf16 dense into fp32, 104.8 fp32.
+    "sm_120": Card("RTX 5090", 170, 2.41, {"bf16": 512, "fp16": 512, "fp32": 256}, _SM_90, 128, 5120 / 170),
     # MI300X data sheet: 304 CUs, 2.1 GHz, 1307 TFLOP/s bf16 dense, 163.4 fp32 matrix and vector; LDS 128 B a cycle.
     "gfx942": Card("MI300X", 304, 2.1, {"bf16": 2048, "fp16": 2048, "fp32": 256}, _GFX_942, 128, 2048 / 38),
 }

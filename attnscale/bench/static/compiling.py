@@ -12,22 +12,22 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnscale.bench.static.counts import Counts, count, hot_loop
 from attnscale.bench.static.listing import parse_gcn, parse_sass
+from attnscale.bench.static.phases import Phases, Structure, find_phases
 from attnscale.bench.static.targets import Target
 from attnscale_kernels.launch import Launch
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes of a device, and its inner loop (all zeros where it has none)."""
+    """What a kernel takes of a device, and its loops."""
 
     registers: int  # of a thread; on gfx942 vector and accumulation registers together
     spills: int  # bytes of a thread that do not fit into registers
     shared_memory: int  # bytes of a block
-    loop: Counts
+    phases: Phases
 
 
-def compile_launch(launch: Launch, target: Target) -> Compiled:
+def compile_launch(launch: Launch, target: Target, structure: Structure) -> Compiled:
     """Compile for a target and look at the result."""
     kernel = _compile(launch, target)
     shared = int(kernel.metadata.shared)
@@ -37,8 +37,7 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
     else:
         listing, usage = _disassemble(kernel.asm["cubin"])
         blocks, (registers, spills) = parse_sass(listing), cubin_usage(usage)
-    loop = hot_loop(blocks)
-    return Compiled(registers, spills, shared, Counts() if loop is None else count(loop.instructions))
+    return Compiled(registers, spills, shared, find_phases(blocks, structure))
 
 
 def versions() -> dict[str, str]:

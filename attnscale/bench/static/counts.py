@@ -1,12 +1,13 @@
-"""How many instructions of which kind the inner loop of a kernel has."""
+"""How many instructions of which kind a stretch of a kernel has."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from attnscale.bench.static.listing import Block, Instruction, Loop, innermost, loops
+from attnscale.bench.static.listing import Instruction
 
 
 class Counts(NamedTuple):
@@ -65,24 +66,18 @@ def count(instructions: tuple[Instruction, ...]) -> Counts:
     )
 
 
-def hot_loop(blocks: list[Block]) -> Loop | None:
-    """The loop in which a kernel spends its time: that over tiles which every row sees whole.
+def total_of(parts: Iterable[Counts]) -> Counts:
+    """The counts of several loops together.
 
-    Tiles at an edge have a loop of their own, with the same products and a mask on top. So among the innermost loops
-    take those with the most matrix products (where there are none, as for fp32 on NVIDIA, at least nine tenths of the
-    most fp32 instructions, since masks add a few), and of these the shortest. A mask that no bound tells about leaves
-    the edge's loop as the only one.
+    >>> total_of([Counts(mma=8, total=20), Counts(mma=8, total=30)])[:1], total_of([]).total
+    ((16,), 0)
     """
-    candidates = [(loop, count(loop.instructions)) for loop in innermost(loops(blocks))]
-    if not candidates:
-        return None
-    most = max(counts.mma for _, counts in candidates)
-    if most:
-        candidates = [(loop, counts) for loop, counts in candidates if counts.mma == most]
-    else:
-        busiest = max(counts.fp32 + counts.fp32_pairs for _, counts in candidates)
-        candidates = [(loop, c) for loop, c in candidates if c.fp32 + c.fp32_pairs >= 0.9 * busiest]
-    return min(candidates, key=lambda candidate: candidate[1].total)[0]
+    return Counts(*(sum(kind) for kind in zip(Counts(), *parts, strict=True)))
+
+
+def times(counts: Counts, passes: int) -> Counts:
+    """The counts of several passes of one loop."""
+    return Counts(*(passes * number for number in counts))
 
 
 def _classify_sass(opcode: str) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from attnscale.bench.static.variant import HEADS, NAMES, SCALE, Variant, heads_of, meta, seen_by
+from attnscale.bench.static.calls import MASKED
+from attnscale.bench.static.phases import Structure
+from attnscale.bench.static.variant import HEADS, NAMES, SCALE, Variant, heads_of, meta, phases_of, seen_by
 from attnscale_kernels.launch import Launch
 
 
@@ -21,7 +23,7 @@ def forward_variants() -> Iterator[Variant]:
     for extra in ("softcap", "sinks", "dropout"):
         yield _forward(128, half, "causal", "entropy", extra)
     yield _forward(128, half, "bias", "entropy", "softcap", "sinks", "dropout")
-    for dim in (16, 32, 80, 96, 192, 256):
+    for dim in (16, 24, 32, 40, 72, 80, 88, 96, 104, 192, 256):
         yield _forward(dim, half, "causal", "entropy")
     for dim in (64, 128):
         yield _forward(dim, torch.float16, "causal", "entropy")
@@ -41,7 +43,8 @@ def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) 
             seed=meta(1, dtype=torch.int64) if dropout else None, entropy=level == "entropy",
         )[0][0]  # fmt: skip
 
-    return Variant("forward", ", ".join((rule, *extras, level)), NAMES[dtype], dim, 2, build)
+    structure = Structure(phases_of(rule), repairs=True)
+    return Variant("forward", ", ".join((rule, *extras, level)), NAMES[dtype], dim, 2, structure, build)
 
 
 def backward_variants() -> Iterator[Variant]:
@@ -56,7 +59,7 @@ def backward_variants() -> Iterator[Variant]:
         for rule in ("window", "bounds", "padding", "bool mask"):
             yield _backward(kernel, 128, half, rule, *asked)
         yield _backward(kernel, 128, half, "bias", "softcap", "dropout", *asked)
-        for dim in (32, 80, 256):
+        for dim in (32, 40, 80, 104, 256):
             yield _backward(kernel, dim, half, "causal")
         for dim in (64, 128):
             yield _backward(kernel, dim, full, "causal")
@@ -75,4 +78,9 @@ def _backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str
         )[0][kernel]  # fmt: skip
 
     family = ("backward rows", "backward dQ", "backward dK dV")[kernel]
-    return Variant(family, ", ".join((rule, *extras)), NAMES[dtype], dim, (0, 3, 4)[kernel], build)
+    structure = (
+        Structure(),
+        Structure(phases_of(rule), repairs=True),
+        Structure(("after",) if rule in MASKED else ("before", "hot", "after"), repairs=True, heads_around=True),
+    )[kernel]
+    return Variant(family, ", ".join((rule, *extras)), NAMES[dtype], dim, (0, 3, 4)[kernel], structure, build)

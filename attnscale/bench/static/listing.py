@@ -1,9 +1,8 @@
-"""Assembly as a graph of blocks, and the loops in it: SASS as nvdisasm prints it, GCN as LLVM does."""
+"""Assembly as a graph of blocks: SASS as nvdisasm prints it, GCN as LLVM does."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 _SASS = re.compile(
@@ -30,14 +29,6 @@ class Block(NamedTuple):
     successors: tuple[int, ...]
 
 
-class Loop(NamedTuple):
-    """A natural loop: its blocks, of which the first is the header."""
-
-    header: int
-    blocks: frozenset[int]
-    instructions: tuple[Instruction, ...]
-
-
 def parse_sass(text: str) -> list[Block]:
     """The blocks of a kernel as `nvdisasm -c` prints it."""
     lines: list[str | Instruction] = []
@@ -53,6 +44,8 @@ def parse_gcn(text: str) -> list[Block]:
     """The blocks of a kernel as triton keeps it in `asm["amdgcn"]`."""
     lines: list[str | Instruction] = []
     for line in text.splitlines():
+        if line.startswith(".Lfunc_end"):
+            break  # not at `s_endpgm`: blocks may be laid out behind it
         if label := _GCN_LABEL.match(line):
             lines.append(label[1])
         elif found := _GCN.match(line):
@@ -60,41 +53,7 @@ def parse_gcn(text: str) -> list[Block]:
             branches = opcode.startswith(("s_branch", "s_cbranch"))
             target = found["rest"].strip() if branches else None
             lines.append(Instruction(opcode, target, opcode not in ("s_branch", "s_endpgm", "s_setpc_b64")))
-            if opcode == "s_endpgm":
-                break  # what follows is padding and data
     return _blocks(lines)
-
-
-def loops(blocks: list[Block]) -> list[Loop]:
-    """Natural loops: those of back edges, whose target every way to their source passes.
-
-    A branch upwards alone is no sign of a loop: ptxas puts the wait for a barrier behind the end of the kernel, from
-    where it jumps back into the middle of the loop that it belongs to.
-    """
-    dominators = _dominators(blocks)
-    before = _predecessors(blocks)
-    bodies: dict[int, set[int]] = {}
-    for source, block in enumerate(blocks):
-        for header in block.successors:
-            if header not in dominators[source]:
-                continue
-            body = bodies.setdefault(header, {header})
-            pending = [source]
-            while pending:
-                index = pending.pop()
-                if index not in body:
-                    body.add(index)
-                    pending.extend(before[index])
-    return [
-        Loop(header, frozenset(body), tuple(step for index in sorted(body) for step in blocks[index].instructions))
-        for header, body in sorted(bodies.items())
-    ]
-
-
-def innermost(found: Iterable[Loop]) -> list[Loop]:
-    """The loops that hold no other, but for waits for a barrier, which are loops of a few instructions."""
-    kept = [loop for loop in found if len(loop.instructions) > 16]
-    return [loop for loop in kept if not any(other.blocks < loop.blocks for other in kept)]
 
 
 def _sass_instruction(opcode: str, rest: str, predicated: bool) -> Instruction:
@@ -130,35 +89,3 @@ def _blocks(lines: list[str | Instruction]) -> list[Block]:
             following.append(starts[body[-1].target])
         blocks.append(Block(tuple(body), tuple(dict.fromkeys(following))))
     return blocks
-
-
-def _predecessors(blocks: list[Block]) -> list[list[int]]:
-    before: list[list[int]] = [[] for _ in blocks]
-    for index, block in enumerate(blocks):
-        for successor in block.successors:
-            before[successor].append(index)
-    return before
-
-
-def _dominators(blocks: list[Block]) -> list[frozenset[int]]:
-    """For each block those that every way from the entry to it passes; none for blocks that nothing leads to."""
-    before = _predecessors(blocks)
-    reachable: set[int] = set()
-    pending = [0]
-    while pending:
-        index = pending.pop()
-        if index not in reachable:
-            reachable.add(index)
-            pending.extend(blocks[index].successors)
-    everything = frozenset(reachable)
-    dominators = [everything if index in reachable else frozenset[int]() for index in range(len(blocks))]
-    dominators[0] = frozenset({0})
-    changed = True
-    while changed:
-        changed = False
-        for index in sorted(reachable - {0}):
-            ways = [dominators[way] for way in before[index] if way in reachable]
-            updated = frozenset.intersection(*ways) | {index}
-            if updated != dominators[index]:
-                dominators[index], changed = updated, True
-    return dominators

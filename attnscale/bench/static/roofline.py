@@ -1,4 +1,4 @@
-"""What the counts of an inner loop say about its speed: cycles of each pipe for a tile, and a range for the whole.
+"""What the counts of a loop say about its speed: cycles of each pipe for a tile, and a range for the whole.
 
 A model on published peak rates, not a measurement: no latencies, no conflicts, caches that always hit. Between all
 pipes running at once (`fastest`) and the matrix units waiting for the others (`slowest`) lies what a kernel can do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attnscale.bench.static.cards import CARDS, Card
+from attnscale.bench.static.per_score import per_score
 from attnscale.bench.static.table import Row, baseline
 
 
@@ -31,7 +32,7 @@ class Roofline(NamedTuple):
 
 
 class Overhead(NamedTuple):
-    """What statistics add to the same kernel without them."""
+    """What statistics add to the same kernel without them, for each score: tiles may differ."""
 
     instructions: float  # of the loop
     fastest: float  # of the predicted time, at the two ends of the range
@@ -41,7 +42,6 @@ class Overhead(NamedTuple):
 def roofline(row: Row, card: Card | None = None) -> Roofline:
     """Cycles from the counts of a row of the table, on the card that stands for its target."""
     card = card or CARDS[row.target]
-    lanes = 64 if row.target.startswith("gfx") else 32
     loop = row.loop._asdict()
     in_partition = row.warps / 4
     cycles = {
@@ -49,7 +49,7 @@ def roofline(row: Row, card: Card | None = None) -> Roofline:
         for pipe, prices in card.pipes.items()
     }
     cycles["matrix"] = row.matrix_flops / card.matrix_flops[row.dtype]
-    cycles["shared"] = row.warps * lanes * row.loop.shared_bytes / card.shared_bytes
+    cycles["shared"] = row.warps * row.lanes * row.loop.shared_bytes / card.shared_bytes
     cycles["memory"] = row.tile_bytes / card.memory_bytes
     others = max(spent for pipe, spent in cycles.items() if pipe != "matrix")
     return Roofline(cycles, max(cycles["matrix"], others), cycles["matrix"] + others)
@@ -61,6 +61,9 @@ def overhead(row: Row, rows: list[Row]) -> Overhead | None:
     if plain is None:
         return None
     ours, theirs = roofline(row), roofline(plain)
+    area = plain.tile[0] * plain.tile[1] / (row.tile[0] * row.tile[1])
     return Overhead(
-        row.loop.total / plain.loop.total - 1, ours.fastest / theirs.fastest - 1, ours.slowest / theirs.slowest - 1
+        per_score(row, row.loop) / per_score(plain, plain.loop) - 1,
+        area * ours.fastest / theirs.fastest - 1,
+        area * ours.slowest / theirs.slowest - 1,
     )

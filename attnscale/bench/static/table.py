@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from attnscale.bench.static.calls import RULES
 from attnscale.bench.static.counts import Counts
+from attnscale.bench.static.phases import Phases
 
 FILE = Path(str(resources.files("attnscale.bench.static") / "resources.json"))
+REFERENCE = "reference"  # the family of the plain kernel that the forward is held against
 REGISTER_SLACK, LOOP_SLACK = 8, 0.03
 
 
@@ -27,14 +30,30 @@ class Row(NamedTuple):
     registers: int
     spills: int
     shared_memory: int
-    matrix_flops: int  # of a block in one pass of the loop, multiply and add being two, dimensions as padded
-    tile_bytes: int  # that a block reads in one pass
-    loop: Counts
+    matrix_flops: int  # of a block for one tile, multiply and add being two, dimensions as padded
+    tile_bytes: int  # that a block reads for one tile
+    phases: Phases
 
     @property
     def key(self) -> tuple[str, str, str, int, str]:
         """What tells rows apart."""
         return self.family, self.name, self.dtype, self.dim, self.target
+
+    @property
+    def rule(self) -> str:
+        """What rows see, which the name begins with; empty where there is no such rule."""
+        first = self.name.split(", ")[0]
+        return first if first in RULES else ""
+
+    @property
+    def lanes(self) -> int:
+        """Of a warp."""
+        return 64 if self.target.startswith("gfx") else 32
+
+    @property
+    def loop(self) -> Counts:
+        """What most tiles run: the hot loop, or the edge's where there is none."""
+        return self.phases.hot if self.phases.hot.total else self.phases.after
 
 
 class Table(NamedTuple):
@@ -53,7 +72,7 @@ def read_table(path: Path = FILE) -> Table:
     """A table as `write_table` leaves it."""
     held = json.loads(path.read_text())
     rows = [
-        Row(**{**row, "tile": tuple(row["tile"]), "loop": Counts(**row["loop"])})
+        Row(**{**row, "tile": tuple(row["tile"]), "phases": _phases(row["phases"])})
         for row in (dict(zip(Row._fields, values, strict=True)) for values in held["rows"])
     ]
     return Table(held["versions"], rows)
@@ -63,14 +82,27 @@ def write_table(table: Table, path: Path = FILE) -> None:
     """One row on a line, so that a change of one kernel is a change of its lines."""
     lines = []
     for row in table.rows:
-        loop = {kind: number for kind, number in row.loop._asdict().items() if number}
-        lines.append("  " + json.dumps([loop if field == "loop" else getattr(row, field) for field in Row._fields]))
+        lines.append("  " + json.dumps([*row[:-1], _without_zeros(row.phases)]))
     body = ",\n".join(lines)
     path.write_text(f'{{"versions": {json.dumps(table.versions)}, "rows": [\n{body}\n]}}\n')
 
 
+def _without_zeros(phases: Phases) -> dict[str, object]:
+    loops = {name: _held(counts) for name, counts in phases._asdict().items() if isinstance(counts, Counts)}
+    return {**{name: held for name, held in loops.items() if held}, "once": phases.once}
+
+
+def _held(counts: Counts) -> dict[str, int]:
+    return {kind: number for kind, number in counts._asdict().items() if number}
+
+
+def _phases(held: dict[str, Any]) -> Phases:
+    once = held.pop("once")
+    return Phases(**{name: Counts(**kinds) for name, kinds in held.items()}, once=once)
+
+
 def baseline(row: Row, rows: list[Row]) -> Row | None:
-    """The same kernel without statistics, if `row` has some: same flags, dtype, dimension, target and tile."""
+    """The same kernel without statistics, if `row` has some: same flags, dtype, dimension and target."""
     if row.family != "forward" or not row.name.endswith(", entropy"):
         return None
     wanted = row._replace(name=row.name.removesuffix("entropy") + "plain").key
@@ -80,21 +112,31 @@ def baseline(row: Row, rows: list[Row]) -> Row | None:
 def differences(known: Row, found: Row) -> list[str]:
     """Where a kernel got worse than the table says, in words: empty if it did not.
 
-    Compilers make small moves: registers may grow by 8 and the loop by 3 %. What is decided by the kernel's text may
-    not change at all: shared memory, matrix products, powers of two. Spills may only go down.
+    Compilers make small moves: registers may grow by 8 and each loop by 3 %. What is decided by the kernel's text may
+    not change at all: which loops there are, shared memory, matrix products, powers of two. Spills may only go down.
     """
     exact = {
         "tile": (known.tile, found.tile),
         "warps": (known.warps, found.warps),
         "stages": (known.stages, found.stages),
         "shared memory": (known.shared_memory, found.shared_memory),
+        "loops": (_loops(known), _loops(found)),
         "matrix products": (known.loop.mma, found.loop.mma),
         "powers of two": (known.loop.ex2, found.loop.ex2),
     }
     most = {
         "spills": (known.spills, found.spills),
         "registers": (known.registers + REGISTER_SLACK, found.registers),
-        "instructions of the loop": (int(known.loop.total * (1 + LOOP_SLACK)), found.loop.total),
+        "instructions outside of loops": (int(known.phases.once * (1 + LOOP_SLACK)), found.phases.once),
+        **{
+            f"instructions of the loop {name!r}": (int(held.total * (1 + LOOP_SLACK)), now.total)
+            for name, held, now in zip(Phases._fields, known.phases, found.phases, strict=True)
+            if isinstance(held, Counts) and isinstance(now, Counts)
+        },
     }
     said = [f"{what}: {before} → {now}" for what, (before, now) in exact.items() if before != now]
     return said + [f"{what}: {now}, expected at most {limit}" for what, (limit, now) in most.items() if now > limit]
+
+
+def _loops(row: Row) -> list[str]:
+    return [name for name, held in row.phases._asdict().items() if isinstance(held, Counts) and held.total]

@@ -15,9 +15,14 @@ class Target(NamedTuple):
     resources: Resources
 
 
+# Cards for desktops and for inference have 99 KB of shared memory for a block.
+SM_89 = SM_120 = SM_80._replace(shared_memory=101_376)
+
 TARGETS = {
     "sm_80": Target("cuda", 80, SM_80),
+    "sm_89": Target("cuda", 89, SM_89),
     "sm_90": Target("cuda", 90, SM_90),
     "sm_100": Target("cuda", 100, SM_100),
+    "sm_120": Target("cuda", 120, SM_120),
     "gfx942": Target("hip", "gfx942", GFX_942),
 }

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale.bench.static.calls import MASKED
+from attnscale.bench.static.phases import Structure
 from attnscale_kernels.launch import Launch, Resources, assuming
 from attnscale_kernels.visibility import Visibility
 
@@ -23,7 +25,8 @@ class Variant(NamedTuple):
     name: str  # of the case
     dtype: str
     dim: int
-    products: int  # matrix products of a tile in the inner loop
+    products: int  # matrix products of a tile, over all sweeps
+    structure: Structure
     build: Callable[[], Launch]
 
     @property
@@ -35,6 +38,13 @@ class Variant(NamedTuple):
         """As it would be launched on a device with these resources."""
         with assuming(resources):
             return self.build()
+
+
+def phases_of(rule: str) -> tuple[str, ...]:
+    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/device.py has it."""
+    if rule in MASKED:
+        return ("after",)
+    return ("before", "hot", "after") if rule in ("window", "bounds") else ("hot", "after")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

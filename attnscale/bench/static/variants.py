@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from attnscale.bench.static.flash_variants import backward_variants, forward_variants
-from attnscale.bench.static.variant import BATCH, HEADS, LENGTH, NAMES, SCALE, Variant, heads_of, meta, seen_by
+from attnscale.bench.static.phases import Structure
+from attnscale.bench.static.table import REFERENCE
+from attnscale.bench.static.variant import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    NAMES,
+    SCALE,
+    Variant,
+    heads_of,
+    meta,
+    phases_of,
+    seen_by,
+)
 from attnscale_kernels.launch import Launch
 from attnscale_kernels.visibility import Visibility
 
 
 def variants() -> list[Variant]:
     """All of them, in the order of the table."""
-    return [*forward_variants(), *backward_variants(), *_softmax(), *_gaps(), *_decode()]
+    return [*forward_variants(), *_reference(), *backward_variants(), *_softmax(), *_gaps(), *_decode()]
+
+
+def _reference() -> Iterator[Variant]:
+    """The plain kernel that the forward is held against."""
+    for dim in (64, 128):
+        yield Variant(REFERENCE, "causal, plain", "bf16", dim, 2, Structure(("hot", "after")), _plain_forward(dim))
+
+
+def _plain_forward(dim: int) -> Callable[[], Launch]:
+    def build() -> Launch:
+        from attnscale.bench.static.reference_launch import reference_launches
+
+        query = meta(BATCH, HEADS, LENGTH, dim, dtype=torch.bfloat16)
+        return reference_launches(query, query, query, scale=SCALE)[0][0]
+
+    return build
 
 
 def _softmax() -> Iterator[Variant]:
@@ -39,7 +68,8 @@ def _softmax_forward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
             thresholds=meta(8) if "gaps" in extras else None,
         )[0][0]  # fmt: skip
 
-    return Variant("softmax", ", ".join((f"n = {keys}", *extras)), NAMES[dtype], 0, 0, build)
+    structure = _two_sweeps(keys)._replace(trips_inside=8)
+    return Variant("softmax", ", ".join((f"n = {keys}", *extras)), NAMES[dtype], 0, 0, structure, build)
 
 
 def _softmax_backward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
@@ -51,14 +81,21 @@ def _softmax_backward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
         given = scores if "dbeta" in extras else None
         return backward_launches(scores, scores, meta(BATCH, HEADS, 512), scores=given, bias=bias)[0][0]
 
-    return Variant("softmax backward", ", ".join((f"n = {keys}", *extras)), NAMES[dtype], 0, 0, build)
+    name = ", ".join((f"n = {keys}", *extras))
+    return Variant("softmax backward", name, NAMES[dtype], 0, 0, _two_sweeps(keys), build)
+
+
+def _two_sweeps(keys: int) -> Structure:
+    """Of a row that is too long for one block; a shorter one has no loop."""
+    return Structure(("hot",), sweeps=2) if keys > 8192 else Structure()
 
 
 def _gaps() -> Iterator[Variant]:
     """The bracket of Λ, and counts at thresholds."""
     for dim, rule in ((64, "causal"), (128, "causal"), (128, "bias")):
         yield _gap_bracket(dim, rule)
-    yield Variant("gap count", "causal, 8 thresholds", "bf16", 128, 1, _gap_count)
+    structure = Structure(phases_of("causal"), sweeps=2)
+    yield Variant("gap count", "causal, 8 thresholds", "bf16", 128, 2, structure, _gap_count)
 
 
 def _gap_bracket(dim: int, rule: str) -> Variant:
@@ -68,7 +105,8 @@ def _gap_bracket(dim: int, rule: str) -> Variant:
         query, key, _ = heads_of(dim, torch.bfloat16)
         return bracket_launches(query, key, seen_by(rule), scale=SCALE)[0][0]
 
-    return Variant("gap bracket", f"{rule}, 15 bins", "bf16", dim, 1, build)
+    structure = Structure(phases_of(rule), sweeps=2)
+    return Variant("gap bracket", f"{rule}, 15 bins", "bf16", dim, 2, structure, build)
 
 
 def _gap_count() -> Launch:
@@ -95,4 +133,5 @@ def _decode_kernel(kernel: int, dim: int, level: str) -> Variant:
             query, key, key, beta, last, scale=SCALE, softcap=None, sinks=None, entropy=level == "entropy"
         )[0][kernel]
 
-    return Variant(("decode split", "decode merge")[kernel], level, "bf16", dim, (2, 0)[kernel], build)
+    structure = (Structure(phases_of("causal"), repairs=True), Structure(("hot",)))[kernel]
+    return Variant(("decode split", "decode merge")[kernel], level, "bf16", dim, (2, 0)[kernel], structure, build)

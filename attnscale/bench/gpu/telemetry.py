@@ -1,0 +1,42 @@
+"""Clock, power and temperature of a card, as far as torch can read them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Telemetry(NamedTuple):
+    """Of one moment; None where it cannot be read."""
+
+    mhz: float | None = None
+    watts: float | None = None
+    celsius: float | None = None
+
+    def known(self) -> dict[str, float]:
+        """What could be read, by name.
+
+        >>> Telemetry(mhz=1980.0).known()
+        {'mhz': 1980.0}
+        """
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def read_telemetry(device: torch.device) -> Telemetry:
+    """Of the card now. torch asks NVIDIA's or AMD's library, through a package that may not be installed."""
+    watts = _read(torch.cuda.power_draw, device)
+    return Telemetry(
+        _read(torch.cuda.clock_rate, device),
+        None if watts is None else watts / 1000,  # torch gives milliwatts
+        _read(torch.cuda.temperature, device),
+    )
+
+
+def _read(quantity: Callable[[torch.device], int], device: torch.device) -> float | None:
+    # Missing packages and drivers, or cards that do not tell, raise whatever the vendor's library raises.
+    with contextlib.suppress(Exception):
+        return float(quantity(device))
+    return None

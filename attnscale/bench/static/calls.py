@@ -1,0 +1,128 @@
+"""How many tiles a call of attention runs in each phase of a kernel, by its rule of visibility and its length.
+
+As the kernels do it (`key_range`, `query_range` and `phase_edges` of attnscale_kernels/device.py), for one head and as
+many queries as keys: a program takes a block of rows, or of keys, and steps through tiles of the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+LENGTHS = (1024, 4096, 16384)
+WINDOW = 1024  # keys that a row sees under the rule "window", its own included
+RULES = ("everything", "causal", "window", "bounds", "padding", "bool mask", "bias")
+MASKED = ("padding", "bool mask", "bias")  # rules that no interval of keys tells
+
+
+class Sequence(NamedTuple):
+    """Of `length` tokens: row i sees the keys [start(i), stop(i)), neither of which ever decreases."""
+
+    length: int
+    window: int | None = None  # keys a row sees; None: all before it
+    document: int | None = None  # tokens of one document; None: there is only one
+    keys: int | None = None  # keys that are no padding; None: all
+    causal: bool = True
+
+    def start(self, row: int) -> int:
+        """The first key that a row sees."""
+        first = 0 if self.window is None else max(0, row + 1 - self.window)
+        return first if self.document is None else max(first, row // self.document * self.document)
+
+    def stop(self, row: int) -> int:
+        """The key after the last that a row sees."""
+        last = row + 1 if self.causal else self.length
+        return last if self.keys is None else min(last, self.keys)
+
+    @property
+    def visible(self) -> int:
+        """Scores that count."""
+        return sum(max(0, self.stop(row) - self.start(row)) for row in range(self.length))
+
+
+class Passes(NamedTuple):
+    """Tiles of one head by the phase of the loop that they run in, and how many of them hold a score that counts."""
+
+    before: int
+    hot: int
+    after: int
+    needed: int
+
+
+def sequences(rule: str, length: int) -> tuple[Sequence, ...]:
+    """What stands for a rule: two documents of equal length, a padded sequence beside a full one, a causal mask.
+
+    >>> sequences("padding", 1024)[1].keys
+    512
+    """
+    return {
+        "everything": (Sequence(length, causal=False),),
+        "causal": (Sequence(length),),
+        "window": (Sequence(length, window=WINDOW),),
+        "bounds": (Sequence(length, document=length // 2),),
+        "padding": (Sequence(length), Sequence(length, keys=length // 2)),
+        "bool mask": (Sequence(length),),
+        "bias": (Sequence(length),),
+    }[rule]
+
+
+@functools.cache
+def visible_scores(rule: str, length: int) -> int:
+    """Scores of a call that count.
+
+    >>> visible_scores("causal", 4)
+    10
+    """
+    return sum(sequence.visible for sequence in sequences(rule, length))
+
+
+@functools.cache
+def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = False, classified: bool = True) -> Passes:
+    """Tiles [rows, keys] of a call, where a program takes a block of rows or, `by_keys`, of keys.
+
+    A kernel that has not `classified` the tiles of a masked rule goes through all within the bounds that it knows, as
+    if each were at an edge: up to the diagonal with padding, everything with a mask.
+
+    >>> passes("causal", 1024, (128, 64))
+    Passes(before=0, hot=56, after=16, needed=72)
+    >>> passes("padding", 1024, (128, 64), classified=False)
+    Passes(before=0, hot=0, after=144, needed=124)
+    """
+    classified = classified or rule not in MASKED
+    block, step = tile[::-1] if by_keys else tile
+    found = []
+    for sequence in sequences(rule, length):
+        walked = sequence if classified else Sequence(length, causal=rule == "padding")
+        for first in range(0, length, block):
+            end = min(first + block, length)
+            needed = sum(_phases(_range(sequence, first, end, by_keys), step, whole=True))
+            found.append((*_phases(_range(walked, first, end, by_keys), step, whole=classified), needed))
+    return Passes(*(sum(column) for column in zip(*found, strict=True)))
+
+
+def _range(sequence: Sequence, first: int, end: int, by_keys: bool) -> tuple[int, int, int, int]:
+    """Of a block of rows, keys that any and that all see: the first, [clear_first, clear_end), the end; or of keys."""
+    if not by_keys:
+        first_key, clear_first = sequence.start(first), sequence.start(end - 1)
+        clear_end, end_key = sequence.stop(first), sequence.stop(end - 1)
+        return first_key, clear_first, max(clear_first, clear_end), max(first_key, end_key)
+    rows = range(sequence.length)
+    first_row = bisect_right(rows, first, key=sequence.stop)  # the first whose stop is beyond the first key
+    end_row = max(first_row, bisect_left(rows, end, key=sequence.start))
+    clear_first = min(bisect_left(rows, end, key=sequence.stop), end_row)
+    clear_end = min(max(clear_first, bisect_right(rows, first, key=sequence.start)), end_row)
+    return first_row, clear_first, clear_end, end_row
+
+
+def _phases(found: tuple[int, int, int, int], step: int, *, whole: bool) -> tuple[int, int, int]:
+    """Tiles before, within and after those that are seen whole; if none is known to be, all come after."""
+    first, clear_first, clear_end, end = found
+    low = first // step * step
+    clear_low = -(-clear_first // step) * step if whole else low
+    clear_high = max(clear_end // step * step, clear_low) if whole else low
+    return _tiles(low, min(clear_low, end), step), _tiles(clear_low, clear_high, step), _tiles(clear_high, end, step)
+
+
+def _tiles(low: int, high: int, step: int) -> int:
+    return max(0, -(-(high - low) // step))

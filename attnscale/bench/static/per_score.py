@@ -1,0 +1,62 @@
+"""Instructions of a kernel for each score: of one tile by phase, and of a whole call, where tiles of all phases run."""
+
+from __future__ import annotations
+
+from attnscale.bench.static.calls import Passes, passes, visible_scores
+from attnscale.bench.static.counts import Counts
+from attnscale.bench.static.table import REFERENCE, Row
+
+
+def per_score(row: Row, counts: Counts) -> float:
+    """Of the threads of a block together, for each score of a tile."""
+    return counts.total * row.warps * row.lanes / (row.tile[0] * row.tile[1])
+
+
+def edge(row: Row) -> Counts:
+    """The longer of the loops for tiles at an edge."""
+    return max(row.phases.before, row.phases.after, key=lambda counts: counts.total)
+
+
+def per_visible_score(row: Row, length: int) -> float | None:
+    """Of all loops of a call, for each score that counts; None for kernels without a rule of visibility."""
+    if not row.rule:
+        return None
+    return _of_call(row, length) * row.warps * row.lanes / visible_scores(row.rule, length)
+
+
+def over_all_hot(row: Row, rows: list[Row], length: int) -> float | None:
+    """Instructions of a call over those if every tile with a score that counts ran in the hot loop.
+
+    Where a kernel has none, the hot loop is that of the same kernel under the causal rule. None where there is none
+    either.
+    """
+    hot = next((other for other in (row, *_causal(row, rows)) if other.phases.hot.total), None)
+    if not row.rule or hot is None:
+        return None
+    needed = _tiles(row, length).needed * row.tile[0] * row.tile[1]
+    return _of_call(row, length) * row.warps * row.lanes / (needed * per_score(hot, hot.phases.hot))
+
+
+def over_reference(row: Row, rows: list[Row]) -> float | None:
+    """Instructions for a score in most tiles of a forward, over those of the plain kernel at its best tile."""
+    wanted = row._replace(family=REFERENCE, name="causal, plain").key
+    plain = next((other for other in rows if other.key == wanted), None)
+    if row.family != "forward" or plain is None:
+        return None
+    return per_score(row, row.loop) / per_score(plain, plain.phases.hot)
+
+
+def _causal(row: Row, rows: list[Row]) -> list[Row]:
+    wanted = row._replace(name=row.name.replace(row.rule, "causal", 1)).key
+    return [other for other in rows if other.key == wanted]
+
+
+def _of_call(row: Row, length: int) -> int:
+    """Instructions of a warp in all tiles of one head."""
+    tiles, phases = _tiles(row, length), row.phases
+    return sum(getattr(tiles, name) * getattr(phases, name).total for name in ("before", "hot", "after"))
+
+
+def _tiles(row: Row, length: int) -> Passes:
+    by_keys = row.family == "backward dK dV"
+    return passes(row.rule, length, row.tile, by_keys=by_keys, classified=row.phases.hot.total > 0)

@@ -1,0 +1,132 @@
+"""How many tiles of a call run in which phase: against the device functions that decide it, and counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from attnscale.bench.static.calls import RULES, WINDOW, Passes, Sequence, passes, sequences
+from attnscale.bench.static.counts import Counts
+from attnscale.bench.static.per_score import edge, over_all_hot, per_score, per_visible_score
+from attnscale.bench.static.phases import Phases
+from attnscale.bench.static.table import Row
+from attnscale.bench.static.variant import phases_of
+from attnscale_kernels.device import first_phase, key_range, phase_edges, phase_range, query_range
+from attnscale_kernels.visibility import Visibility, key_ranges, query_ranges
+
+
+@triton.jit
+def count_tiles_kernel(
+    rule, length, found_ptr, first_ptr, BLOCK: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr
+):
+    """Passes of each phase for each program, and the first phase there is in a loop over keys."""
+    block = tl.program_id(0)
+    low = block * BLOCK
+    high = tl.minimum(low + BLOCK, length)
+    find: tl.constexpr = query_range if BY_KEYS else key_range
+    edges = phase_edges(rule, find(rule, 0, block, low, high, length), STEP)
+    for phase in tl.static_range(3):
+        first, end = phase_range(edges, phase)
+        tl.store(found_ptr + block * 3 + phase, tl.maximum(tl.cdiv(end - first, STEP), 0))
+    tl.store(first_ptr, first_phase(rule))
+
+
+def visibility_of(rule: str, length: int) -> Visibility:
+    """The rule as the kernels are given it."""
+    rows = torch.arange(length, dtype=torch.int32)[None]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    return {
+        "everything": Visibility(),
+        "causal": Visibility(right=0),
+        "window": Visibility(right=0, left=WINDOW - 1),
+        "bounds": Visibility(start=rows // (length // 2) * (length // 2), stop=rows + 1),
+        "padding": Visibility(right=0, padding=rows >= length // 2),
+        "bool mask": Visibility(mask=mask),
+        "bias": Visibility(mask=torch.zeros(1, 1, length, length).masked_fill(~mask, -torch.inf)),
+    }[rule]
+
+
+@pytest.mark.parametrize("by_keys", [False, True], ids=["blocks of rows", "blocks of keys"])
+@pytest.mark.parametrize("rule", RULES)
+def test_tiles_are_counted_as_the_kernels_divide_them(rule: str, by_keys: bool) -> None:
+    length, (rows, keys) = 2048, (256, 128)
+    visibility = visibility_of(rule, length)
+    block, step = (keys, rows) if by_keys else (rows, keys)
+    table = query_ranges(visibility, length, block) if by_keys else key_ranges(visibility, length, block)
+    found, first = torch.zeros(length // block, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+    count_tiles_kernel[(length // block,)](
+        visibility.rule(table), length, found, first, BLOCK=block, STEP=step, BY_KEYS=by_keys
+    )
+
+    classified = "hot" in phases_of(rule)
+    # Padding shows in no bound: the padded sequence is divided as the full one beside it.
+    expected = passes(rule, length, (rows, keys), by_keys=by_keys, classified=classified)
+    assert tuple(len(sequences(rule, length)) * found.sum(0)) == expected[:3]
+    assert ("before", "hot", "after")[int(first) :] == phases_of(rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_tiles_that_are_needed_hold_a_score_that_counts(rule: str, by_keys: bool) -> None:
+    def holds_one(sequence: Sequence, top: int, left: int) -> bool:
+        rows = range(top, top + 32)
+        return any(max(left, sequence.start(row)) < min(left + 16, sequence.stop(row)) for row in rows)
+
+    needed = sum(
+        holds_one(sequence, top, left)
+        for sequence in sequences(rule, 128)
+        for top in range(0, 128, 32)
+        for left in range(0, 128, 16)
+    )
+
+    assert passes(rule, 128, (32, 16), by_keys=by_keys).needed == needed
+
+
+def test_a_window_has_edges_on_both_sides() -> None:
+    # 16 blocks of 256 rows; the fifth is the first of which no row sees the first key. Each has 2 tiles on its
+    # diagonal, from the fifth on 2 that the window cuts, and in between 6 of 128 keys.
+    assert passes("window", 4096, (256, 128)) == Passes(2 * 12, 2 * (0 + 1 + 2 + 3) + 6 * 12, 2 * 16, 24 + 84 + 32)
+
+
+def row(name: str, **phases: Counts) -> Row:
+    """A forward over tiles of 128 rows and 64 keys with 8 warps: 32 scores a thread."""
+    return Row("forward", name, "bf16", 64, "sm_80", (128, 64), 8, 3, 200, 0, 1, 1, 1, Phases(**phases))
+
+
+CAUSAL = row("causal, plain", hot=Counts(total=320), after=Counts(total=640))
+
+
+def test_instructions_are_for_one_score_of_a_tile() -> None:
+    assert (per_score(CAUSAL, CAUSAL.phases.hot), per_score(CAUSAL, edge(CAUSAL))) == (10.0, 20.0)
+    assert per_score(CAUSAL._replace(target="gfx942", warps=4), CAUSAL.phases.hot) == 10.0
+
+
+def test_a_call_weighs_its_loops_by_the_tiles_that_run_in_them() -> None:
+    # At 1024 keys 56 tiles are hot and 16 at the edge; 1024·1025/2 scores count.
+    executed = 56 * 320 + 16 * 640
+
+    assert over_all_hot(CAUSAL, [CAUSAL], 1024) == pytest.approx(executed / (72 * 320))
+    assert per_visible_score(CAUSAL, 1024) == pytest.approx(executed * 256 / (1024 * 1025 / 2))
+    assert over_all_hot(CAUSAL, [CAUSAL], 16384) == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_call_without_a_hot_loop_is_held_against_that_of_the_causal_rule() -> None:
+    padded = row("padding, plain", after=Counts(total=960))
+
+    assert over_all_hot(padded, [CAUSAL, padded], 1024) == pytest.approx(144 * 960 / (124 * 320))
+    assert over_all_hot(padded, [padded], 1024) is None
+
+
+def test_a_kernel_that_classifies_its_tiles_runs_only_those_it_needs() -> None:
+    classified = row("padding, plain", hot=Counts(total=320), after=Counts(total=320))
+
+    assert over_all_hot(classified, [classified], 1024) == 1.0
+
+
+def test_kernels_without_a_rule_have_no_calls() -> None:
+    softmax = row("n = 65536", hot=Counts(total=320))
+
+    assert (per_visible_score(softmax, 1024), over_all_hot(softmax, [softmax], 1024)) == (None, None)
