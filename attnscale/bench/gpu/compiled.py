@@ -21,7 +21,8 @@ from attnscale.errors import BackendError
 
 HEADER = (
     "kernel", "variant", "dtype", "D", "target", "tile", "warps", "regs", "spills", "shared", "hot", "edge",
-    *(f"n={length // 1024}k" for length in LENGTHS), "≤ n=1k", "over hot", "over plain", "bound by", "of peak", "+ statistics",
+    *(f"n={length // 1024}k" for length in LENGTHS), "≤ n=1k", "over hot", "over plain",
+    "bound by", "of peak", "+ statistics",
 )  # fmt: skip
 ABOUT = (
     "Nothing here was timed. hot, edge: instructions for each score of a tile that every row sees whole, and of one "
