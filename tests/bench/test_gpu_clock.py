@@ -144,6 +144,14 @@ def test_the_state_of_a_card_is_read_through_torch(monkeypatch: pytest.MonkeyPat
     assert DeviceClock.telemetry(SimpleClock()) == Telemetry(1980.0, 650.5, 61.0)
 
 
+def test_on_rocm_power_comes_in_watts_and_0_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 740)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 61)
+    assert read_telemetry(CPU) == Telemetry(None, 740.0, 61.0)
+
+
 class SimpleClock(DeviceClock):
     """Without memory to flush."""
 

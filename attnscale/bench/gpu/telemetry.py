@@ -26,17 +26,19 @@ class Telemetry(NamedTuple):
 
 
 def read_telemetry(device: torch.device) -> Telemetry:
-    """Of the card now. torch asks NVIDIA's or AMD's library, through a package that may not be installed."""
-    watts = _read(torch.cuda.power_draw, device)
+    """Over the last second or less. torch asks NVIDIA's or AMD's library, by a package that may not be installed."""
+    power = _read(torch.cuda.power_draw, device)
+    unit = 1 if torch.version.hip else 1000  # torch passes on what the libraries give: AMD's watts, NVIDIA's milliwatts
     return Telemetry(
         _read(torch.cuda.clock_rate, device),
-        None if watts is None else watts / 1000,  # torch gives milliwatts
+        None if power is None else power / unit,
         _read(torch.cuda.temperature, device),
     )
 
 
 def _read(quantity: Callable[[torch.device], int], device: torch.device) -> float | None:
-    # Missing packages and drivers, or cards that do not tell, raise whatever the vendor's library raises.
+    # Missing packages and drivers, or cards that do not tell, raise whatever the vendor's library raises; on ROCm torch
+    # gives 0 for what is not known.
     with contextlib.suppress(Exception):
-        return float(quantity(device))
+        return float(quantity(device)) or None
     return None
