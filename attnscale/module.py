@@ -112,7 +112,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         `nn.TransformerEncoderLayer` would call a fused kernel with this module's weights, without its policy, unless a
         module of the layer has a forward hook.
         """
-        settle(policy, self)
+        settle(policy, self, self.out_proj.weight.device)
         self.policy = policy
         self.register_forward_pre_hook(_close_fused_path)
 
