@@ -69,6 +69,7 @@ def together(rank: int) -> dict:
     found = {(law, rotation): trained(law, mesh, rotation) for law in LAWS for rotation in ("allgather", "alltoall")}
     found["refused"] = refused(mesh)
     found["sharded"] = sharded_in_half_precision(rank)
+    found["heads"] = with_spread_heads()
     found |= {f"trainer {rotation}": in_trainer(rank, rotation) for rotation in (None, "allgather", "alltoall")}
     return found
 
@@ -104,6 +105,30 @@ def sharded_in_half_precision(rank: int) -> list[torch.Tensor]:
     tokens = inputs()[0][rank : rank + 1]
     model(tokens, labels=tokens).loss.backward()
     return [p.grad.full_tensor() for p in handle.parameters()]
+
+
+def with_spread_heads() -> dict:
+    """Logits, the gradients of a learned policy and the heads that a monitor reports, under tensor parallelism."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from attnscale.distributed import HeadParallel
+
+    model = llama().train()
+    handle = attnscale.hf.apply(model, LAWS["ssmax"])
+    plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh, plan | {"attnscale": HeadParallel()})
+    tokens, places = inputs()
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        logits = model(tokens, position_ids=places, use_cache=False).logits
+        logits.square().sum().backward()
+        seen = sorted((record.layer, record.head, *record.forward["visible"]) for record in monitor.step(0))
+    return {
+        "logits": logits.detach(),
+        "gradients": [p.grad.full_tensor() for p in handle.parameters()],
+        "seen": seen,
+    }
 
 
 def in_trainer(rank: int | None, rotation: str | None = None) -> dict:
@@ -177,6 +202,17 @@ def test_a_split_sequence_gives_the_numbers_of_the_whole(law, rotation, ranks):
         for name, gradient in whole["gradients"].items():
             torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-6, atol=1e-8)
         assert [row[2:] for row in found["seen"]] == [pytest.approx(row[2:]) for row in whole["seen"]]
+
+
+def test_spread_heads_have_the_policy_and_the_records_of_the_whole(ranks):
+    whole = trained("ssmax")
+    learned = [gradient for name, gradient in whole["gradients"].items() if "attnscale" in name]
+    for rank in ranks:
+        found = rank["heads"]
+        torch.testing.assert_close(found["logits"], whole["logits"])
+        for one, other in zip(found["gradients"], learned, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+        assert [row[1:] for row in found["seen"]] == [pytest.approx(row[1:]) for row in whole["seen"]]
 
 
 def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
