@@ -81,6 +81,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.model = self.wrapped = build(self.policy, self.dtype)
+        self.gradients: dict[str, Tensor] = {}
         size = 1 if self.mode == "alone" else distributed.get_world_size()
         rank = 0 if self.mode == "alone" else distributed.get_rank()
         self.rows, self.columns = torch.arange(BATCH).roll(self.first), torch.arange(LENGTH)
@@ -127,22 +128,22 @@ class Run:
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
         self.optimizer.zero_grad()
         loss.backward()
-        self.gradients = {name: whole(p.grad) for name, p in self.model.named_parameters()}
+        if not self.gradients:  # of the first step only: gathering them takes as long as a step
+            self.gradients = {name: whole(p.grad) for name, p in self.model.named_parameters()}
         self.optimizer.step()
         return loss.detach()
 
     def train(self, steps: int = STEPS, *, start: int = 0, monitored: bool = True) -> dict[str, Any]:
         """What training leaves: gradients of the first step, state, logits of this process, records."""
-        records, first = [], {}
+        records = []
         monitor = Monitor(self.model, every=steps - 1, rows=None, alerts=None) if monitored else None
         for number in range(start, start + steps):
             self.step(number)
-            first = first or self.gradients
             records += [] if monitor is None else [record.as_dict() for record in monitor.step(number)]
         if monitor is not None:
             monitor.close()
         state = {name: whole(x) for name, x in self.model.state_dict().items()}
-        return {"gradients": first, "state": state, "logits": self.logits(), "records": records}
+        return {"gradients": self.gradients, "state": state, "logits": self.logits(), "records": records}
 
     @torch.no_grad()
     def logits(self) -> Tensor:

@@ -67,5 +67,5 @@ class _Held(torch.autograd.Function):
         shards: TokenShards = ctx.shards
         in_turn = take_tokens(torch.cat(gradients, dim=-1), shards.in_turn())
         parts = in_turn.unflatten(2, (shards.size, -1)).movedim(2, 0).contiguous()  # type: ignore[no-untyped-call]
-        own = wait(collectives.reduce_scatter_tensor(parts, "sum", 0, shards.group))[0]
+        own = wait(collectives.reduce_scatter_single(parts, "sum", 0, shards.group))[0]
         return *torch.split(own, ctx.sizes, dim=-1), None, None, None

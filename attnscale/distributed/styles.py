@@ -14,7 +14,7 @@ from attnscale._util.processes import OfOneRun, OwnHeads, local, read_group
 from attnscale.call.tap import Tap
 from attnscale.distributed.context_parallel import METHODS, Method, context_parallel_attention
 from attnscale.distributed.shards import TokenShards
-from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
 from attnscale.module import ScaledDotProductAttention
 from attnscale.policies.adaptive import GapAdaptive
 from attnscale.policies.base import LengthPolicy
@@ -163,6 +163,12 @@ def _others(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _ours(module: nn.Module) -> ScaledDotProductAttention:
+    if isinstance(module, nn.MultiheadAttention):
+        raise ArgumentTypeError(
+            f"module as {type(module).__name__} is not accepted: its projections are one tensor for all heads, and its "
+            "call has no place for positions; expected a ScaledDotProductAttention of attnscale's between projections "
+            "of your own"
+        )
     if not isinstance(module, ScaledDotProductAttention):
         reject_type("module", type(module).__name__, "a ScaledDotProductAttention of attnscale's")
     return module

@@ -92,8 +92,8 @@ class RowStats(NamedTuple):
         """The shares of the softmax over the keys of both; None without lse."""
         if self.lse is None or other.lse is None:
             return None
-        parts = (SoftmaxPart(stats.lse, stats.max_logit, stats.w_max) for stats in (self, other))
-        return join_parts(*parts)
+        first = SoftmaxPart(self.lse, self.max_logit, self.w_max)
+        return join_parts(first, SoftmaxPart(other.lse, other.max_logit, other.w_max))
 
     def restored(self, restore: Callable[[Tensor], Tensor]) -> RowStats:
         """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""

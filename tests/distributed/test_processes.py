@@ -242,6 +242,23 @@ def test_what_cannot_be_is_refused_with_what_to_pass(mesh):
         HeadParallel()._apply(nn.Linear(2, 2), mesh)
 
 
+def test_modules_with_projections_of_their_own_are_refused_where_they_cannot_be_spread(mesh):
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    module, x = attnscale.MultiheadAttention(8, 2, batch_first=True, policy="log"), torch.randn(1, 6, 8)
+    for style in (HeadParallel(), ContextParallel()):
+        with pytest.raises(ArgumentTypeError, match="a ScaledDotProductAttention of attnscale's between projections"):
+            parallelize_module(module, mesh, style)
+    for need_weights in (False, True):
+        split = context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+        with split, pytest.raises(BackendError, match="under context parallelism"):
+            module(x, x, x, is_causal=True, need_weights=need_weights)
+    parallelize_module(module, mesh, {"out_proj": RowwiseParallel()})
+    with pytest.raises(BackendError, match="cannot be spread over processes by tensor parallelism"):
+        module(x, x, x, is_causal=True)
+
+
 def test_sampled_rows_and_masks_are_those_of_one_process(mesh):
     q = torch.randn(2, 2, 8, 4, dtype=torch.float64)
     mask = torch.rand(8, 8) < 0.7
