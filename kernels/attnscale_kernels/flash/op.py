@@ -42,7 +42,7 @@ def flash_attention(
         )  # fmt: skip
     arguments = (query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy)
     if eager:
-        out, lse, top, disorder = _EagerAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+        out, lse, top, disorder = _EagerAttention.apply(*arguments)
     else:
         refuse_others(*tensors)
         out, *stats = flash_forward_op(*arguments)
@@ -145,7 +145,7 @@ class _EagerAttention(torch.autograd.Function):
         _save(ctx, inputs, output)
         return output
 
-    backward = staticmethod(_backward)  # type: ignore[assignment]
+    backward = staticmethod(_backward)
 
 
 flash_forward_op.register_autograd(_backward, setup_context=_save)
