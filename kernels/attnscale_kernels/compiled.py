@@ -41,7 +41,7 @@ def class_of(value: Any) -> Any:
     """What triton compiles for, of one argument: a tensor, a number, None, or a tuple of them.
 
     >>> class_of(1), class_of(48), class_of(5), class_of(2**40), class_of((5, None, 48))
-    (1, 16, 0, 80, ((0, None, 16),))
+    (1, 16, 0, 80, (0, None, 16))
     """
     if type(value) in PLAIN:
         return _class(value)
