@@ -155,10 +155,9 @@ def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float
 
 def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
     """What every kernel that computes scores is compiled for."""
-    dim = query.shape[-1]
     return {
-        "D": dim,
-        "BLOCK_D": block_of(dim),
+        "D": query.shape[-1],
+        "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         # In half precision there is only one way.
