@@ -30,8 +30,8 @@ def flash_attention(
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
-    An additive mask that requires a gradient is refused.
-    Forward mode, torch.func's gradients and a second backward are refused: torch would take them for zero.
+    Forward mode, torch.func's gradients, a second backward and a gradient of an additive mask are refused: torch would
+    take them for zero.
     """
     tensors = query, key, value, beta, sinks, visibility.mask
     eager = is_eager(*tensors)
