@@ -58,6 +58,7 @@ class Driver:
 def cases() -> dict[str, Callable[[], Any]]:
     """What is measured, by name; the first is what the others are compared with."""
     q, k = (torch.randn(1, 2, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    row = q[:, :, :1]
     leaves = [x.clone().requires_grad_() for x in (q, k)]
     beta, one = torch.ones(1, 1, 4), torch.ones(1, 1, 1)
     causal, last = Visibility(right=0), Visibility(slot=3, right=0)
@@ -68,8 +69,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         "torch's attention": lambda: F.scaled_dot_product_attention(q, k, k),
         "launch alone": lambda: launch.run(q),
         "forward": lambda: flash_attention(q, k, k, beta, causal, scale=0.125),
-        "decoding, one split": lambda: decode_attention(q[:, :, :1], k, k, one, last, scale=0.125),
-        "decoding, with a merge": lambda: decode_attention(q[:, :, :1], long, long, one, behind, scale=0.125),
+        "decoding, one split": lambda: decode_attention(row, k, k, one, last, scale=0.125),
+        "decoding, with a merge": lambda: decode_attention(row, long, long, one, behind, scale=0.125),
         "forward for a backward": lambda: flash_attention(leaves[0], leaves[1], leaves[1], beta, causal, scale=0.125),
     }
 

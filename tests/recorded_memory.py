@@ -1,4 +1,4 @@
-"""What each program of a launch reads and writes in triton's interpreter, to show that no two programs race.
+"""What each program of a launch reads and writes in triton's interpreter: races, and reads beyond the arguments.
 
 Addresses are those of elements. Descriptors load and store through the same two functions as pointers. Nothing here is
 known to be atomic: an atomic operation is an error.
@@ -92,6 +92,13 @@ def assert_no_race(launch: Recorded, outputs: list[Tensor]) -> None:
     at = np.searchsorted(places, read).clip(max=max(len(places) - 1, 0))
     foreign = (places[at] == read) & (writers[index][at] != readers)
     assert not foreign.any(), f"{foreign.sum()} reads of what another program writes"
+
+
+def assert_reads_inside(launch: Recorded, tensors: list[Tensor]) -> None:
+    """Nothing is read but elements of these tensors."""
+    read = np.unique(launch.accesses("read")[0])
+    outside = ~np.isin(read, np.concatenate([_addresses(x) for x in tensors]))
+    assert not outside.any(), f"{outside.sum()} elements outside of the arguments are read"
 
 
 def _addresses(x: Tensor) -> Array:

@@ -38,10 +38,10 @@ def launch(
 
 
 def class_of(value: Any) -> Any:
-    """What triton compiles for, of one argument: a tensor, a number, None, or a tuple of them.
+    """What triton compiles for, of one argument: a tensor, a descriptor, a number, None, or a tuple of them.
 
     >>> class_of(1), class_of(48), class_of(5), class_of(2**40), class_of((5, None, 48))
-    (1, 16, 0, 80, ((0, None, 16),))
+    (1, 16, 0, 80, (0, None, 16))
     """
     if type(value) in PLAIN:
         return _class(value)
@@ -52,6 +52,8 @@ def class_of(value: Any) -> Any:
         tensors = [x for x in value if type(x) not in PLAIN]
         numbers = value if not tensors else tuple([x if type(x) in PLAIN else x.dtype for x in value])
         return _classes(numbers), *[x.data_ptr() % 16 == 0 for x in tensors]
+    if hasattr(value, "block_shape"):
+        return value.base.dtype, tuple(value.block_shape), value.padding, value.round_f32_to_tf32
     return value.dtype, value.data_ptr() % 16 == 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
 NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
 
 
@@ -40,7 +41,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
-        and all(x is None or type(x) is Tensor or type(x) is nn.Parameter for x in tensors)
+        and ORDINARY.issuperset(map(type, tensors))
     )
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnscale_kernels import Visibility, decode_attention, flash_attention
+from attnscale_kernels.compiled import class_of
 from attnscale_kernels.operators import is_eager
 
 STUBS = """
@@ -146,6 +148,15 @@ def test_one_variant_serves_all_lengths_and_the_right_one_is_launched(tmp_path: 
         capture_output=True, text=True, check=False, timeout=300, env=environment,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
+
+
+def test_a_descriptor_is_compiled_for_by_its_block_and_not_by_its_extent() -> None:
+    def class_with(rows: int, block: int = 16, dtype: torch.dtype = torch.float16) -> object:
+        x = torch.zeros(rows, 32, dtype=dtype)
+        return class_of(TensorDescriptor(x, list(x.shape), list(x.stride()), [block, 32]))
+
+    assert class_with(40) == class_with(64)
+    assert len({class_with(40), class_with(40, block=32), class_with(40, dtype=torch.bfloat16)}) == 3
 
 
 def test_operators_are_called_where_somebody_listens_to_them() -> None:

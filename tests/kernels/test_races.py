@@ -1,12 +1,13 @@
 """No two programs of a launch race: for every kernel, on shapes with ragged edges, in triton's interpreter.
 
-Each element of an output is written once, by one program; no program reads what another writes in the same launch; and
-programs in any order give the same bits. What a compiler or a GPU does inside a program is not seen here.
+Each element of an output is written once, by one program, and nothing else is written; no program reads what another
+writes in the same launch, or anything beyond its arguments; and programs in any order give the same bits. What a
+compiler or a GPU does inside a program is not seen here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from corrected_interpreter import corrected
 from flash_cases import DTYPES, Case, Inputs, inputs_of
-from recorded_memory import assert_no_race, recording
+from recorded_memory import assert_no_race, assert_reads_inside, recording
 from torch import Tensor
 
 from attnscale_kernels.decode.launch import decode_launches
@@ -58,6 +59,15 @@ def outputs_of(launch: Launch) -> list[Tensor]:
     return [x.ptr if isinstance(x, View) else x for x in given]
 
 
+def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
+    """All tensors among arguments, which may be tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_of(value)
+
+
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8).clone()
 
@@ -71,6 +81,7 @@ def check(launches: tuple[Launch, ...], like: Tensor) -> set[str]:
         (accesses,) = recorded
         assert launch.grid > 1
         assert_no_race(accesses, outputs)
+        assert_reads_inside(accesses, list(tensors_of(launch.arguments.values())))
         expected = [bits(x) for x in outputs]
         for x in outputs:
             x.fill_(7)
@@ -232,6 +243,15 @@ def test_a_kernel_that_races_is_found(kernel: Callable, outputs: int, message: s
 
 def test_a_program_may_read_what_it_writes_itself() -> None:
     assert run_alone(_right_kernel, 4).tolist() == [1.0] * 4 + [0.0] * 4
+
+
+def test_a_read_beyond_an_argument_is_found() -> None:
+    memory = torch.zeros(8)
+    with recording() as recorded:
+        _right_kernel[(4,)](memory)
+    assert_reads_inside(recorded[0], [memory[:4]])
+    with pytest.raises(AssertionError, match="1 elements outside of the arguments are read"):
+        assert_reads_inside(recorded[0], [memory[:3]])
 
 
 def test_the_order_of_programs_is_random() -> None:

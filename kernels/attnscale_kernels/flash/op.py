@@ -30,8 +30,8 @@ def flash_attention(
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
-    An additive mask that requires a gradient is refused.
-    Forward mode, torch.func's gradients and a second backward are refused: torch would take them for zero.
+    Forward mode, torch.func's gradients, a second backward and a gradient of an additive mask are refused: torch would
+    take them for zero.
     """
     tensors = query, key, value, beta, sinks, visibility.mask
     eager = is_eager(*tensors)
@@ -42,7 +42,7 @@ def flash_attention(
         )  # fmt: skip
     arguments = (query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy)
     if eager:
-        out, lse, top, disorder = _EagerAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+        out, lse, top, disorder = _EagerAttention.apply(*arguments)
     else:
         refuse_others(*tensors)
         out, *stats = flash_forward_op(*arguments)
@@ -145,7 +145,7 @@ class _EagerAttention(torch.autograd.Function):
         _save(ctx, inputs, output)
         return output
 
-    backward = staticmethod(_backward)  # type: ignore[assignment]
+    backward = staticmethod(_backward)
 
 
 flash_forward_op.register_autograd(_backward, setup_context=_save)
