@@ -18,6 +18,7 @@ SEEN_ABOVE = tl.constexpr(-1e29)
 HIDDEN_BELOW = tl.constexpr(-1e4)  # an additive mask at or below this hides the key
 # Stands for β = 0: hidden scores still get a weight of 0, visible ones equal weights.
 LEAST_BETA = tl.constexpr(2.0**-60)
+NO_ROW = tl.constexpr(2**30)  # beyond the last row; the number of a row less it is still an int32
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -33,34 +34,6 @@ def program_rows(heads, count, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     head_index = tl.program_id(0) // tiles
     batch, head = (head_index // heads).to(tl.int64), (head_index % heads).to(tl.int64)
     return tile, head_index, batch, head, tile * BLOCK + tl.arange(0, BLOCK)
-
-
-@triton.jit
-def row_pointers(x, batch, head, rows, columns):
-    """Pointers to [rows, columns] of one head of a `View`, whose last axis is contiguous."""
-    row = rows[:, None].to(tl.int64)
-    return x.ptr + batch * x.strides[0] + head * x.strides[1] + row * x.strides[2] + columns[None, :]
-
-
-@triton.jit
-def load_rows(x, batch, head, rows, count, columns, width):
-    """[rows, columns] of one head, 0 from row `count` and column `width` on."""
-    inside = (rows < count)[:, None] & (columns < width)[None, :]
-    return tl.load(row_pointers(x, batch, head, rows, columns), mask=inside, other=0.0)
-
-
-@triton.jit
-def store_rows(x, batch, head, rows, count, columns, width, values):
-    """Stores [rows, columns] of one head, up to row `count` and column `width`."""
-    inside = (rows < count)[:, None] & (columns < width)[None, :]
-    tl.store(row_pointers(x, batch, head, rows, columns), values.to(x.ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def load_beta(beta, batch, head, rows, exists):
-    """β of each row; 1 for rows that do not exist."""
-    at = beta.ptr + batch * beta.strides[0] + head * beta.strides[1] + rows.to(tl.int64) * beta.strides[2]
-    return tl.load(at, mask=exists, other=1.0)
 
 
 @triton.jit
@@ -169,12 +142,28 @@ def first_phase(rule):
 
 
 @triton.jit
+def end_phase(rule):
+    """One past the last phase: where keys inside a tile can be hidden, what reached an output has to be repaired."""
+    return 4 if all_edge(rule) or rule.start_ptr is not None or rule.left is not None or rule.right is not None else 3
+
+
+@triton.jit
+def is_broken(acc):
+    """Whether an accumulator [rows, columns] holds something that is not finite, or so large that its sum is not."""
+    row = tl.sum(acc, axis=1)
+    whole = tl.sum(tl.reshape(row - row, [1, acc.shape[0]]), axis=1)
+    return tl.reshape(whole, []) != 0
+
+
+@triton.jit
 def phase_range(edges, PHASE: tl.constexpr):
     """[low, high) of a phase, given `phase_edges`."""
     if PHASE == 1:
         low, high = edges[1], edges[2]
     elif PHASE == 2:
         low, high = edges[2], edges[3]
+    elif PHASE == 3:
+        low, high = edges[0], edges[3]
     else:
         low, high = edges[0], tl.minimum(edges[1], edges[3])
     return low, high
@@ -190,36 +179,79 @@ def visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def load_tile(at, inside, exists, PADDED: tl.constexpr, EDGE: tl.constexpr):
-    """A tile whose head dimension may be padded and, at an edge, some of whose keys may not exist."""
-    if EDGE:
-        return tl.load(at, mask=inside & exists, other=0.0)
-    if PADDED:
-        return tl.load(at, mask=inside, other=0.0)
-    return tl.load(at)
+def visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, EDGE: tl.constexpr):
+    """Which of the scores [rows, slots] count (all of them where the tile is no edge), and their bias or 0.
 
-
-@triton.jit
-def visible(rule, batch, head, rows, slots, start, stop, queries, keys, EDGE: tl.constexpr):
-    """Which of the scores [rows, slots] count (all of them where the tile is no edge), and their bias or 0."""
+    `left` is the first of the slots. Bounds are compared with places in the tile: of slots, LLVM keeps the results of
+    all comparisons as bits of an integer, which took 80 instructions more on sm_80 and sm_90, and 130 on sm_100.
+    """
     seen = (slots >= 0)[None, :]
     bias = 0.0
     if EDGE:
-        seen = slots[None, :] < stop[:, None]
+        place = tl.arange(0, slots.shape[0])[None, :]
+        seen = place < (stop - left)[:, None]
         if rule.start_ptr is not None or rule.left is not None:
-            seen &= slots[None, :] >= start[:, None]
+            seen &= place >= (start - left)[:, None]
         if rule.padding_ptr is not None:
             at = rule.padding_ptr + batch * rule.stride_padding + slots
             seen &= (tl.load(at, mask=slots < keys, other=1) == 0)[None, :]
-        exists = (rows < queries)[:, None] & (slots < keys)[None, :]
-        if rule.mask_ptr is not None:
-            at = mask_pointers(rule.mask_ptr, rule.stride_mask, batch, head, rows, slots)
-            seen &= tl.load(at, mask=exists, other=0) != 0
-        if rule.bias_ptr is not None:
-            at = mask_pointers(rule.bias_ptr, rule.stride_mask, batch, head, rows, slots)
-            bias = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-            seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
-            bias = tl.where(seen, bias, 0.0)
+        seen, bias = _unmasked(rule, batch, head, rows, slots, seen, queries, keys)
+    return seen, bias
+
+
+@triton.jit
+def visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, EDGE: tl.constexpr):
+    """The same for a tile of keys, transposed [slots, rows]; `bounds` are the `bounds_of_keys`, `top` the first row.
+
+    Rows that do not exist are not left out: they have weights of 0.
+    """
+    seen = (slots >= 0)[:, None]
+    bias = 0.0
+    if EDGE:
+        place = tl.arange(0, rows.shape[0])[None, :]
+        if rule.right is not None or rule.padding_ptr is not None:
+            seen = place >= (bounds[0] - top)[:, None]
+        if rule.left is not None:
+            seen &= place < (bounds[1] - top)[:, None]
+        if rule.start_ptr is not None:
+            start, stop = row_bounds(rule, batch, rows, queries, keys)
+            seen &= (slots[:, None] >= start[None, :]) & (slots[:, None] < stop[None, :])
+        if rule.mask_ptr is not None or rule.bias_ptr is not None:
+            seen, bias = _unmasked(rule, batch, head, rows, slots, tl.trans(seen), queries, keys)
+            seen = tl.trans(seen)
+            if rule.bias_ptr is not None:
+                bias = tl.trans(bias)
+    return seen, bias
+
+
+@triton.jit
+def bounds_of_keys(rule, batch, slots, keys):
+    """For each slot the first row that may see it and the one after the last, by `left`, `right` and padding alone."""
+    first = tl.zeros_like(slots)
+    end = first
+    if rule.right is not None:
+        first = slots - rule.slot - rule.right
+    if rule.left is not None:
+        end = slots + rule.left - rule.slot + 1
+    if rule.padding_ptr is not None:
+        hidden = tl.load(rule.padding_ptr + batch * rule.stride_padding + slots, mask=slots < keys, other=1) != 0
+        first = tl.where(hidden, NO_ROW, first)
+    return first, end
+
+
+@triton.jit
+def _unmasked(rule, batch, head, rows, slots, seen, queries, keys):
+    """Those of the scores [rows, slots] that count and a mask does not hide, and their bias or 0."""
+    bias = 0.0
+    exists = (rows < queries)[:, None] & (slots < keys)[None, :]
+    if rule.mask_ptr is not None:
+        at = mask_pointers(rule.mask_ptr, rule.stride_mask, batch, head, rows, slots)
+        seen &= tl.load(at, mask=exists, other=0) != 0
+    if rule.bias_ptr is not None:
+        at = mask_pointers(rule.bias_ptr, rule.stride_mask, batch, head, rows, slots)
+        bias = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
+        bias = tl.where(seen, bias, 0.0)
     return seen, bias
 
 
@@ -289,31 +321,31 @@ def _is_kept(draw, dropout_p):
 
 
 @triton.jit
-def attention_scores(q, k, v, sign, rule, place, slots, scale, softcap, PRECISION: tl.constexpr, EDGE: tl.constexpr):
-    """Scores y [BM, BN] for the online softmax, HIDDEN where they do not count, and at an edge only finite values.
+def attention_scores(
+    q, k, broken, sign, rule, place, left, slots, scale, softcap, PRECISION: tl.constexpr, PHASE: tl.constexpr
+):
+    """Scores y [BM, BN] for the online softmax, HIDDEN where they do not count, and the values.
 
     Of tiles q [BM, BD], k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop, queries and keys.
 
-    A value that is not finite makes the scores of its key NaN instead, so that it reaches the rows that see it and no
-    others: 0·NaN in the product of weights and values would reach all of them.
+    In the phase that repairs, a value that is not finite becomes 0 and makes the scores of its key NaN instead, so that
+    it reaches the rows that see it and no others.
     """
     y = tl.dot(q, k, input_precision=PRECISION)
     if softcap is not None:
         y = softcap * tanh(y * (scale / softcap))
-    if EDGE:
-        zero = v.to(tl.float32) - v.to(tl.float32)  # or NaN
-        broken = tl.sum(zero, axis=1)  # [BN]
-        v = tl.where(zero == 0, v, 0.0)
+    if PHASE != 1:
         batch, head, rows, start, stop, queries, keys = place
-        seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, True)
+        seen, bias = visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, True)
         if rule.bias_ptr is not None:
             y = (y * scale if softcap is None else y) + bias
+    if PHASE == 3:
         y += broken[None, :]
     if softcap is not None or rule.bias_ptr is not None:
         y *= sign[:, None]
-    if EDGE:
+    if PHASE != 1:
         y = tl.where(seen, y, HIDDEN)
-    return y, v
+    return y
 
 
 @triton.jit
@@ -351,12 +383,10 @@ def finish_softmax(seen, top, total, moment, sinks_ptr, lse_ptr, top_ptr, entrop
 
 @triton.jit
 def sum_in_parts(x, PARTS: tl.constexpr):
-    """Row sums [rows, PARTS], each over every PARTS-th column: with 8, threads exchange nothing.
+    """Row sums [rows, PARTS], each over every PARTS-th column.
 
-    A matrix product leaves columns that are 8 apart with one thread on sm_80, sm_90 and gfx942, and all of them on
-    sm_100. Instructions of the loop, bf16 and 64 dimensions, from 1 to 8 parts: with entropy 414 → 402 on sm_80, 349 →
-    337 on sm_90, 351 → 355 on sm_100, 465 → 436 on gfx942; for the sum of weights alone 303 → 295 on sm_90, 331 → 345
-    on sm_100, 418 → 411 on gfx942. So kernels with statistics take 8, and others 1, which saves 4 % on sm_100.
+    A matrix product leaves columns that are 8 apart with one thread on sm_80, sm_90 and gfx942, so that in 8 parts
+    threads exchange nothing. On sm_100 a thread has half a row, and adds 2 parts in one instruction.
     """
     if PARTS == 1:
         return tl.sum(x, axis=1)[:, None]

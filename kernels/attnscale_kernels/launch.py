@@ -19,17 +19,31 @@ Found = TypeVar("Found")
 
 
 class Resources(NamedTuple):
-    """What tiles and splits are chosen by: bytes of shared memory of a block, threads of a warp, multiprocessors."""
+    """What tiles and splits are chosen by."""
 
-    shared_memory: int
+    shared_memory: int  # bytes of a block
     warp_size: int
     multiprocessors: int = 108  # those of an A100
+    capability: int = 80  # of CUDA, as 10·major + minor; 0 elsewhere
 
+    @property
+    def copies_boxes(self) -> bool:
+        """Whether tiles come by descriptors, straight to where matrix units read them: on sm_90 and sm_100."""
+        return 90 <= self.capability < 120
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether matrix products stay outside of registers: on sm_100, and not on sm_120."""
+        return 100 <= self.capability < 120
+
+
+LARGEST_TILE = 128  # rows or keys
 
 # Limits of the devices that kernels are compiled for ahead of time.
 SM_80 = Resources(166_912, 32)
-SM_90 = SM_100 = Resources(232_448, 32)
-GFX_942 = Resources(65_536, 64)
+SM_90 = Resources(232_448, 32, capability=90)
+SM_100 = Resources(232_448, 32, capability=100)
+GFX_942 = Resources(65_536, 64, capability=0)
 
 
 # Triton reads the variable once, when it is imported.
@@ -64,16 +78,22 @@ def resources_of(device: torch.device) -> Resources:
 def _query(index: int) -> Resources:
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return Resources(int(shared), int(properties.warp_size), int(properties.multi_processor_count))
+    capability = 0 if torch.version.hip else 10 * properties.major + properties.minor
+    return Resources(int(shared), int(properties.warp_size), int(properties.multi_processor_count), capability)
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile, warps of a program, and how many tiles of keys are in flight."""
+    """Query rows and keys of a tile, warps of a program, and how many tiles of keys are in flight.
+
+    `registers` is the most that a thread may have, 0 where the assembler decides. That of CUDA aims at a number of
+    blocks of a multiprocessor, and spills a few bytes to reach it; told a number, it spills only what is beyond.
+    """
 
     m: int
     n: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 class Launch(NamedTuple):
@@ -138,6 +158,19 @@ def _broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], full: t
     return tuple([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
+def fits_box(x: Tensor, resources: Resources) -> bool:
+    """Whether a descriptor can tell where [B, H, T, D] lies: in half precision, in steps of 16 bytes."""
+    aligned = all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return resources.copies_boxes and x.element_size() == 2 and x.numel() > 0 and aligned
+
+
+def box(x: Tensor, rows: int) -> Any:
+    """A descriptor of [B, H, T, D], by which so many rows of one head are copied at once."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_of(x.shape[-1])])
+
+
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:
     """What every kernel that computes scores is given."""
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -155,7 +188,9 @@ def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float
 
 def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
     """What every kernel that computes scores is compiled for."""
-    return {
+    # An option of triton's compiler, which it takes among the constants.
+    options: dict[str, object] = {"maxnreg": tile.registers} if tile.registers else {}
+    return options | {
         "D": query.shape[-1],
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
@@ -207,6 +242,22 @@ def unit_stride(x: Tensor) -> Tensor:
 def cdiv(count: int, size: int) -> int:
     """How many parts of a size cover a count; that of triton takes as long as an allocation."""
     return -(-count // size)
+
+
+def near_rows(x: Tensor) -> Tensor:
+    """[B, H, T, D] as `unit_stride`, and copied too where the rows of a tile do not lie within 2³¹ elements."""
+    return unit_stride(x if x.stride(2) * LARGEST_TILE < 2**31 else x.contiguous())
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Elements of 16 bytes, where all rows of the tensors begin at a multiple of them and triton does not see it.
+
+    Elsewhere 1. It sees multiples of 16 elements by itself; strides of 24 or 40 dimensions are multiples of 8.
+    """
+    strides = [stride for x in tensors for stride in x.stride()[:-1]]
+    elements = 16 // tensors[0].element_size()
+    told = all(stride % 16 == 0 for stride in strides) or any(stride % elements for stride in strides)
+    return 1 if told else elements
 
 
 @functools.cache

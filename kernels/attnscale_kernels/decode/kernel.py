@@ -20,16 +20,17 @@ from ..device import (
     LOG2E,
     SEEN_ABOVE,
     attention_scores,
+    end_phase,
     finish_softmax,
     first_phase,
+    is_broken,
     key_range,
-    load_beta,
-    load_tile,
     phase_edges,
     phase_range,
     row_bounds,
     row_temperature,
 )
+from ..tiles import load_beta, load_tile, load_whole
 
 
 @triton.jit
@@ -127,9 +128,17 @@ def decode_split_kernel(
     v_ptr = v.ptr + kv_head * v.strides[1]
 
     edges = phase_edges(rule, ranges, BLOCK_N)
-    for phase in tl.static_range(first_phase(rule), 3):
+    for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
-        for left_key in tl.range(tl.maximum(low, part_low), tl.minimum(high, part_high), BLOCK_N):
+        low, high = tl.maximum(low, part_low), tl.minimum(high, part_high)
+        if phase == 3:
+            broken = is_broken(acc)
+            high = tl.where(broken, high, low)
+            m = tl.where(broken, HIDDEN, m)
+            total = tl.where(broken, 0.0, total)
+            moment = tl.where(broken, 0.0, moment)
+            acc = tl.where(broken, 0.0, acc)
+        for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             # The offset of the sequence is added here: outside the loop it took 115 registers on gfx942, not 93.
             k_offset = batch * k.strides[0] + slots.to(tl.int64) * k.strides[2]
@@ -137,10 +146,10 @@ def decode_split_kernel(
             k_at = k_ptr + k_offset[None, :] + d[:, None]  # [BD, BN]
             v_at = v_ptr + v_offset[:, None] + dv[None, :]  # [BN, BDV]
             k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
-            v_tile = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
+            v_tile, broken_keys = load_whole(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase)
             place = (batch, head[:, None], row, start, stop, queries, keys)
-            y, v_tile = attention_scores(
-                q_tile, k_tile, v_tile, sign, rule, place, slots, scale, softcap, PRECISION, phase != 1
+            y = attention_scores(
+                q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
             # As in flash/forward_kernel.py.
             peak = tl.maximum(m, tl.max(y, axis=1))

@@ -24,6 +24,7 @@ from ..visibility import Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
 MERGED_AT_ONCE = 16  # splits
+MOST_REGISTERS = 255  # shared memory decides how many blocks a multiprocessor has
 
 
 def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
@@ -36,8 +37,8 @@ def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resou
     if resources.warp_size == 64:
         return Tile(m, 64 if widest <= 128 else 32, 4, 1)
     if m > 16:
-        return Tile(m, 64 if widest <= 128 else 32, 8, 3)
-    return Tile(m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3)
+        return Tile(m, 64 if widest <= 128 else 32, 8, 3, MOST_REGISTERS)
+    return Tile(m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3, MOST_REGISTERS)
 
 
 def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:

@@ -10,24 +10,25 @@ import triton
 import triton.language as tl
 
 from ..device import (
+    HIDDEN,
     LOG2E,
     all_edge,
+    bounds_of_keys,
     capped_scores,
+    end_phase,
     first_phase,
+    is_broken,
     keep,
     keep_by_slot,
-    load_beta,
-    load_rows,
-    load_tile,
     phase_edges,
     phase_range,
     program_rows,
     query_range,
-    row_bounds,
-    store_rows,
     visible,
+    visible_from,
     visible_keys,
 )
+from ..tiles import head_strides, load_beta, load_rows, load_tile, load_whole, store_rows
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -66,7 +67,7 @@ def _row_numbers(at, exists, EDGE: tl.constexpr):
     """c, lse in units of ln 2, β and Δ of rows; at an edge some rows may not exist."""
     if EDGE:
         c = tl.load(at, mask=exists, other=1.0)
-        lse = tl.load(at + 1, mask=exists, other=0.0)
+        lse = tl.load(at + 1, mask=exists, other=1e30)  # every weight 2^(y − lse) is 0
         beta = tl.load(at + 2, mask=exists, other=0.0)
         delta = tl.load(at + 3, mask=exists, other=0.0)
     else:
@@ -98,21 +99,25 @@ def flash_backward_query_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
     exists = rows < queries
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_tile = load_rows(q, batch, head, rows, queries, d, D)
-    do = load_rows(grad_out, batch, head, rows, queries, dv, DV)
+    q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
+    do = load_rows(grad_out, batch, head, rows, queries, dv, DV, ALIGN)
     row_at = head_index.to(tl.int64) * queries + rows
     c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
-    k_ptr = k.ptr + batch * k.strides[0] + kv_head * k.strides[1]
-    v_ptr = v.ptr + batch * v.strides[0] + kv_head * v.strides[1]
+    k_batch, k_head, k_row = head_strides(k, ALIGN)
+    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_ptr = k.ptr + batch * k_batch + kv_head * k_head
+    v_ptr = v.ptr + batch * v_batch + kv_head * v_head
+    columns = tl.arange(0, BLOCK_N)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
     LINEAR: tl.constexpr = softcap is None and rule.bias_ptr is None
@@ -120,27 +125,36 @@ def flash_backward_query_kernel(
     dbeta = tl.zeros([BLOCK_M], tl.float32)
 
     edges = phase_edges(rule, ranges, BLOCK_N)
-    for phase in tl.static_range(first_phase(rule), 3):
+    for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
-        for left_key in tl.range(low, high, BLOCK_N):
+        if phase == 3:
+            broken = is_broken(acc)
+            high = tl.where(broken, high, low)
+            acc = tl.where(broken, 0.0, acc)
+            dbeta = tl.where(broken, 0.0, dbeta)
+        for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            k_at = k_ptr + slots[:, None].to(tl.int64) * k.strides[2] + d[None, :]  # [BN, BD]
-            v_at = v_ptr + slots[None, :].to(tl.int64) * v.strides[2] + dv[:, None]  # [BDV, BN]
-            k_tile = load_tile(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase != 1)
+            first = tl.cast(left_key, tl.int64)
+            k_at = k_ptr + first * k_row + (columns[:, None] * k_row + d[None, :])  # [BN, BD]
+            v_at = v_ptr + first * v_row + (columns[None, :] * v_row + dv[:, None])  # [BDV, BN]
+            k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
             v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
-            if phase != 1:
-                # 0·NaN would reach every row
-                k_tile = tl.where(k_tile.to(tl.float32) - k_tile.to(tl.float32) == 0, k_tile, 0.0)
-            seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, phase != 1)
+            seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, phase != 1)
             y = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BM, BN]
+            if phase == 3:
+                y = tl.where(seen, y + broken_keys[None, :], 0.0)
             y, slope = capped_scores(y, bias, rule, scale, softcap)
-            p = tl.exp2(y * c[:, None] - lse[:, None])
+            x = y * c[:, None] - lse[:, None]
+            if phase != 1:
+                x = tl.where(seen, x, HIDDEN)
+            p = tl.exp2(x)
             dp = tl.dot(do, v_tile, input_precision=PRECISION)  # [BM, BN]
             if seed_ptr is not None:
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
-            dlogit = p * (dp - delta[:, None])
-            if phase != 1:
-                dlogit = tl.where(seen, dlogit, 0.0)
+            change = dp - delta[:, None]
+            if phase == 3:
+                change = tl.where(seen, change, 0.0)  # a value that is not finite, times a weight of 0
+            dlogit = p * change
             if dbeta_ptr is not None and not LINEAR:
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:
@@ -152,7 +166,7 @@ def flash_backward_query_kernel(
         if LINEAR:
             dbeta = tl.sum(q_tile.to(tl.float32) * acc, axis=1)
         tl.store(dbeta_ptr + row_at, dbeta, mask=exists)
-    store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None])
+    store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None], ALIGN)
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -180,17 +194,21 @@ def flash_backward_key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
+    ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, _, batch, kv_head, slots = program_rows(heads // group, keys, BLOCK_N, False)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    k_tile = load_rows(k, batch, kv_head, slots, keys, d, D)
-    v_tile = load_rows(v, batch, kv_head, slots, keys, dv, DV)
+    k_tile = load_rows(k, batch, kv_head, slots, keys, d, D, ALIGN)
+    v_tile = load_rows(v, batch, kv_head, slots, keys, dv, DV, ALIGN)
     right_key = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
+    bounds = bounds_of_keys(rule, batch, slots, keys)
     ranges = query_range(rule, batch, tile, tile * BLOCK_N, right_key, queries)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
+    q_batch, q_head, q_row = head_strides(q, ALIGN)
+    do_batch, do_head, do_row = head_strides(grad_out, ALIGN)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
@@ -203,29 +221,28 @@ def flash_backward_key_kernel(
         for member in tl.range(0, group, disable_licm=True):
             head = kv_head * group + member
             head_index = batch * heads + head
-            q_ptr = q.ptr + batch * q.strides[0] + head * q.strides[1]
-            do_ptr = grad_out.ptr + batch * grad_out.strides[0] + head * grad_out.strides[1]
+            q_ptr = q.ptr + batch * q_batch + head * q_head
+            do_ptr = grad_out.ptr + batch * do_batch + head * do_head
             rows_head = rows_ptr + head_index * queries * 4
             for top in tl.range(low, high, BLOCK_M):
                 rows = top + tl.arange(0, BLOCK_M)  # [BM]
                 exists = rows < queries
                 row = rows.to(tl.int64)
-                q_at = q_ptr + row[:, None] * q.strides[2] + d[None, :]  # [BM, BD]
-                do_at = do_ptr + row[:, None] * grad_out.strides[2] + dv[None, :]  # [BM, BDV]
+                q_at = q_ptr + row[:, None] * q_row + d[None, :]  # [BM, BD]
+                do_at = do_ptr + row[:, None] * do_row + dv[None, :]  # [BM, BDV]
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
-                start, stop = row_bounds(rule, batch, rows, queries, keys)
-                seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, phase != 1)
-                seen = tl.trans(seen)
-                if rule.bias_ptr is not None:
-                    bias = tl.trans(bias)
+                seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # Keys by rows: the next products take the weights in this layout, and a transposition costs more.
                 y = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BN, BM]
                 y, slope = capped_scores(y, bias, rule, scale, softcap)
-                p = tl.exp2(y * c[None, :] - lse[None, :])
+                # What is hidden is left out before it is multiplied: LLVM moves a selection of products behind their
+                # rounding, where it takes four instructions for a score in place of one.
+                x = y * c[None, :] - lse[None, :]
                 if phase != 1:
-                    p = tl.where(seen, p, 0.0)
+                    x = tl.where(seen, x, HIDDEN)
+                p = tl.exp2(x)
                 dp = tl.dot(v_tile, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
                 kept = p
                 if seed_ptr is not None:
@@ -238,12 +255,13 @@ def flash_backward_key_kernel(
                     kept = tl.where(kept_here, p / (1 - dropout_p), 0.0)
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
                 dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)
-                dscore = p * (dp * beta[None, :] - (beta * delta)[None, :])
+                change = dp * beta[None, :] - (beta * delta)[None, :]
                 if softcap is not None:
-                    dscore *= slope
+                    change *= slope
                 if phase != 1:
-                    dscore = tl.where(seen, dscore, 0.0)  # 0·NaN, where a value is not finite
+                    change = tl.where(seen, change, 0.0)  # 0·NaN, where a value is not finite
+                dscore = p * change
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
-    store_rows(grad_k, batch, kv_head, slots, keys, d, D, dk * scale)
-    store_rows(grad_v, batch, kv_head, slots, keys, dv, DV, dvalue)
+    store_rows(grad_k, batch, kv_head, slots, keys, d, D, dk * scale, ALIGN)
+    store_rows(grad_v, batch, kv_head, slots, keys, dv, DV, dvalue, ALIGN)

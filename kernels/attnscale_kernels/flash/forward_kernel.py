@@ -14,20 +14,19 @@ from ..device import (
     LN2,
     SEEN_ABOVE,
     attention_scores,
+    end_phase,
     finish_softmax,
     first_phase,
+    is_broken,
     keep,
-    load_beta,
-    load_rows,
-    load_tile,
     phase_edges,
     phase_range,
     program_rows,
     row_temperature,
-    store_rows,
     sum_in_parts,
     visible_keys,
 )
+from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_rows
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -35,6 +34,8 @@ def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
+    k_box,  # descriptors of k and v, in place of pointers
+    v_box,
     beta,  # [B|1, H|1, Tq] fp32
     out,  # [B, H, Tq, DV]
     sinks_ptr,  # [H]
@@ -56,6 +57,7 @@ def flash_forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -63,7 +65,7 @@ def flash_forward_kernel(
     exists = rows < queries
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    q_tile = load_rows(q, batch, head, rows, queries, d, D)
+    q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
     sign, c = row_temperature(load_beta(beta, batch, head, rows, exists))
     if softcap is None and rule.bias_ptr is None:
         q_tile = q_tile * sign[:, None].to(q_tile.dtype)
@@ -76,22 +78,39 @@ def flash_forward_kernel(
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     kv_head = head // group
-    k_ptr = k.ptr + batch * k.strides[0] + kv_head * k.strides[1]
-    v_ptr = v.ptr + batch * v.strides[0] + kv_head * v.strides[1]
+    k_batch, k_head, k_row = head_strides(k, ALIGN)
+    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_ptr = k.ptr + batch * k_batch + kv_head * k_head
+    v_ptr = v.ptr + batch * v_batch + kv_head * v_head
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
 
+    columns = tl.arange(0, BLOCK_N)
     edges = phase_edges(rule, ranges, BLOCK_N)
-    for phase in tl.static_range(first_phase(rule), 3):
+    for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
-        for left_key in tl.range(low, high, BLOCK_N):
+        if phase == 3:
+            broken = is_broken(acc)
+            high = tl.where(broken, high, low)
+            m = tl.where(broken, HIDDEN, m)
+            total = tl.where(broken, 0.0, total)
+            moment = tl.where(broken, 0.0, moment)
+            acc = tl.where(broken, 0.0, acc)
+        for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
-            v_at = v_ptr + slots[:, None].to(tl.int64) * v.strides[2] + dv[None, :]  # [BN, BDV]
-            k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
-            v_tile = load_tile(v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase != 1)
-            y, v_tile = attention_scores(
-                q_tile, k_tile, v_tile, sign, rule, place, slots, scale, softcap, PRECISION, phase != 1
+            if k_box is not None:
+                k_tile = tl.trans(load_box(k_box, batch, kv_head, left_key))
+                v_tile, broken_keys = load_whole_box(v_box, batch, kv_head, left_key, phase)
+            else:
+                first = tl.cast(left_key, tl.int64)
+                k_at = k_ptr + first * k_row + (columns[None, :] * k_row + d[:, None])  # [BD, BN]
+                v_at = v_ptr + first * v_row + (columns[:, None] * v_row + dv[None, :])  # [BN, BDV]
+                k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
+                v_tile, broken_keys = load_whole(
+                    v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase
+                )
+            y = attention_scores(
+                q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
             # The online softmax, which decode/kernel.py has too: as a shared device function it took more instructions
             # on sm_100, by 3 % at 64 dimensions and 5 % at 16 with entropy, as constants then come in another order.
@@ -108,9 +127,15 @@ def flash_forward_kernel(
                 moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
             total = total * fade[:, None] + sum_in_parts(p, PARTS)
             m = peak
+            if PARTS == 2:
+                # So that the sums are made before the product: else ptxas puts them behind it on sm_100 and keeps x and
+                # p of all scores until then, which spilled 240 bytes. A sum that is NaN makes its row NaN anyway.
+                sums = tl.sum(total + moment, axis=1)
+                fade = tl.where(sums == sums, fade, sums)
+            acc *= fade[:, None]
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)
     seen = (m > SEEN_ABOVE) | (total != total)
@@ -120,4 +145,4 @@ def flash_forward_kernel(
     )
     if seed_ptr is not None:
         factor /= 1 - dropout_p
-    store_rows(out, batch, head, rows, queries, dv, DV, acc * factor[:, None])
+    store_rows(out, batch, head, rows, queries, dv, DV, acc * factor[:, None], ALIGN)

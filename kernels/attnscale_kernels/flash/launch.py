@@ -11,16 +11,19 @@ from ..launch import (
     Launch,
     Resources,
     Tile,
+    alignment,
     attention_arguments,
     attention_constants,
     block_of,
+    box,
     cdiv,
     empty_like_layout,
+    fits_box,
     launched,
+    near_rows,
     positive_scale,
     resources_of,
     row_view,
-    unit_stride,
     view,
 )
 from ..visibility import Visibility, key_ranges, query_ranges
@@ -55,14 +58,15 @@ class Backward(NamedTuple):
 
 
 def forward_tile(
-    dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False, left_edge: bool = False
+    dim: int, value_dim: int, size: int, resources: Resources, *, boxed: bool = False, busy: bool = False
 ) -> Tile:
     """For the forward, by padded head dimensions and bytes of an element.
 
-    `busy`: more registers are needed for each score (softcap, dropout, a bias, any mask) or for a padded head
-    dimension; `left_edge`: for a third loop. Tiles are the largest that spill nothing, by the table of
-    attnscale/bench/static, among those with the fewest cycles for a score in its model. Products of fp32 are unrolled
-    completely where no matrix unit computes them, so that tiles have to be small.
+    `boxed`: keys and values come by descriptors, which takes no registers for addresses; `busy`: more registers are
+    needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop. Tiles
+    are the largest that spill nothing, by the table of attnscale/bench/static, among those with the fewest instructions
+    for a score. Products of fp32 are unrolled completely where no matrix unit computes them, so that tiles have to be
+    small.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -71,28 +75,36 @@ def forward_tile(
             return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
         return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
     if amd:
-        return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
+        return Tile(128, 64, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
-        return Tile(128, 64, 8, 3)
-    if widest <= 128 and resources.shared_memory > 200_000:
-        return Tile(128, 32, 8, 3) if busy else Tile(128, 64, 8, 2 if left_edge else 3)
+        return Tile(128, 64 if busy else 128, 8, 3 if boxed else 2)
+    if widest <= 128 and boxed:
+        return Tile(128, 64 if busy else 128, 8, 2)
     if widest <= 128:
-        return Tile(128, 16, 8, 2) if busy else Tile(128, 32, 8, 3)
+        return Tile(128, 32, 8, 2) if busy else Tile(128, 64, 8, 2)
+    if boxed and not busy:
+        return Tile(128, 64, 8, 2) if resources.has_tensor_memory else Tile(64, 64, 4, 2)
     return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
 
 
-def parts_of_sums(value_dim: int, resources: Resources) -> int:
-    """Parts that the sums of a row are kept in where there are statistics; see sum_in_parts of device.py.
+def parts_of_sums(value_dim: int, resources: Resources, boxed: bool, entropy: bool) -> int:
+    """Parts that the sums of a row are kept in; see sum_in_parts of device.py.
 
-    At 128 dimensions 8 parts would take 425 → 413 instructions on sm_90, but 436 → 482 and a spill on sm_100.
+    With 8 at 128 dimensions, sm_80 would spill 16 bytes in the tile of 64 keys.
     """
-    return 8 if value_dim <= 64 or resources.warp_size == 64 else 1
+    if resources.has_tensor_memory:
+        return 2
+    if not entropy:
+        return 1
+    return 8 if value_dim <= 64 or boxed or resources.warp_size == 64 else 2
 
 
-def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources, *, dropout: bool = False) -> Tile:
+def backward_query_tile(
+    dim: int, value_dim: int, size: int, resources: Resources, *, padded: bool = False, dropout: bool = False
+) -> Tile:
     """For the gradient of queries: like the forward, with one product more.
 
-    With dropout and 32 keys, sm_80 would spill 8 bytes at 128 dimensions.
+    With 32 keys, sm_80 would spill 8 bytes at 128 dimensions, with dropout and where they are padded.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -103,19 +115,21 @@ def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resource
     if amd:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
-        return Tile(128, 64, 8, 2)
+        return Tile(128, 64, 8, 2, registers=168 if resources.has_tensor_memory else 0)
     if widest <= 128:
-        return Tile(128, 16 if dropout and resources.shared_memory <= 200_000 else 32, 8, 2)
+        return Tile(128, 16 if (padded or dropout) and resources.shared_memory <= 200_000 else 32, 8, 2)
     return Tile(64, 32, 8, 1)
 
 
-def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool = False) -> Tile:
+def backward_key_tile(
+    dim: int, value_dim: int, size: int, resources: Resources, *, padded: bool = False, busy: bool = False
+) -> Tile:
     """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
 
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
-    three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Up to 64 dimensions the
-    assembler of sm_100 spills a few bytes to keep two blocks of 8 warps on a multiprocessor; smaller blocks avoid that.
+    three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Head dimensions that are padded
+    need a mask, for which sm_80 has room with fewer rows, or with one step at a time.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -125,9 +139,10 @@ def backward_key_tile(dim: int, value_dim: int, size: int, resources: Resources,
     if amd:
         return Tile(32, 128, 4, 1) if widest <= 64 else Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     if widest <= 64:
-        return Tile(32, 64, 4, 2) if large else Tile(32, 128, 8, 2)
+        small = Tile(16 if padded else 32, 128, 8, 2)
+        return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0) if large else small
     if widest <= 128:
-        return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 3)
+        return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 1 if padded and not large else 3)
     return Tile(32, 64, 8, 1)
 
 
@@ -163,18 +178,20 @@ def forward_launches(
     batch, heads, queries, dim = query.shape
     value_dim = value.shape[-1]
     result = new_forward(query, value, entropy)
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    query, key, value = near_rows(query), near_rows(key), near_rows(value)
     if visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
     resources = resources_of(query.device)
+    boxed = fits_box(key, resources) and fits_box(value, resources)
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
-        busy=_is_busy(dim, value_dim, visibility, softcap, dropout_p),
-        left_edge=visibility.start is not None or visibility.left is not None,
+        boxed=boxed, busy=_is_busy_forward(dim, value_dim, visibility, softcap, dropout_p, boxed),
     )  # fmt: skip
     arguments = {
         **attention_arguments(query, key, scale, softcap),
         "v": view(value),
+        "k_box": box(key, tile.n) if boxed else None,
+        "v_box": box(value, tile.n) if boxed else None,
         "beta": row_view(beta, batch, heads, queries),
         "out": view(result.out),
         "sinks_ptr": None if sinks is None else sinks.contiguous(),
@@ -189,7 +206,8 @@ def forward_launches(
         **attention_constants(query, tile),
         "DV": value_dim,
         "BLOCK_DV": block_of(value_dim),
-        "PARTS": parts_of_sums(block_of(value_dim), resources) if entropy else 1,
+        "ALIGN": alignment(query, key, value, result.out),
+        "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
     }
     grid = batch * heads * cdiv(queries, tile.m)
     return (Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
@@ -246,14 +264,16 @@ def backward_launches(
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
-    query, key, value, gradient, out = (unit_stride(x) for x in (query, key, value, gradient.to(query.dtype), out))
+    query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
     shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
     busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
-    query_tile = query_tile or backward_query_tile(*shape, dropout=dropout_p > 0.0)
-    key_tile = key_tile or backward_key_tile(*shape, busy=busy)
+    padded = _is_padded(dim, value_dim)
+    query_tile = query_tile or backward_query_tile(*shape, padded=padded, dropout=dropout_p > 0.0)
+    key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
     value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
+    constants: dict[str, object] = {**value_constants, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
     per_row = Launch(
         flash_backward_rows_kernel,
         batch * heads * cdiv(queries, ROWS),
@@ -288,7 +308,7 @@ def backward_launches(
             "dbeta_ptr": result.beta,
             "rule": visibility.rule(key_ranges(visibility, queries, query_tile.m)),
         },
-        {**attention_constants(query, query_tile), **value_constants},
+        {**attention_constants(query, query_tile), **constants},
         query_tile.warps,
         query_tile.stages,
     )
@@ -301,7 +321,7 @@ def backward_launches(
             "grad_v": view(result.value),
             "rule": visibility.rule(query_ranges(visibility, keys, key_tile.n)),
         },
-        {**attention_constants(query, key_tile), **value_constants, "DRAW_FOURS": draws_fours(shape[-1])},
+        {**attention_constants(query, key_tile), **constants, "DRAW_FOURS": draws_fours(shape[-1])},
         key_tile.warps,
         key_tile.stages,
     )
@@ -315,8 +335,22 @@ def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     return seed if dropout_p > 0.0 else None
 
 
+def _is_busy_forward(
+    dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float, boxed: bool
+) -> bool:
+    """Whether `forward_tile` has to leave registers: with descriptors, only for dropout, bounds and a bias."""
+    if boxed:
+        return dropout_p > 0.0 or visibility.start is not None or visibility.biased
+    left_edge = visibility.start is not None or visibility.left is not None
+    return left_edge or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
+
+
 def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:
     """Whether a score needs more registers than usual; see `forward_tile`."""
-    padded = (block_of(dim), block_of(value_dim)) != (dim, value_dim)
     masked = visibility.padding is not None or visibility.mask is not None
-    return padded or masked or softcap is not None or dropout_p > 0.0
+    return _is_padded(dim, value_dim) or masked or softcap is not None or dropout_p > 0.0
+
+
+def _is_padded(dim: int, value_dim: int) -> bool:
+    """Whether a head dimension is no power of two, or less than a matrix product takes."""
+    return (block_of(dim), block_of(value_dim)) != (dim, value_dim)

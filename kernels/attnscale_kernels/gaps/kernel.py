@@ -19,14 +19,13 @@ from ..device import (
     SEEN_ABOVE,
     capped_scores,
     first_phase,
-    load_rows,
-    load_tile,
     phase_edges,
     phase_range,
     program_rows,
     visible,
     visible_keys,
 )
+from ..tiles import load_rows, load_tile
 
 EPSILON = tl.constexpr(2.0**-10)
 SLACK = tl.constexpr(2.0**-20)  # of a gap over g (three roundings), of an approximate logarithm, and of their quotient
@@ -52,7 +51,7 @@ def gap_scores(
     k_at = k_ptr + slots[None, :].to(tl.int64) * k.strides[2] + d[:, None]  # [BD, BN]
     k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, EDGE)
     y = tl.dot(q_tile, k_tile, input_precision=PRECISION)
-    seen, bias = visible(rule, batch, head, rows, slots, start, stop, queries, keys, EDGE)
+    seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, EDGE)
     y, _ = capped_scores(y, bias, rule, scale, softcap)
     return y, seen
 

@@ -14,18 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device import (
-    HIDDEN,
-    HIDDEN_BELOW,
-    LOG2E,
-    SEEN_ABOVE,
-    finish_softmax,
-    load_beta,
-    load_rows,
-    mask_pointers,
-    program_rows,
-    store_rows,
-)
+from ..device import HIDDEN, HIDDEN_BELOW, LOG2E, SEEN_ABOVE, finish_softmax, mask_pointers, program_rows
+from ..tiles import load_beta, load_rows, store_rows
 
 
 @triton.jit

@@ -1,0 +1,113 @@
+"""Keys and values by descriptors, as on sm_90 and sm_100, in triton's interpreter against attention written out.
+
+Boxes reach beyond the last key and the last dimension, where memory holds NaN or another head.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from corrected_interpreter import corrected
+from flash_cases import DTYPES, TILE, Case, assert_forward, forward, guarded, inputs_of, rows_of
+
+from attnscale_kernels.flash.launch import forward_launches, forward_tile, parts_of_sums
+from attnscale_kernels.launch import SM_80, SM_90, SM_100, Resources, Tile, alignment, assuming
+
+FP32, FP16, BF16 = DTYPES
+DEVICES = pytest.mark.parametrize("resources", [SM_90, SM_100], ids=["sm_90", "sm_100"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter():
+    with corrected():
+        yield
+
+
+def boxed(x, resources: Resources) -> bool:
+    """Whether a call on such a device takes descriptors."""
+    with assuming(resources):
+        (launch,), _ = forward_launches(x.q, x.k, x.v, x.beta, x.seen.visibility, **x.options)
+    return launch.arguments["k_box"] is not None
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sees="causal", queries=70, keys=129, dim=24, batch=2, dtype=FP16),
+        Case(sees="window_of_20", queries=129, keys=129, dim=16, value_dim=40, dtype=BF16, beta="any_sign"),
+        Case(sees="any_intervals", queries=65, keys=63, dim=40, value_dim=16, dtype=FP16, sinks=True),
+        Case(sees="left_padding", queries=70, keys=70, batch=2, heads=4, kv_heads=2, dtype=BF16),
+        Case(sees="bias_that_hides", queries=33, keys=70, dtype=FP16, softcap=3.0),
+        Case(sees="everything", queries=2, keys=1, dtype=FP16, dropout_p=0.3),
+    ],
+    ids=str,
+)
+def test_descriptors_give_what_pointers_give(case, resources):
+    x = inputs_of(case)
+    assert boxed(x, resources)
+    with assuming(resources):
+        assert_forward(x, forward(x, TILE))
+
+
+@DEVICES
+def test_the_tile_that_is_chosen_will_do(resources):
+    x = inputs_of(Case(sees="causal", queries=130, keys=200, dim=24, heads=1, dtype=FP16))
+    with assuming(resources):
+        assert_forward(x, forward(x, None))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # the interpreter's maximum of NaN alone
+@DEVICES
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(resources, value):
+    x = inputs_of(Case(sees="window_of_20", queries=129, keys=129, heads=1, dtype=FP16))
+    broken = replace(x, k=guarded(x.k), v=guarded(x.v))
+    broken.k[:, :, 20, 3] = value
+    broken.v[:, :, 64, 5] = value
+    with assuming(resources), np.errstate(invalid="ignore", over="ignore"):
+        spoilt, clean = forward(broken, TILE), forward(x, TILE)
+    sees_key, sees_value = x.seen.table[..., 20].expand(1, 1, 129), x.seen.table[..., 64].expand(1, 1, 129)
+    free = ~(sees_key | sees_value)
+    for name, expected in rows_of(clean).items():
+        assert torch.equal(getattr(spoilt, name)[free], expected[free]), name
+    assert not spoilt.out[sees_value].isfinite().all(-1).any()
+
+
+def heads_last(x: torch.Tensor) -> torch.Tensor:
+    """As a projection gives it: [B, T, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_descriptors_take_any_layout_in_steps_of_16_bytes_and_pointers_the_rest():
+    x = inputs_of(Case(queries=65, keys=65, kv_heads=2, dim=24, dtype=FP16))
+    other = replace(x, k=heads_last(x.k), v=heads_last(x.v))
+    odd = replace(x, k=torch.nn.functional.pad(x.k, (0, 3))[..., :24])
+    shared = replace(x, k=x.k[:, :1].expand(-1, 2, -1, -1))
+    assert boxed(other, SM_90)
+    assert not boxed(odd, SM_90), "rows of 27 elements"
+    assert not boxed(shared, SM_90), "a stride of 0"
+    assert not boxed(x, SM_80)
+    assert not boxed(inputs_of(Case(dtype=FP32)), SM_90)
+    with assuming(SM_90):
+        expected = rows_of(forward(x, TILE))
+        for same in (other, odd):
+            assert all(torch.equal(value, expected[name]) for name, value in rows_of(forward(same, TILE)).items())
+
+
+def test_rows_that_begin_every_16_bytes_are_said_to():
+    half, single = torch.empty(2, 3, 5, 40, dtype=FP16), torch.empty(2, 3, 5, 20)
+    assert alignment(half) == 8
+    assert alignment(single) == 4
+    assert alignment(half[..., :32]) == 8
+    assert alignment(half, torch.empty(2, 3, 5, 41, dtype=FP16)) == 1
+    assert alignment(torch.empty(2, 3, 4, 64, dtype=FP16)) == 1, "triton sees it"
+
+
+def test_tiles_know_the_device():
+    assert forward_tile(128, 128, 2, SM_90, boxed=True) == Tile(128, 128, 8, 2)
+    assert forward_tile(128, 128, 2, SM_80) == Tile(128, 64, 8, 2)
+    assert forward_tile(256, 256, 2, SM_100, boxed=True) != forward_tile(256, 256, 2, SM_90, boxed=True)
+    assert [parts_of_sums(128, resources, True, True) for resources in (SM_90, SM_100)] == [8, 2]
