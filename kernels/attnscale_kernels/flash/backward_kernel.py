@@ -30,7 +30,7 @@ from ..device import (
 )
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit
 def flash_backward_rows_kernel(
     grad_out,  # [B, H, Tq, DV]
     out,  # [B, H, Tq, DV]
@@ -74,7 +74,7 @@ def _row_numbers(at, exists, EDGE: tl.constexpr):
     return c, lse, beta, delta
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -155,7 +155,7 @@ def flash_backward_query_kernel(
     store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None])
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def flash_backward_key_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]

@@ -30,7 +30,7 @@ from ..device import (
 )
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
