@@ -31,7 +31,7 @@ from ..device import (
 from ..tiles import head_strides, load_beta, load_rows, load_tile, load_whole, store_rows
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit
 def flash_backward_rows_kernel(
     grad_out,  # [B, H, Tq, DV]
     out,  # [B, H, Tq, DV]
@@ -75,7 +75,7 @@ def _row_numbers(at, exists, EDGE: tl.constexpr):
     return c, lse, beta, delta
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -169,7 +169,7 @@ def flash_backward_query_kernel(
     store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None], ALIGN)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def flash_backward_key_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]

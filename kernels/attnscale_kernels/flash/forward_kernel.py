@@ -29,7 +29,7 @@ from ..device import (
 from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_rows
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]

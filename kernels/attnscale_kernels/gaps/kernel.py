@@ -132,7 +132,7 @@ def bin_start(number):
     return (bits.to(tl.float32, bitcast=True) + EPSILON) / (2 + EPSILON)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def gap_bracket_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -208,7 +208,7 @@ def gap_bracket_kernel(
     tl.store(upper_ptr + row_at, tl.where(paired, upper, 0.0) + broken, mask=exists)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
 def gap_count_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
