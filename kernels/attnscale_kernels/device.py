@@ -115,8 +115,8 @@ def _load_four(ptr):
 def phase_edges(rule, ranges, BLOCK: tl.constexpr):
     """Where the three phases of a loop over tiles begin, and where the last ends, given `key_range` or `query_range`.
 
-    Phase 0 is the left edge, phase 1 the tiles that every row sees completely, phase 2 the right edge. With padding or
-    a mask no tile is known to be seen completely, and all of them belong to phase 2.
+    Phase 0 is the left edge, phase 1 the tiles that every row sees completely, phase 2 the right edge. With a mask no
+    tile is known to be seen completely, and all of them belong to phase 2.
     """
     first, clear_first, clear_end, end = ranges
     low = first // BLOCK * BLOCK
@@ -131,20 +131,23 @@ def phase_edges(rule, ranges, BLOCK: tl.constexpr):
 
 @triton.jit
 def all_edge(rule):
-    """Whether slots may be hidden inside the interval of a row."""
-    return rule.padding_ptr is not None or rule.mask_ptr is not None or rule.bias_ptr is not None
+    """Whether slots may be hidden inside the interval of a row, and no table says in which tiles none is."""
+    PADDED: tl.constexpr = rule.padding_ptr is not None and rule.table_ptr is None
+    return PADDED or rule.mask_ptr is not None or rule.bias_ptr is not None
 
 
 @triton.jit
 def first_phase(rule):
     """The first phase of a loop over keys: there is a left edge only where the first visible slot moves."""
-    return 2 if all_edge(rule) else 0 if rule.start_ptr is not None or rule.left is not None else 1
+    MOVES: tl.constexpr = rule.table_ptr is not None or rule.start_ptr is not None or rule.left is not None
+    return 2 if all_edge(rule) else 0 if MOVES else 1
 
 
 @triton.jit
 def end_phase(rule):
     """One past the last phase: where keys inside a tile can be hidden, what reached an output has to be repaired."""
-    return 4 if all_edge(rule) or rule.start_ptr is not None or rule.left is not None or rule.right is not None else 3
+    BOUNDED: tl.constexpr = rule.start_ptr is not None or rule.left is not None or rule.right is not None
+    return 4 if BOUNDED or all_edge(rule) or rule.padding_ptr is not None else 3
 
 
 @triton.jit

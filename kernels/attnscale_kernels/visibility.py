@@ -84,37 +84,81 @@ def _plain_rule(slot: int, left: int | None, right: int | None) -> Rule:
     return Rule(None, None, None, None, None, None, 0, 0, 0, (0, 0, 0, 0), slot, left, right)
 
 
-def key_ranges(visibility: Visibility, queries: int, rows: int) -> Tensor | None:
-    """For tiles of `rows` query rows with a table of bounds: slots that some row and that every row may see.
+def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Tensor | None:
+    """For tiles of `rows` query rows: slots that some row and that every row may see, by bounds and padding.
 
-    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them.
+    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them. A sequence
+    whose keys have padding between them has none that all rows see for certain.
     """
-    if visibility.start is None or visibility.stop is None:
+    if visibility.start is not None and visibility.stop is not None:
+        tiles = -(-queries // rows)
+        start, stop = (_in_tiles(bound, tiles, rows) for bound in (visibility.start, visibility.stop))
+        (first, clear_first), (clear_end, end) = torch.aminmax(start, dim=-1), torch.aminmax(stop, dim=-1)
+    elif visibility.padding is not None and keys:
+        top = torch.arange(0, queries, rows, device=visibility.padding.device)[None] + visibility.slot
+        last = (top + rows).clamp(max=queries + visibility.slot) - 1
+        first, clear_first = (_edge(row, visibility.left, -1, 0).clamp(0, keys) for row in (top, last))
+        clear_end, end = (_edge(row, visibility.right, 1, keys - 1).add(1).clamp(0, keys) for row in (top, last))
+    else:
         return None
-    tiles = -(-queries // rows)
-    start, stop = (_in_tiles(bound, tiles, rows) for bound in (visibility.start, visibility.stop))
-    (first, clear_first), (clear_end, end) = torch.aminmax(start, dim=-1), torch.aminmax(stop, dim=-1)
-    return torch.stack([first, clear_first, torch.maximum(clear_first, clear_end), end], dim=-1).contiguous()
+    if visibility.padding is not None and keys:
+        low, high, solid = _shown(visibility.padding)
+        first, clear_first = torch.maximum(first, low), torch.maximum(clear_first, low)
+        end, clear_end = torch.minimum(end, high), torch.where(solid, torch.minimum(clear_end, high), 0)
+        end = torch.maximum(first, end)
+        clear_first = torch.where(solid, clear_first, first)
+    return _table(first, clear_first, torch.maximum(clear_first, clear_end), end)
 
 
-def query_ranges(visibility: Visibility, keys: int, columns: int) -> Tensor | None:
-    """For tiles of `columns` keys with a table of bounds: rows that may see some of it, and rows that see all of it.
+def query_ranges(visibility: Visibility, queries: int, keys: int, columns: int) -> Tensor | None:
+    """For tiles of `columns` keys: rows that may see some of it, and rows that see all of it, by bounds and padding.
 
-    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end). Rows in between that see none are included:
-    running extremes make it right for bounds in any order, and tight for those that never decrease.
+    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them. Rows in
+    between that see none are included: running extremes make it right for bounds in any order, and tight for those
+    that never decrease.
     """
-    if visibility.start is None or visibility.stop is None:
+    given = visibility.start if visibility.start is not None else visibility.padding
+    if given is None:
         return None
-    start, stop = visibility.start, visibility.stop
-    left = (
-        torch.arange(0, keys, columns, device=start.device, dtype=torch.int32).expand(start.shape[0], -1).contiguous()
-    )
+    left = torch.arange(0, keys, columns, device=given.device, dtype=torch.int32)[None]
     right = (left + columns).clamp(max=keys)
-    first = torch.searchsorted(stop.cummax(1).values, left, right=True)
-    end = torch.maximum(first, torch.searchsorted(_least_to_come(start), right))
-    clear_first = torch.searchsorted(_least_to_come(stop), right).clamp(first, end)
-    clear_end = torch.searchsorted(start.cummax(1).values, left, right=True).clamp(clear_first, end)
-    return torch.stack([first, clear_first, clear_end, end], dim=-1).to(torch.int32)
+    if visibility.start is not None and visibility.stop is not None:
+        start, stop = visibility.start, visibility.stop
+        left, right = (x.expand(start.shape[0], -1).contiguous() for x in (left, right))
+        first = torch.searchsorted(stop.cummax(1).values, left, right=True)
+        end = torch.maximum(first, torch.searchsorted(_least_to_come(start), right))
+        clear_first = torch.searchsorted(_least_to_come(stop), right).clamp(first, end)
+        clear_end = torch.searchsorted(start.cummax(1).values, left, right=True).clamp(clear_first, end)
+    else:  # row + slot + right >= key, and row + slot - left <= key
+        places = left - visibility.slot, right - 1 - visibility.slot
+        first, clear_first = (_edge(key, visibility.right, -1, 0).clamp(0, queries) for key in places)
+        clear_end, end = (_edge(key, visibility.left, 1, queries - 1).add(1).clamp(0, queries) for key in places)
+        end = torch.maximum(first, end)
+        clear_first = torch.minimum(clear_first, end)
+        clear_end = torch.minimum(torch.maximum(clear_first, clear_end), end)
+    if visibility.padding is not None:
+        hidden = _in_tiles(visibility.padding, left.shape[1], columns)
+        partly, wholly = hidden.any(-1), hidden.all(-1)
+        first, end = (x.masked_fill(wholly, 0) for x in torch.broadcast_tensors(first, end, wholly)[:2])
+        clear_first, clear_end = (torch.where(partly, first, x) for x in (clear_first, clear_end))
+    return _table(first, clear_first, clear_end, end)
+
+
+def _edge(place: Tensor, reach: int | None, sign: int, without: int) -> Tensor:
+    """How far something is visible from a place on, or to, or `without` a limit everywhere."""
+    return torch.full_like(place, without) if reach is None else place + sign * reach
+
+
+def _shown(padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sequence the first key that is shown, the one after the last, and whether all between are, [B, 1]."""
+    place = torch.arange(padding.shape[1], device=padding.device)
+    low = place.masked_fill(padding, padding.shape[1]).amin(1, keepdim=True)
+    high = (place + 1).masked_fill(padding, 0).amax(1, keepdim=True)
+    return low, high, high - low == (~padding).sum(1, keepdim=True)
+
+
+def _table(*columns: Tensor) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*columns), dim=-1).to(torch.int32).contiguous()
 
 
 def _least_to_come(bound: Tensor) -> Tensor:
@@ -128,7 +172,7 @@ def _stride(x: Tensor | None, axis: int) -> int:
 
 
 def _in_tiles(bound: Tensor, tiles: int, rows: int) -> Tensor:
-    """A bound [B|1, Tq] as [B|1, tiles, rows], the last row repeated."""
+    """[B|1, T] as [B|1, tiles, rows], the last one repeated."""
     missing = tiles * rows - bound.shape[1]
     padded = torch.cat([bound, bound[:, -1:].expand(-1, missing)], dim=1) if missing else bound
     return padded.reshape(bound.shape[0], tiles, rows)

@@ -22,14 +22,16 @@ def count_tiles_kernel(
     rule, length, found_ptr, first_ptr, BLOCK: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr
 ):
     """Passes of each phase for each program, and the first phase there is in a loop over keys."""
-    block = tl.program_id(0)
+    block, batch = tl.program_id(0), tl.program_id(1)
     low = block * BLOCK
     high = tl.minimum(low + BLOCK, length)
     find: tl.constexpr = query_range if BY_KEYS else key_range
-    edges = phase_edges(rule, find(rule, 0, block, low, high, length), STEP)
+    edges = phase_edges(rule, find(rule, batch, block, low, high, length), STEP)
     for phase in tl.static_range(3):
         first, end = phase_range(edges, phase)
-        tl.store(found_ptr + block * 3 + phase, tl.maximum(tl.cdiv(end - first, STEP), 0))
+        tl.store(
+            found_ptr + (batch * tl.num_programs(0) + block) * 3 + phase, tl.maximum(tl.cdiv(end - first, STEP), 0)
+        )
     tl.store(first_ptr, first_phase(rule))
 
 
@@ -42,7 +44,7 @@ def visibility_of(rule: str, length: int) -> Visibility:
         "causal": Visibility(right=0),
         "window": Visibility(right=0, left=WINDOW - 1),
         "bounds": Visibility(start=rows // (length // 2) * (length // 2), stop=rows + 1),
-        "padding": Visibility(right=0, padding=rows >= length // 2),
+        "padding": Visibility(right=0, padding=torch.cat([rows < 0, rows >= length // 2])),
         "bool mask": Visibility(mask=mask),
         "bias": Visibility(mask=torch.zeros(1, 1, length, length).masked_fill(~mask, -torch.inf)),
     }[rule]
@@ -54,17 +56,19 @@ def test_tiles_are_counted_as_the_kernels_divide_them(rule: str, by_keys: bool) 
     length, (rows, keys) = 2048, (256, 128)
     visibility = visibility_of(rule, length)
     block, step = (keys, rows) if by_keys else (rows, keys)
-    table = query_ranges(visibility, length, block) if by_keys else key_ranges(visibility, length, block)
-    found, first = torch.zeros(length // block, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    table = (
+        query_ranges(visibility, length, length, block) if by_keys else key_ranges(visibility, length, length, block)
+    )
+    several = len(sequences(rule, length))
+    found, first = torch.zeros(several, length // block, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
-    count_tiles_kernel[(length // block,)](
+    count_tiles_kernel[(length // block, several)](
         visibility.rule(table), length, found, first, BLOCK=block, STEP=step, BY_KEYS=by_keys
     )
 
     classified = "hot" in phases_of(rule)
-    # Padding shows in no bound: the padded sequence is divided as the full one beside it.
     expected = passes(rule, length, (rows, keys), by_keys=by_keys, classified=classified)
-    assert tuple(len(sequences(rule, length)) * found.sum(0)) == expected[:3]
+    assert tuple(found.sum((0, 1))) == expected[:3]
     assert ("before", "hot", "after")[int(first) :] == phases_of(rule)
 
 
@@ -127,10 +131,10 @@ def test_what_stands_outside_of_loops_is_added_for_each_program() -> None:
 
 
 def test_a_call_without_a_hot_loop_is_held_against_that_of_the_causal_rule() -> None:
-    padded = row("padding, plain", after=Counts(total=960))
+    masked = row("bool mask, plain", after=Counts(total=960))
 
-    assert over_all_hot(padded, [CAUSAL, padded], 1024) == pytest.approx(144 * 960 / (124 * 320))
-    assert over_all_hot(padded, [padded], 1024) is None
+    assert over_all_hot(masked, [CAUSAL, masked], 1024) == pytest.approx(128 * 960 / (72 * 320))
+    assert over_all_hot(masked, [masked], 1024) is None
 
 
 def test_a_kernel_that_classifies_its_tiles_runs_only_those_it_needs() -> None:

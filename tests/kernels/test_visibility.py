@@ -49,6 +49,8 @@ def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
     """[Tq, Tk], bool: from the words of `Visibility`."""
     table = torch.zeros(queries, keys, dtype=torch.bool)
     for row, key in product(range(queries), range(keys)):
+        if rule.padding is not None and rule.padding[0, key]:
+            continue
         if rule.start is not None:
             table[row, key] = int(rule.start[0, row]) <= key < int(rule.stop[0, row])
             continue
@@ -58,15 +60,12 @@ def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
     return table
 
 
-def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool, padded: bool) -> list[dict[int, int]]:
+def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool) -> list[dict[int, int]]:
     """For each tile of queries (or of keys), the beginnings of the tiles visited, each with its phase."""
     tiles = triton.cdiv(keys, n) if by_key else triton.cdiv(queries, m)
-    table = query_ranges(rule, keys, n) if by_key else key_ranges(rule, queries, m)
-    padding = torch.zeros(1, keys, dtype=torch.bool) if padded else None
+    table = query_ranges(rule, queries, keys, n) if by_key else key_ranges(rule, queries, keys, m)
     found = torch.full((tiles, 3, 2), -7, dtype=torch.int32)  # no tile in a phase that does not come
-    _walk_kernel[(tiles,)](
-        found, rule._replace(padding=padding).rule(table), queries, keys, BLOCK_M=m, BLOCK_N=n, BY_KEY=by_key
-    )
+    _walk_kernel[(tiles,)](found, rule.rule(table), queries, keys, BLOCK_M=m, BLOCK_N=n, BY_KEY=by_key)
     step = m if by_key else n
     visited = []
     for loops in found.tolist():
@@ -85,21 +84,20 @@ def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by
     table = seen_by(rule, queries, keys)
     if by_key:
         table, m, n = table.T, n, m
-    for padded in (False, True):
-        tiles = walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key, padded)
-        for index, visited in enumerate(tiles):
-            rows = table[index * m : (index + 1) * m]
-            for at in range(0, rows.shape[1], n):
-                part = rows[:, at : at + n]
-                whole = bool(part.all()) and part.shape[1] == n
-                assert at in visited or not part.any(), f"tile {index} does not visit {at}"
-                assert visited.get(at) != 1 or whole, f"tile {index} does not look at {at}, of which not all is seen"
-                assert not padded or visited.get(at) != 1
-                if tight and rows.any():
-                    between = rows.any(0).nonzero()
-                    inside = between.min() < at + n and at <= between.max()
-                    assert at not in visited or inside, f"tile {index} visits {at} for nothing"
-                    assert padded or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
+    masked = rule.mask is not None
+    for index, visited in enumerate(walk(rule, queries, keys, *((n, m) if by_key else (m, n)), by_key)):
+        rows = table[index * m : (index + 1) * m]
+        for at in range(0, rows.shape[1], n):
+            part = rows[:, at : at + n]
+            whole = bool(part.all()) and part.shape[1] == n
+            assert at in visited or not part.any(), f"tile {index} does not visit {at}"
+            assert visited.get(at) != 1 or whole, f"tile {index} does not look at {at}, of which not all is seen"
+            assert not masked or visited.get(at) != 1
+            if tight and rows.any():
+                between = rows.any(0).nonzero()
+                inside = between.min() < at + n and at <= between.max()
+                assert at not in visited or inside, f"tile {index} visits {at} for nothing"
+                assert masked or not whole or visited[at] == 1, f"tile {index} looks at {at} for nothing"
 
 
 lengths = st.integers(1, 30)
@@ -128,6 +126,27 @@ def bounded(draw, queries: int, keys: int, rising: bool = False) -> Visibility:
 def test_a_window_is_walked_without_a_gap_and_without_waste(data, queries, keys, m, n, by_key):
     rule = data.draw(moving(queries, keys))
     assert_walk(rule, queries, keys, m, n, by_key=by_key, tight=True)
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    assert_walk(rule._replace(mask=mask), queries, keys, m, n, by_key=by_key, tight=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), lengths, lengths, blocks, blocks, st.booleans())
+def test_padding_on_either_side_is_walked_without_a_gap_and_without_waste(data, queries, keys, m, n, by_key):
+    rule = data.draw(moving(queries, keys))
+    first, end = sorted(data.draw(st.tuples(*[st.integers(0, keys)] * 2)))
+    place = torch.arange(keys)
+    rule = rule._replace(padding=((place < first) | (place >= end))[None])
+    assert_walk(rule, queries, keys, m, n, by_key=by_key, tight=not by_key)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), lengths, lengths, blocks, blocks, st.booleans())
+def test_padding_anywhere_is_walked_without_a_gap(data, queries, keys, m, n, by_key):
+    rule = data.draw(st.one_of(moving(queries, keys), bounded(queries, keys)))
+    hidden = data.draw(st.lists(st.booleans(), min_size=keys, max_size=keys))
+    rule = rule._replace(padding=torch.tensor([hidden]))
+    assert_walk(rule, queries, keys, m, n, by_key=by_key, tight=False)
 
 
 @settings(max_examples=40, deadline=None)
@@ -141,7 +160,7 @@ def test_bounds_in_any_order_are_walked_without_a_gap(data, queries, keys, m, n,
 @given(st.data(), lengths, lengths, blocks)
 def test_tables_of_key_tiles_are_the_extremes_of_their_rows(data, queries, keys, m):
     rule = data.draw(bounded(queries, keys))
-    table = key_ranges(rule, queries, m)
+    table = key_ranges(rule, queries, keys, m)
     assert table.dtype == torch.int32
     for index, row in enumerate(table[0].tolist()):
         start, stop = (bound[0, index * m : (index + 1) * m] for bound in (rule.start, rule.stop))
@@ -153,7 +172,7 @@ def test_tables_of_key_tiles_are_the_extremes_of_their_rows(data, queries, keys,
 @given(st.data(), lengths, lengths, blocks)
 def test_tables_of_query_tiles_are_tight_for_bounds_that_rise(data, queries, keys, n):
     rule = data.draw(bounded(queries, keys, rising=True))
-    table = query_ranges(rule, keys, n)
+    table = query_ranges(rule, queries, keys, n)
     assert table.dtype == torch.int32
     start, stop = rule.start[0], rule.stop[0]
     for index, (first, clear_first, clear_end, end) in enumerate(table[0].tolist()):
@@ -171,14 +190,14 @@ def test_tables_are_made_for_each_sequence():
     rule = Visibility(start=start, stop=stop)
     for b in (0, 1):
         alone = Visibility(start=start[b : b + 1], stop=stop[b : b + 1])
-        assert torch.equal(key_ranges(rule, 4, 2)[b : b + 1], key_ranges(alone, 4, 2))
-        assert torch.equal(query_ranges(rule, 8, 4)[b : b + 1], query_ranges(alone, 8, 4))
+        assert torch.equal(key_ranges(rule, 4, 8, 2)[b : b + 1], key_ranges(alone, 4, 8, 2))
+        assert torch.equal(query_ranges(rule, 4, 8, 4)[b : b + 1], query_ranges(alone, 4, 8, 4))
 
 
 def test_windows_need_no_table():
     rule = Visibility(slot=3, left=4, right=0)
-    assert key_ranges(rule, 10, 4) is None
-    assert query_ranges(rule, 10, 4) is None
+    assert key_ranges(rule, 10, 10, 4) is None
+    assert query_ranges(rule, 10, 10, 4) is None
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 LENGTHS = (1024, 4096, 16384)
 WINDOW = 1024  # keys that a row sees under the rule "window", its own included
 RULES = ("everything", "causal", "window", "bounds", "padding", "bool mask", "bias")
-MASKED = ("padding", "bool mask", "bias")  # rules that no interval of keys tells
+MASKED = ("bool mask", "bias")  # rules that no interval of keys tells
 
 
 class Sequence(NamedTuple):
@@ -81,19 +81,18 @@ def visible_scores(rule: str, length: int) -> int:
 def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = False, classified: bool = True) -> Passes:
     """Tiles [rows, keys] of a call, where a program takes a block of rows or, `by_keys`, of keys.
 
-    A kernel that has not `classified` the tiles of a masked rule goes through all within the bounds that it knows, as
-    if each were at an edge: up to the diagonal with padding, everything with a mask.
+    A kernel that has not `classified` the tiles of a masked rule goes through all of them, as if each were at an edge.
 
     >>> passes("causal", 1024, (128, 64))
     Passes(before=0, hot=56, after=16, needed=72)
-    >>> passes("padding", 1024, (128, 64), classified=False)
-    Passes(before=0, hot=0, after=144, needed=124)
+    >>> passes("bool mask", 1024, (128, 64), classified=False)
+    Passes(before=0, hot=0, after=128, needed=72)
     """
     classified = classified or rule not in MASKED
     block, step = tile[::-1] if by_keys else tile
     found = []
     for sequence in sequences(rule, length):
-        walked = sequence if classified else Sequence(length, causal=rule == "padding")
+        walked = sequence if classified else Sequence(length, causal=False)
         for first in range(0, length, block):
             end = min(first + block, length)
             needed = sum(_phases(_range(sequence, first, end, by_keys), step, whole=True))

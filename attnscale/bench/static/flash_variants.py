@@ -81,6 +81,6 @@ def _backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str
     structure = (
         Structure(),
         Structure(phases_of(rule), repairs=True),
-        Structure(("after",) if rule in MASKED else ("before", "hot", "after"), repairs=True, heads_around=True),
+        Structure(("after",) if rule in MASKED else ("before", "hot", "after"), heads_around=True),
     )[kernel]
     return Variant(family, ", ".join((rule, *extras)), NAMES[dtype], dim, (0, 3, 4)[kernel], structure, build)

@@ -42,9 +42,9 @@ class Variant(NamedTuple):
 
 def phases_of(rule: str) -> tuple[str, ...]:
     """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/device.py has it."""
-    if rule in MASKED:
-        return ("after",)
-    return ("before", "hot", "after") if rule in ("window", "bounds") else ("hot", "after")
+    if rule in ("window", "bounds", "padding"):
+        return ("before", "hot", "after")
+    return ("after",) if rule in MASKED else ("hot", "after")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -76,9 +76,10 @@ def forward_tile(
         return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
     if amd:
         return Tile(128, 64, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
-    if widest <= 64:
-        return Tile(128, 64 if busy else 128, 8, 3 if boxed else 2)
     if widest <= 128 and boxed:
+        few = 32 if resources.has_tensor_memory else 64
+        return Tile(128, few if busy else 128, 8, 3 if widest <= 64 else 2)
+    if widest <= 64:
         return Tile(128, 64 if busy else 128, 8, 2)
     if widest <= 128:
         return Tile(128, 32, 8, 2) if busy else Tile(128, 64, 8, 2)
@@ -118,7 +119,7 @@ def backward_query_tile(
         return Tile(128, 64, 8, 2, registers=168 if resources.has_tensor_memory else 0)
     if widest <= 128:
         return Tile(128, 16 if (padded or dropout) and resources.shared_memory <= 200_000 else 32, 8, 2)
-    return Tile(64, 32, 8, 1)
+    return Tile(64, 32, 8, 1) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 1)
 
 
 def backward_key_tile(
@@ -143,7 +144,7 @@ def backward_key_tile(
         return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0) if large else small
     if widest <= 128:
         return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 1 if padded and not large else 3)
-    return Tile(32, 64, 8, 1)
+    return Tile(32, 64, 8, 1) if large else Tile(32, 32, 4, 1)
 
 
 def draws_fours(resources: Resources) -> bool:
@@ -183,9 +184,14 @@ def forward_launches(
         beta, scale = positive_scale(beta, scale)
     resources = resources_of(query.device)
     boxed = fits_box(key, resources) and fits_box(value, resources)
+    busy = dropout_p > 0.0
+    if not resources.has_tensor_memory:
+        busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
+    if not boxed:
+        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=_is_busy_forward(dim, value_dim, visibility, softcap, dropout_p, boxed),
+        boxed=boxed, busy=busy,
     )  # fmt: skip
     arguments = {
         **attention_arguments(query, key, scale, softcap),
@@ -199,7 +205,7 @@ def forward_launches(
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
-        "rule": visibility.rule(key_ranges(visibility, queries, tile.m)),
+        "rule": visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m)),
         "dropout_p": dropout_p,
     }
     constants = {
@@ -306,7 +312,7 @@ def backward_launches(
             **shared,
             "grad_q": view(result.query),
             "dbeta_ptr": result.beta,
-            "rule": visibility.rule(key_ranges(visibility, queries, query_tile.m)),
+            "rule": visibility.rule(key_ranges(visibility, queries, keys, query_tile.m)),
         },
         {**attention_constants(query, query_tile), **constants},
         query_tile.warps,
@@ -319,7 +325,7 @@ def backward_launches(
             **shared,
             "grad_k": view(result.key),
             "grad_v": view(result.value),
-            "rule": visibility.rule(query_ranges(visibility, keys, key_tile.n)),
+            "rule": visibility.rule(query_ranges(visibility, queries, keys, key_tile.n)),
         },
         {**attention_constants(query, key_tile), **constants, "DRAW_FOURS": draws_fours(shape[-1])},
         key_tile.warps,
@@ -335,20 +341,9 @@ def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     return seed if dropout_p > 0.0 else None
 
 
-def _is_busy_forward(
-    dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float, boxed: bool
-) -> bool:
-    """Whether `forward_tile` has to leave registers: with descriptors, only for dropout, bounds and a bias."""
-    if boxed:
-        return dropout_p > 0.0 or visibility.start is not None or visibility.biased
-    left_edge = visibility.start is not None or visibility.left is not None
-    return left_edge or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
-
-
 def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:
     """Whether a score needs more registers than usual; see `forward_tile`."""
-    masked = visibility.padding is not None or visibility.mask is not None
-    return _is_padded(dim, value_dim) or masked or softcap is not None or dropout_p > 0.0
+    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout_p > 0.0
 
 
 def _is_padded(dim: int, value_dim: int) -> bool:

@@ -116,7 +116,7 @@ def _prepare(
     if tile.n > LARGEST_TILE:
         raise ValueError(f"tile={tile!r} is not accepted: expected at most {LARGEST_TILE} keys, which a byte can count")
     arguments = attention_arguments(query, key, scale, softcap)
-    arguments["rule"] = visibility.rule(key_ranges(visibility, queries, tile.m))
+    arguments["rule"] = visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m))
     return arguments, attention_constants(query, tile), batch * heads * triton.cdiv(queries, tile.m), tile
 
 

@@ -19,11 +19,11 @@ from ..tiles import load_beta, load_rows, store_rows
 
 
 @triton.jit
-def _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys):
+def _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALIGN: tl.constexpr):
     """s + bias of [rows, slots] in fp32, HIDDEN where it does not count, and whether it does."""
     inside = (rows < queries)[:, None] & (slots < keys)[None, :]
     seen = inside
-    raw = load_rows(scores, batch, head, rows, queries, slots, keys).to(tl.float32)
+    raw = load_rows(scores, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
     if mask is not None:
         mask_at = mask_pointers(mask.ptr, mask.strides, batch, head, rows, slots)
         seen &= tl.load(mask_at, mask=inside, other=0) != 0
@@ -73,10 +73,13 @@ def softmax_forward_kernel(
     keys,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     LONG: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    if ALIGN > 1:
+        keys = keys // ALIGN * ALIGN  # as the compiler is told
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
     row_beta = load_beta(beta, batch, head, rows, exists)
@@ -92,7 +95,7 @@ def softmax_forward_kernel(
         moment = tl.zeros([BLOCK_M], tl.float32)
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
+            raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALIGN)
             y = tl.where(seen, raw * sign[:, None], HIDDEN)
             peak = tl.maximum(m, tl.max(y, axis=1))
             fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
@@ -105,7 +108,7 @@ def softmax_forward_kernel(
                 best = tl.maximum(best, tl.max(raw, axis=1))
     else:
         slots = tl.arange(0, BLOCK_N)
-        raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
+        raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALIGN)
         y = tl.where(seen, raw * sign[:, None], HIDDEN)
         m = tl.max(y, axis=1)
         x, p = _unnormalised(y, m, c, seen)
@@ -119,15 +122,15 @@ def softmax_forward_kernel(
     if LONG:
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys)
+            raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALIGN)
             x, p = _unnormalised(tl.where(seen, raw * sign[:, None], HIDDEN), m, c, seen)
             if THRESHOLDS:
                 counts = _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS, BLOCK_T)
-            store_rows(weights, batch, head, rows, queries, slots, keys, p * share[:, None])
+            store_rows(weights, batch, head, rows, queries, slots, keys, p * share[:, None], ALIGN)
     else:
         if THRESHOLDS:
             counts = _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS, BLOCK_T)
-        store_rows(weights, batch, head, rows, queries, slots, keys, p * share[:, None])
+        store_rows(weights, batch, head, rows, queries, slots, keys, p * share[:, None], ALIGN)
 
     row_at = head_index.to(tl.int64) * queries + rows
     finish_softmax(something, m * size, total, moment, None, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists)
@@ -139,14 +142,16 @@ def softmax_forward_kernel(
 
 
 @triton.jit
-def _weights_and_gradient(weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys):
+def _weights_and_gradient(
+    weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys, ALIGN: tl.constexpr
+):
     """w, dW and what β multiplies; the last two 0 where the weight is 0."""
-    w = load_rows(weights, batch, head, rows, queries, slots, keys).to(tl.float32)
-    dw = load_rows(grad_weights, batch, head, rows, queries, slots, keys).to(tl.float32)
+    w = load_rows(weights, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
+    dw = load_rows(grad_weights, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
     live = w != 0
     raw = w
     if scores is not None:
-        raw = load_rows(scores, batch, head, rows, queries, slots, keys).to(tl.float32)
+        raw = load_rows(scores, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
         if bias is not None:
             inside = (rows < queries)[:, None] & (slots < keys)[None, :]
             bias_at = mask_pointers(bias.ptr, bias.strides, batch, head, rows, slots)
@@ -169,8 +174,11 @@ def softmax_backward_kernel(
     keys,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     LONG: tl.constexpr,
 ):
+    if ALIGN > 1:
+        keys = keys // ALIGN * ALIGN  # as the compiler is told
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
     row_beta = load_beta(beta, batch, head, rows, exists)
@@ -182,7 +190,7 @@ def softmax_backward_kernel(
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
             w, dw, raw = _weights_and_gradient(
-                weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys
+                weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys, ALIGN
             )
             delta += tl.sum(w * dw, axis=1)
             if scores is not None:
@@ -190,21 +198,23 @@ def softmax_backward_kernel(
         for first in tl.range(0, keys, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
             w, dw, raw = _weights_and_gradient(
-                weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys
+                weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys, ALIGN
             )
             dlogits = w * (dw - delta[:, None])
             if scores is not None:
                 dbeta += tl.sum(dlogits * (raw - mean[:, None]), axis=1)
-            store_rows(grad_scores, batch, head, rows, queries, slots, keys, dlogits * row_beta[:, None])
+            store_rows(grad_scores, batch, head, rows, queries, slots, keys, dlogits * row_beta[:, None], ALIGN)
     else:
         slots = tl.arange(0, BLOCK_N)
-        w, dw, raw = _weights_and_gradient(weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys)
+        w, dw, raw = _weights_and_gradient(
+            weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys, ALIGN
+        )
         delta = tl.sum(w * dw, axis=1)
         dlogits = w * (dw - delta[:, None])
         if scores is not None:
             mean = tl.sum(w * raw, axis=1)
             dbeta = tl.sum(dlogits * (raw - mean[:, None]), axis=1)
-        store_rows(grad_scores, batch, head, rows, queries, slots, keys, dlogits * row_beta[:, None])
+        store_rows(grad_scores, batch, head, rows, queries, slots, keys, dlogits * row_beta[:, None], ALIGN)
 
     if scores is not None:
         tl.store(dbeta_ptr + head_index.to(tl.int64) * queries + rows, dbeta, mask=exists)

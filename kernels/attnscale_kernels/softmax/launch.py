@@ -127,9 +127,18 @@ def _launch(
     tile = tile or softmax_tile(queries, keys, resources_of(matrix.device))
     row_beta = as_axes(beta.to(torch.float32), matrix.shape[:-1], 3)
     arguments |= {"beta": view(row_beta), "heads": heads, "queries": queries, "keys": keys}
-    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "LONG": tile.n < keys}
+    constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "ALIGN": _alignment(keys, arguments), "LONG": tile.n < keys}
     grid = batch * heads * triton.cdiv(queries, tile.m)
     return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
+
+
+def _alignment(keys: int, arguments: dict[str, Any]) -> int:
+    """8 where rows begin and end at multiples of 8 elements and triton, which looks for 16, does not see it; else 1."""
+    names = ("scores", "weights", "grad_weights", "grad_scores")
+    views = [x for name in names if (x := arguments.get(name)) is not None]
+    extents = [keys, *(stride for x in views for stride in x.strides[:-1])]
+    told = all(extent % 16 == 0 for extent in extents) or any(extent % 8 for extent in extents)
+    return 1 if told else 8
 
 
 def as_axes(x: Tensor, shape: tuple[int, ...], axes: int) -> Tensor:
