@@ -189,6 +189,17 @@ def test_what_is_not_asked_for_is_not_needed(dtype: torch.dtype, tile: Tile | No
     assert_as_good_as_torch(got, scores, beta, upstream=upstream)
 
 
+def test_rows_of_a_multiple_of_eight_are_said_to_be(tile: Tile | None) -> None:
+    for wide, keys, said in ((40, 40, 8), (40, 37, 1), (43, 40, 1), (64, 64, 1)):  # triton sees multiples of 16 itself
+        scores, upstream, beta = normal(3, wide)[:, :keys], normal(3, keys, seed=1), torch.tensor(1.7)
+        (launch,), _ = launches.forward_launches(scores, beta, mask=None, bias=None, thresholds=None)
+        assert launch.constants["ALIGN"] == said
+        found = forward(scores, beta, tile)
+        gradient = backward(upstream, found.weights, beta, tile)
+        got = {name: getattr(found, name) for name in ("weights", *STATISTICS)} | {"dscores": gradient.scores}
+        assert_as_good_as_torch(got, scores, beta, upstream=upstream)
+
+
 def test_a_row_of_many_blocks() -> None:
     """As it is launched, not with a small block: 2¹⁷ keys."""
     scores, upstream = normal(1, 2**17), normal(1, 2**17, seed=1)

@@ -16,7 +16,8 @@ class Target(NamedTuple):
 
 
 # Cards for desktops and for inference have 99 KB of shared memory for a block.
-SM_89 = SM_120 = SM_80._replace(shared_memory=101_376)
+SM_89 = SM_80._replace(shared_memory=101_376, capability=89)
+SM_120 = SM_89._replace(capability=120)
 
 TARGETS = {
     "sm_80": Target("cuda", 80, SM_80),

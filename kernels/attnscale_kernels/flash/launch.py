@@ -187,6 +187,8 @@ def forward_launches(
     busy = dropout_p > 0.0
     if not resources.has_tensor_memory:
         busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
+    if resources.capability >= 120:
+        busy |= entropy and max(dim, value_dim) <= 64  # sm_120 would spill 120 bytes
     if not boxed:
         busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
     tile = tile or forward_tile(
