@@ -7,7 +7,7 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench resources figures theory format wheel clean
+.PHONY: help setup demo experiments test test-real lint types bench resources figures theory format wheel hub-kernel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ wheel: $(INSTALLED)  ## build sdist and wheel into dist/
 	rm -rf build dist
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(PY) -m build
 	rm -rf build
+
+hub-kernel: $(INSTALLED)  ## write the kernels as a repository of the HuggingFace Hub into dist/hub-kernel
+	$(PY) scripts/hub_kernel.py
 
 clean:  ## remove what was built and cached; .venv and the real model stay
 	rm -rf build dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 from typing_extensions import Unpack
 
+from attnscale._util.processes import refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.one_torch_call import attend_in_one_call
@@ -27,8 +27,8 @@ from attnscale.errors import ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import reads_scores
 from attnscale.policies.build import resolve
-from attnscale.policies.temperature import check_beta, refuse_unknown_length, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
+from attnscale.policies.temperature import refuse_unknown_length, temperature
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request, find_places
 
 
 class ScoreRules(KeyRules, total=False):
@@ -122,7 +122,7 @@ def scaled_dot_product_attention(
             return out
     rules["visible"] = visible
     layout, call, _, _ = _bind(*torchs, policy=chosen, backend=backend, **rules)
-    return layout.restore(dispatch.run(call, backend))
+    return layout.restore(dispatch.run(*dispatch.prepare(call, chosen, backend)))
 
 
 # So that it does not call itself where a user assigns it to `torch.nn.functional` (see `sdpa.torch_attention`).
@@ -158,20 +158,19 @@ def attention_with_stats(
     layout, call, backend, chosen = _bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    output, stats = dispatch.measure(call, request, backend)
-    rows, stats = stats.rows, mark_ceiling(stats, call, chosen)
-    if len(layout.lead) != 2:
-        stats = tree_map_only(Tensor, layout.restore, stats._replace(rows=None))._replace(rows=rows)
-    return AttentionOutput(layout.restore(output), stats)
+    call, measuring = dispatch.prepare(call, chosen, backend, request)
+    output, stats = dispatch.measure(call, request, measuring)
+    return finished(layout, output, stats._replace(places=find_places(call.context)), call, chosen)
 
 
-def mark_ceiling(stats: RowStats, call: AttentionCall, policy: Policy) -> RowStats:
-    """The statistics of a call with `at_ceiling`, where its policy has a ceiling."""
+def finished(layout: Layout, output: Tensor, stats: RowStats, call: AttentionCall, policy: Policy) -> AttentionOutput:
+    """What a call returns: in the shape of its arguments, with `at_ceiling` where its policy has a ceiling."""
     ceiling = getattr(policy, "ceiling", None)
-    if ceiling is None or not isinstance(call.beta, Tensor):
-        return stats
-    beta = call.row_beta().detach()
-    return stats._replace(at_ceiling=(beta if stats.rows is None else beta[..., stats.rows]) >= ceiling)
+    if ceiling is not None and isinstance(call.beta, Tensor):
+        beta = call.row_beta().detach()
+        stats = stats._replace(at_ceiling=(beta if stats.rows is None else beta[..., stats.rows]) >= ceiling)
+    stats = stats if len(layout.lead) == 2 else stats.restored(layout.restore)
+    return AttentionOutput(layout.restore(output), stats)
 
 
 def explain_dispatch(
@@ -204,7 +203,10 @@ def explain_dispatch(
     _, call, backend, chosen = _bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    return dispatch.explain(call, backend, None if request is None else checked_request(request), reads_scores(chosen))
+    by_row = reads_scores(chosen)
+    if not by_row:
+        call = replace(call, beta=temperature(chosen, call.context, call.query))
+    return dispatch.explain(call, backend, None if request is None else checked_request(request), by_row=by_row)
 
 
 def attention_weights(
@@ -230,10 +232,10 @@ def attention_weights(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    layout, call, _, _ = _bind(
+    layout, call, backend, chosen = _bind(
         query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    return layout.restore(reference.attention_weights(call))
+    return layout.restore(reference.attention_weights(dispatch.prepare(call, chosen, backend)[0]))
 
 
 def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
@@ -245,8 +247,9 @@ def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Calla
         return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        layout, call, backend, _ = _bind(*args, **kwargs)
-        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, backend)))
+        layout, call, backend, policy = _bind(*args, **kwargs)
+        call, chosen = dispatch.prepare(call, policy, backend)
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, chosen)))
 
     return attend
 
@@ -262,7 +265,8 @@ def attention_and_weights(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output and the weights [..., H, Tq, Tk], after dropout, that it is made of; reported to a tap that is open."""
-    layout, call, _, _ = _bind(query, key, value, **arguments)
+    layout, call, backend, policy = _bind(query, key, value, **arguments)
+    call, _ = dispatch.prepare(call, policy, backend)
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
     output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
     return layout.restore(output), layout.restore(weights)
@@ -294,7 +298,7 @@ def _bind(
     sinks: Tensor | None = None,
     **rules: Unpack[KeyRules],
 ) -> tuple[Layout, AttentionCall, str, Policy]:
-    """The arguments of `scaled_dot_product_attention` as a call with its β, and as names resolved: backend, policy."""
+    """The arguments of `scaled_dot_product_attention` as a call at β = 1, the backend's name and the policy."""
     unknown = rules.keys() - KeyRules.__optional_keys__
     if unknown:
         name, known = min(unknown), AttentionRules.__optional_keys__ | {"policy"}
@@ -309,13 +313,13 @@ def _bind(
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
     given = rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
+    refuse_dtensor(query)
     check_sinks(layout, sinks, query.device)
-    rows = layout.flatten_query(query)
     context = describe(
         layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
     )
     call = AttentionCall(
-        query=rows,
+        query=layout.flatten_query(query),
         key=layout.flatten_key(key),
         value=layout.flatten_key(value),
         context=context,
@@ -323,8 +327,5 @@ def _bind(
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
-        beta=1.0 if reads_scores(chosen) else temperature(chosen, context, rows),
     )
-    if reads_scores(chosen):
-        call = replace(call, beta=check_beta(dispatch.score_beta(chosen, call, backend), rows))
     return layout, call, backend, chosen

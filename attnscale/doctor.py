@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from typing import NamedTuple
 
 import torch
 
+from attnscale._util.cache_folder import cache_folder
+from attnscale._util.versions import version_of
 from attnscale.attention import scaled_dot_product_attention
-from attnscale.backends.dispatch import BACKENDS
+from attnscale.backends import trust
+from attnscale.backends.dispatch import BACKENDS, check_kernels
 from attnscale_kernels import interpreting, why_unavailable
 
 _PACKAGES = ("attnscale", "torch", "einops", "triton", "transformers", "numpy")
@@ -36,11 +38,13 @@ class Diagnosis(NamedTuple):
 def doctor() -> Diagnosis:
     """Versions, devices and backends of this machine; each backend computes one small attention and is compared.
 
+    Where the kernels can run, the check that makes "auto" use them is repeated on every device.
+
     >>> print(doctor())  # doctest: +ELLIPSIS
     version...attnscale...
     """
     findings = [Finding("version", "python", platform.python_version())]
-    findings += [Finding("version", package, _version(package)) for package in _PACKAGES]
+    findings += [Finding("version", package, version_of(package)) for package in _PACKAGES]
     findings += [Finding("device", "cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
     for index in range(torch.cuda.device_count()):
         findings.append(Finding("device", f"cuda:{index}", torch.cuda.get_device_name(index)))
@@ -48,14 +52,26 @@ def doctor() -> Diagnosis:
         findings.append(Finding("device", "mps", "available"))
     findings += [Finding("backend", name, _self_check(name)) for name in BACKENDS if name != "triton"]
     findings.append(Finding("backend", "triton", why_unavailable() or _self_check("triton")))
-    return Diagnosis(tuple(findings))
+    return Diagnosis((*findings, *_trust()))
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _trust() -> list[Finding]:
+    """Whether "auto" may use the kernels, for each device and dtype: what was remembered, and the check repeated."""
+    if interpreting() or why_unavailable() is not None:
+        return []
+    by_hand = trust.chosen_by_hand()
+    findings = [] if by_hand is None else [Finding("triton", trust.BY_HAND, "1" if by_hand else "0")]
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            before = trust.remembered(device, dtype)
+            try:
+                now = f"check {trust.repeat(device, dtype, check_kernels)}"
+            except torch.OutOfMemoryError:
+                now = "no memory for the check"
+            text = f"{now}, {f'before: {before}' if before else 'for the first time'}"
+            findings.append(Finding("triton", f"{device} {str(dtype).removeprefix('torch.')}", text))
+    return [*findings, Finding("triton", "outcomes are kept in", str(cache_folder()))]
 
 
 def _self_check(backend: str) -> str:

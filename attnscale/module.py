@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from attnscale._util.processes import is_dtensor
 from attnscale.attention import AttentionRules, attention_and_weights, attention_through
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.call.nested import nest_like, pad_nested
 from attnscale.call.tap import Tap
-from attnscale.errors import ArgumentError, ArgumentTypeError, DtypeError, TensorError, reject_type
+from attnscale.errors import ArgumentError, ArgumentTypeError, BackendError, DtypeError, TensorError, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+from attnscale.policies.settle import settle
 
 SpreadAttention = Callable[..., Tensor]  # of a tap and the arguments of `scaled_dot_product_attention`
 
@@ -105,13 +107,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.adopt(build_policy_for(policy, num_heads=num_heads, head_dim=self.head_dim))
 
     def adopt(self, policy: Policy) -> None:
-        """Set the policy, on this module's device, and disable torch's fused inference path.
+        """Set the policy, with this module's device and dtype, and disable torch's fused inference path.
 
         `nn.TransformerEncoderLayer` would call a fused kernel with this module's weights, without its policy, unless a
         module of the layer has a forward hook.
         """
-        if isinstance(policy, nn.Module):
-            policy.to(self.out_proj.weight.device)
+        settle(policy, self, self.out_proj.weight.device)
         self.policy = policy
         self.register_forward_pre_hook(_close_fused_path)
 
@@ -220,6 +221,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """In-projections [N, T, E], with the key and value that torch's options append."""
+        if is_dtensor(self.out_proj.weight):
+            raise BackendError(
+                "MultiheadAttention cannot be spread over processes by tensor parallelism: use a "
+                "ScaledDotProductAttention between projections of your own, with attnscale.distributed.HeadParallel()"
+            )
         if self.in_proj_weight is not None and query is key is value:
             q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         else:

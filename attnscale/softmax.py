@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util.checks import check_broadcasts, check_scores, read_number
+from attnscale.backends.dispatch import why_kernels_distrusted
 from attnscale.call.context import shown
 from attnscale.errors import ArgumentError, BackendError, DtypeError, reject, reject_type
 from attnscale.statistics import RowStats, StatsRequest, checked_request, row_statistics
@@ -61,7 +62,7 @@ def softmax(
     obstacle = None if backend == "torch" else _why_no_kernel(scores, beta, bias)
     if backend == "triton" and obstacle is not None:
         raise BackendError(f"backend='triton' cannot compute this softmax: {obstacle}")
-    if backend == "torch" or obstacle is not None or (backend == "auto" and interpreting()):
+    if backend == "torch" or obstacle is not None or (backend == "auto" and not _is_trusted(scores)):
         return _by_torch(scores, beta, mask, bias, request)
     return _by_kernel(scores, beta, mask, bias, request)
 
@@ -109,6 +110,11 @@ def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None) -> str | N
         return reason
     derivative = other_derivative(scores, beta, bias)
     return None if derivative is None else f"triton kernels have one backward pass, and no {derivative}"
+
+
+def _is_trusted(scores: Tensor) -> bool:
+    """Whether "auto" may use the kernel: on a device where it was checked, and not in the interpreter."""
+    return not interpreting() and why_kernels_distrusted(scores.device, scores.dtype) is None
 
 
 def _checked_beta(beta: object, scores: Tensor) -> Tensor:

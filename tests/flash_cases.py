@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale_kernels.device import keep
+from attnscale_kernels.device import keep, keep_by_slot
 from attnscale_kernels.flash.launch import Backward, Forward, flash_backward, flash_forward
 from attnscale_kernels.launch import Tile
 from attnscale_kernels.visibility import Visibility
@@ -308,21 +308,32 @@ def _any_sign(beta: Tensor) -> Tensor:
 
 
 @triton.jit
-def _keep_kernel(seed_ptr, kept_ptr, queries, keys, dropout_p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keep_kernel(
+    seed_ptr, kept_ptr, queries, keys, dropout_p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_SLOT: tl.constexpr
+):
     head = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     slots = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    kept = keep(tl.load(seed_ptr), head, rows, slots, dropout_p)
+    if BY_SLOT:
+        kept = tl.trans(keep_by_slot(tl.load(seed_ptr), head, rows, slots, dropout_p))
+    else:
+        kept = keep(tl.load(seed_ptr), head, rows, tl.program_id(2) * BLOCK_N, dropout_p, BLOCK_N)
     at = kept_ptr + (head * queries + rows[:, None]) * keys + slots[None, :]
     tl.store(at, kept.to(tl.uint8), mask=(rows < queries)[:, None] & (slots < keys)[None, :])
 
 
-def draws(seed: Tensor, shape: tuple[int, int, int, int], dropout_p: float, block: tuple[int, int] = (256, 256)):
+def draws(
+    seed: Tensor,
+    shape: tuple[int, int, int, int],
+    dropout_p: float,
+    block: tuple[int, int] = (256, 256),
+    by_slot: bool = False,
+) -> Tensor:
     """Which weights [B, H, Tq, Tk] dropout keeps."""
     batch, heads, queries, keys = shape
     kept = torch.full(shape, 7, dtype=torch.uint8)
     grid = (batch * heads, triton.cdiv(queries, block[0]), triton.cdiv(keys, block[1]))
-    _keep_kernel[grid](seed, kept, queries, keys, dropout_p, BLOCK_M=block[0], BLOCK_N=block[1])
+    _keep_kernel[grid](seed, kept, queries, keys, dropout_p, BLOCK_M=block[0], BLOCK_N=block[1], BY_SLOT=by_slot)
     return kept == 1
 
 

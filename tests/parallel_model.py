@@ -20,6 +20,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "log": {"name": "log", "reference_length": 8},
     "ssmax": {"name": "ssmax", "num_heads": HEADS, "reference_length": 8},
     "gap_adaptive": {"name": "gap_adaptive", "scope": "head", "num_heads": HEADS, "momentum": 0.5},
+    # A part across two processes, and one that learns nothing.
+    "per_head": {"name": "per_head", "num_heads": HEADS, "default": "log", "heads": {"1-2": {"name": "ssmax"}}},
 }
 
 
@@ -75,12 +77,14 @@ class Run:
     policy: str
     packed: bool
     dtype: torch.dtype = torch.float64
+    first: int = 0  # of the sequences of a batch: another order rounds otherwise
 
     def __post_init__(self) -> None:
         self.model = self.wrapped = build(self.policy, self.dtype)
+        self.gradients: dict[str, Tensor] = {}
         size = 1 if self.mode == "alone" else distributed.get_world_size()
         rank = 0 if self.mode == "alone" else distributed.get_rank()
-        self.rows, self.columns = slice(None), torch.arange(LENGTH)
+        self.rows, self.columns = torch.arange(BATCH).roll(self.first), torch.arange(LENGTH)
         self.rules: dict[str, Any] = {"cu_seqlens": EDGES} if self.packed else {}
         if self.mode != "alone":
             self._spread(init_device_mesh("cpu", (size,), mesh_dim_names=(self.mode[:2],)), rank, size)
@@ -93,10 +97,11 @@ class Run:
         from attnscale.distributed import ContextParallel, HeadParallel
 
         if self.mode in ("ddp", "fsdp2"):
-            self.rows = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+            self.rows = torch.arange(rank * BATCH // size, (rank + 1) * BATCH // size)
         if self.mode == "fsdp2":
-            fully_shard(self.model.block, mesh=mesh).set_gradient_divide_factor(1.0)
-            fully_shard(self.model, mesh=mesh).set_gradient_divide_factor(1.0)
+            for part in (self.model.block, self.model):
+                fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other in fp32
         if self.mode == "tp":
             plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
             parallelize_module(self.model.block, mesh, {**plan, "attention": HeadParallel()})
@@ -123,22 +128,22 @@ class Run:
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
         self.optimizer.zero_grad()
         loss.backward()
-        self.gradients = {name: whole(p.grad) for name, p in self.model.named_parameters()}
+        if not self.gradients:  # of the first step only: gathering them takes as long as a step
+            self.gradients = {name: whole(p.grad) for name, p in self.model.named_parameters()}
         self.optimizer.step()
         return loss.detach()
 
     def train(self, steps: int = STEPS, *, start: int = 0, monitored: bool = True) -> dict[str, Any]:
         """What training leaves: gradients of the first step, state, logits of this process, records."""
-        records, first = [], {}
+        records = []
         monitor = Monitor(self.model, every=steps - 1, rows=None, alerts=None) if monitored else None
         for number in range(start, start + steps):
             self.step(number)
-            first = first or self.gradients
             records += [] if monitor is None else [record.as_dict() for record in monitor.step(number)]
         if monitor is not None:
             monitor.close()
         state = {name: whole(x) for name, x in self.model.state_dict().items()}
-        return {"gradients": first, "state": state, "logits": self.logits(), "records": records}
+        return {"gradients": self.gradients, "state": state, "logits": self.logits(), "records": records}
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -147,7 +152,7 @@ class Run:
         own = self.wrapped(self.own(batch(1000)[0]), self.columns, **self.rules)
         self.model.train()
         found = own.new_zeros(BATCH, LENGTH, TOKENS)
-        found[self.rows, self.columns] = own
+        found[self.rows[:, None], self.columns] = own
         if self.mode not in ("alone", "tp"):
             distributed.all_reduce(found)
         return found

@@ -89,6 +89,12 @@ def test_the_wheel_holds_the_tasks_for_lm_eval(files: set[str]) -> None:
     assert len(tasks) == 3
 
 
+def test_the_wheel_holds_the_profiles_of_known_cards(files: set[str]) -> None:
+    profiles = {path.name for path in (ROOT / "attnscale" / "bench" / "gpu" / "profiles").glob("*.yaml")}
+    assert profiles == {Path(name).name for name in files if name.startswith("attnscale/bench/gpu/profiles/")}
+    assert len(profiles) == 12
+
+
 def test_both_packages_are_typed(files: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= files
 

@@ -11,12 +11,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from attnscale._util.memory import Memory
 
 SCRATCH = threading.local()  # _util.scratch: a few buffers a thread
 SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.sampling: which rows a request samples
 BETAS: Memory[Any] = Memory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
+ESTIMATE_NUMBERS = itertools.count(1)  # policies.adaptive: estimates in the order of their first reduction
 REGISTERED_POLICIES: dict[str, type] = {}  # policies.build: classes added by `register_policy`
 TORCH_REPLACED: list[Callable[..., Any]] = []  # backends.sdpa, patch_torch: torch's attention beneath patches
 CLOSED_FUSED_PATHS: list[Any] = []  # patch_torch: patches that keep torch from its fused encoder
@@ -28,3 +31,5 @@ HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that ove
 HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
 HF_TOKEN_SHARDS = threading.local()  # hf.split_attention: who holds which tokens, of the last position_ids
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
+TRITON_OUTCOMES: dict[tuple[torch.device, torch.dtype], Any] = {}  # backends.trust: what checks of the kernels found
+TRITON_CHECKING = threading.Lock()  # backends.trust: held while the kernels are checked

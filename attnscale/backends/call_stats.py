@@ -15,7 +15,15 @@ def counted(call: AttentionCall) -> RowStats:
     return RowStats(visible=visible, visible_given=call.context.visible is not None)
 
 
-def softmax_stats(call: AttentionCall, request: StatsRequest, lse: Tensor, top: Tensor, entropy: Tensor) -> RowStats:
+def softmax_stats(
+    call: AttentionCall,
+    request: StatsRequest,
+    lse: Tensor,
+    top: Tensor,
+    entropy: Tensor,
+    w_max: Tensor | None = None,
+) -> RowStats:
     """The requested ones of the statistics that a forward gives, each [B, H, Tq]; `top` is the largest logit."""
-    stats = counted(call)._replace(lse=lse, max_logit=top, w_max=largest_weight(top, lse), entropy=entropy)
+    w_max = largest_weight(top, lse) if w_max is None else w_max
+    stats = counted(call)._replace(lse=lse, max_logit=top, w_max=w_max, entropy=entropy)
     return stats.only(request)._replace(with_sink=call.sinks is not None and request.softmax)

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from attnscale.backends import trust
 from attnscale.backends.autocast import cast, dtype_of
 from attnscale.backends.backend import Backend, MeasuringBackend, no_derivative
 from attnscale.backends.blockwise.backend import BlockwiseBackend
 from attnscale.backends.gaps import differentiable_accumulation
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
+from attnscale.backends.self_check import find_fault
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies import Policy
+from attnscale.policies.adaptive import ScorePolicy, reads_scores
+from attnscale.policies.temperature import check_beta, temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 from attnscale.statistics.rows.sampled_rows import measure_sampled_rows
 from attnscale_kernels.derivatives import other_derivative
@@ -62,73 +67,112 @@ def check_backend(backend: str) -> None:
         reject("backend", backend, f"'auto' or one of {', '.join(BACKENDS)}")
 
 
-def run(call: AttentionCall, backend: str) -> Tensor:
-    """The output [B, H, Tq, Dv] from the first usable backend, or from the one asked for and no other."""
-    chosen = _choose(call, backend, needs_of(call, statistics=False))
+def prepare(
+    call: AttentionCall, policy: Policy, backend: str, request: StatsRequest | None = None
+) -> tuple[AttentionCall, Backend]:
+    """A call at β = 1 with the β of its policy, from lengths or from scores, and the backend that computes it."""
+    if not reads_scores(policy):
+        call = replace(call, beta=temperature(policy, call.context, call.query))
+        return call, choose(call, backend, request)
+    chosen = choose(call, backend, request, by_row=True)
+    beta = policy.from_stats(*score_statistics(policy, call, chosen))
+    return replace(call, beta=check_beta(beta, call.query)), chosen
+
+
+def run(call: AttentionCall, chosen: Backend) -> Tensor:
+    """The output [B, H, Tq, Dv]."""
     return chosen.run(call if chosen.name == "sdpa" else cast(call))  # torch casts by itself, once β is in the query
 
 
-def measure(call: AttentionCall, request: StatsRequest, backend: str) -> AttentionOutput:
+def measure(call: AttentionCall, request: StatsRequest, chosen: Backend) -> AttentionOutput:
     """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics."""
-    if not _is_sampled(call, request):
-        chosen = MEASURING[_choose(call, backend, needs_of(call, statistics=True)).name]
-        return chosen.measure(cast(call), request)
-    return AttentionOutput(run(call, backend), measure_sampled_rows(cast(call), request))
+    if _is_sampled(call, request):
+        return AttentionOutput(run(call, chosen), measure_sampled_rows(cast(call), request))
+    return MEASURING[chosen.name].measure(cast(call), request)
 
 
-def score_beta(policy: ScorePolicy, call: AttentionCall, backend: str) -> Tensor:
-    """β [B, H, Tq] in fp32 of a policy that reads the scores of a call at β = 1, without its sinks."""
-    return policy.from_stats(*score_statistics(policy, call, backend))
+def score_statistics(policy: ScorePolicy, call: AttentionCall, chosen: Backend) -> tuple[RowStats, Tensor | None]:
+    """What `from_stats` of a policy is given: statistics at β = 1 without sinks, and Λ with a gradient if it wants it.
 
-
-def score_statistics(policy: ScorePolicy, call: AttentionCall, backend: str) -> tuple[RowStats, Tensor | None]:
-    """What `from_stats` of a policy is given: statistics at β = 1, and Λ with a gradient where the policy wants it."""
+    The backend of the output measures them if it can, else the first that can.
+    """
     request, raw = policy.request, replace(call, sinks=None)
-    stats = _score_backend(raw, backend).statistics(cast(raw).detached(), request)
+    stats = _score_backend(raw, chosen.name).statistics(cast(raw).detached(), request)
     through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
     return stats, through
 
 
-def _score_backend(call: AttentionCall, backend: str) -> MeasuringBackend:
-    """Who measures the scores that a policy reads: the backend asked for if it can, else the first that can.
+def _score_backend(call: AttentionCall, chosen: str) -> MeasuringBackend:
+    name = chosen if chosen in MEASURING else _first_automatic(call, Needs(statistics=True, derivative=None))
+    if name is None:
+        raise BackendError(f"no backend can measure the scores of this call:\n{explain(call, request=StatsRequest())}")
+    return MEASURING[name]
 
-    A backend that cannot compute the call at all is refused, or explained, where its output is asked for.
+
+def choose(call: AttentionCall, backend: str, request: StatsRequest | None = None, *, by_row: bool = False) -> Backend:
+    """The first usable backend for the output and requested statistics, or the one asked for and no other.
+
+    `by_row` says that β, not known yet, will differ from row to row.
     """
-    needs = Needs(statistics=True, derivative=None)
-    can = backend in MEASURING and _why_not(backend, call, needs) is None
-    return MEASURING[_choose(call, backend if can else "auto", needs).name]
+    needs = _needs(call, request)
+    if backend != "auto":
+        reason = _why_not(backend, call, needs)
+        if reason is not None:
+            raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
+        return BACKENDS[backend]
+    name = _first_automatic(call, needs, by_row)
+    if name is None:
+        raise BackendError(f"no backend can compute this call:\n{explain(call, request=request, by_row=by_row)}")
+    return BACKENDS[name]
 
 
-def needs_of(call: AttentionCall, *, statistics: bool) -> Needs:
+def _first_automatic(call: AttentionCall, needs: Needs, by_row: bool = False) -> str | None:
+    """What "auto" chooses, if there is anything."""
+    for name in _preference(call, by_row):
+        if _why_not(name, call, needs) is None and _why_not_automatic(name, call, needs) is None:
+            return name
+    return None
+
+
+def _needs(call: AttentionCall, request: StatsRequest | None) -> Needs:
     """What a call needs, with the derivative that is being taken of its tensors at the moment."""
     tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
-    return Needs(statistics, other_derivative(*tensors))
+    return Needs(request is not None and not _is_sampled(call, request), other_derivative(*tensors))
 
 
-def _choose(call: AttentionCall, backend: str, needs: Needs) -> Backend:
-    names = [name for name in _preference(call) if _is_automatic(name, needs)] if backend == "auto" else [backend]
-    for name in names:
-        reason = _why_not(name, call, needs)
-        if reason is None:
-            return BACKENDS[name]
-        if backend != "auto":
-            raise BackendError(f"backend={backend!r} cannot compute this call: {reason}")
-    raise BackendError(
-        f"no backend can compute this call:\n{explain(call, request=StatsRequest() if needs.statistics else None)}"
-    )
-
-
-def _preference(call: AttentionCall) -> list[str]:
+def _preference(call: AttentionCall, by_row: bool) -> list[str]:
     """All backends by preference: triton before sdpa for a β per row in half precision, which costs sdpa more there."""
     names = list(BACKENDS)
-    if isinstance(call.beta, Tensor) and call.query.device.type != "cpu" and dtype_of(call.query).itemsize == 2:
+    by_row = by_row or isinstance(call.beta, Tensor)
+    if by_row and call.query.device.type != "cpu" and dtype_of(call.query).itemsize == 2:
         names.sort(key=lambda name: name != "triton")
     return names
 
 
-def _is_automatic(name: str, needs: Needs) -> bool:
-    """Whether "auto" may choose a backend; the reference only for derivatives that no other has."""
-    return BACKENDS[name].automatic or (name == ReferenceBackend.name and needs.derivative is not None)
+def _why_not_automatic(name: str, call: AttentionCall, needs: Needs) -> str | None:
+    """When a backend that can compute a call is used, where "auto" may not choose it; None where it may."""
+    if name == ReferenceBackend.name and needs.derivative is not None:
+        return None  # which no other has
+    if not BACKENDS[name].automatic:
+        return "where asked for by name"
+    if name == TritonBackend.name:
+        reason = why_kernels_distrusted(call.query.device, dtype_of(call.query))
+        return None if reason is None else f"where asked for by name: {reason}"
+    return None
+
+
+def why_kernels_distrusted(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why "auto" leaves the kernels alone on a device where they can run, or None."""
+    return trust.why_distrusted(device, dtype, check_kernels)
+
+
+# torch.compile takes the answer for a constant of the graph; see derivatives.py for why this is no decorator.
+why_kernels_distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What the kernels compute wrongly on a device, in words; None if nothing is."""
+    return find_fault(MEASURING[TritonBackend.name], MEASURING[ReferenceBackend.name], device, dtype)
 
 
 def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
@@ -140,25 +184,24 @@ def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
 
 
 def explain(
-    call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None, reads_scores: bool = False
+    call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None, *, by_row: bool = False
 ) -> Dispatch:
-    """Which backend would compute a call, and why; `chosen` is "none" where `run` or `measure` would fail.
+    """What `choose` would choose for the same arguments, and why; `chosen` is "none" where it would fail.
 
-    With a request, that of `measure`; for sampled rows, the one that computes the output. `reads_scores` says that β
-    comes from `score_beta`: the reason then names the backend that measures the scores.
+    With `by_row` the reason names the backend that measures the scores that β is made of.
     """
     sampled = request is not None and _is_sampled(call, request)
     verdicts = []
     chosen = "none"
-    needs = needs_of(call, statistics=request is not None and not sampled)
-    for name in _preference(call):
+    needs = _needs(call, request)
+    for name in _preference(call, by_row):
         reason = _why_not(name, call, needs)
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
         elif backend not in ("auto", name):
             verdicts.append(Verdict(name, True, f"usable, but backend={backend!r} was asked for"))
-        elif backend == "auto" and not _is_automatic(name, needs):
-            verdicts.append(Verdict(name, True, "usable, where asked for by name"))
+        elif backend == "auto" and (when := _why_not_automatic(name, call, needs)) is not None:
+            verdicts.append(Verdict(name, True, f"usable, {when}"))
         elif chosen != "none":
             verdicts.append(Verdict(name, True, f"usable, but {chosen} comes first"))
         else:
@@ -166,8 +209,8 @@ def explain(
             why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
             if sampled:
                 why += "; statistics.rows measures the sampled rows"
-            if reads_scores:
-                why += f"; {_score_backend(call, backend).name} measures the scores that β is made of"
+            if by_row:
+                why += f"; {_score_backend(call, chosen).name} measures the scores that β is made of"
             verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
 

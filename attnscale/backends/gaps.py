@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.backends.blockwise.logits import logit_tile
-from attnscale.backends.blockwise.tiles import Scores, Tile, cut, store, workspace_for
+from attnscale.backends.tile_logits import logit_tile
+from attnscale.backends.tiles import Scores, Tile, cut, store, workspace_for
 from attnscale.call.attention_call import SCORE_TENSORS, AttentionCall
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation, bracket, count_gaps, find_contact, take_spectrum

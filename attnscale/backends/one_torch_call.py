@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnscale._util.processes import is_dtensor
 from attnscale._util.tracing import is_watched
 from attnscale.backends.autocast import dtype_of
 from attnscale.backends.sdpa import attend, attend_by_row
@@ -47,7 +48,7 @@ def attend_in_one_call(
     if uniform == 1.0:
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     refuse_unknown_length(policy, query, known=visible is not None)
-    if not isinstance(policy, FormulaPolicy) or query.dim() != 4 or is_watched():
+    if not isinstance(policy, FormulaPolicy) or query.dim() != 4 or is_watched() or is_dtensor(query):
         return None
     scale = default_scale(query) if scale is None else scale
     beta = recurring_temperature(policy, query, key, attn_mask, is_causal, visible)

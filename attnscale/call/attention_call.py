@@ -28,7 +28,7 @@ class AttentionCall:
     dropout_p: float
     softcap: float | None
     sinks: Tensor | None  # [H]: one more logit per head, which β does not scale
-    beta: float | Tensor  # a float where all rows share it, else fp32 [B|1, H|1, Tq]
+    beta: float | Tensor = 1.0  # a float where all rows share it, else [B|1, H|1, Tq], fp32 or fp64
 
     @property
     def group(self) -> int:

@@ -38,43 +38,21 @@ class CallParts(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall) -> CallParts:
         """The parts of a call; `slot` counts where there are no `slots`."""
-        context, slot, beta = call.context, call.context.slot, call.beta
-        return cls(
-            query=call.query.detach(),
-            key=call.key.detach(),
-            value=call.value.detach(),
-            beta=beta.detach() if isinstance(beta, Tensor) else torch.full((1, 1, 1), beta, device=call.query.device),
-            slots=slot if isinstance(slot, Tensor) else None,
-            first=context.first,
-            last=context.last,
-            padding=context.padding,
-            mask=None if context.mask is None else context.mask.detach(),
-            sinks=None if call.sinks is None else call.sinks.detach(),
-            slot=0 if isinstance(slot, Tensor) else slot,
-            causal=context.causal,
-            left=context.window[0],
-            right=context.window[1],
-            scale=call.scale,
-            softcap=call.softcap,
-        )
+        call = call.detached()
+        context, beta = call.context, call.beta
+        if not isinstance(beta, Tensor):
+            beta = torch.full((1, 1, 1), beta, device=call.query.device)
+        slots, slot = (context.slot, 0) if isinstance(context.slot, Tensor) else (None, context.slot)
+        tensors = slots, context.first, context.last, context.padding, context.mask, call.sinks
+        constants = slot, context.causal, *context.window, call.scale, call.softcap
+        return cls(call.query, call.key, call.value, beta, *tensors, *constants)
 
     def to_call(self) -> AttentionCall:
         """Inverse of `of`."""
-        context = Context(
-            queries=self.query.shape[2],
-            keys=self.key.shape[2],
-            device=self.query.device,
-            causal=self.causal,
-            slot=self.slot if self.slots is None else self.slots,
-            window=(self.left, self.right),
-            first=self.first,
-            last=self.last,
-            padding=self.padding,
-            mask=self.mask,
-        )
-        return AttentionCall(
-            self.query, self.key, self.value, context, self.scale, 0.0, self.softcap, self.sinks, beta=self.beta
-        )
+        place = self.slot if self.slots is None else self.slots
+        rules = self.causal, place, (self.left, self.right), self.first, self.last, self.padding, self.mask
+        context = Context(self.query.shape[2], self.key.shape[2], self.query.device, *rules)
+        return AttentionCall(*self[:3], context, self.scale, 0.0, self.softcap, self.sinks, self.beta)
 
 
 _SCHEMA_TYPES = {

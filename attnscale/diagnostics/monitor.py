@@ -21,7 +21,7 @@ from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.collect import collect
-from attnscale.diagnostics.records.distributed import Processes, shards_heads_unsaid
+from attnscale.diagnostics.records.distributed import Processes, refuse_unsaid_heads
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks.base import AlertSink, Sink
 from attnscale.diagnostics.thresholds import Thresholds, find_alerts
@@ -92,6 +92,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             found = find_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
                 reject("model", type(model).__name__, "a model that no other monitor is attached to")
+            if group is None:
+                refuse_unsaid_heads(model, found.values())
             self._undo = undo.pop_all()  # removes what made a stock model measurable
         self._sinks = list(sinks)
         self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
@@ -99,14 +101,6 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._notices = Notices()
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices)
-        parted = any(getattr(module, "head_part", (0, 1))[1] > 1 for module in found.values())
-        if self._processes.number > 1 and group is None and not parted and shards_heads_unsaid(model):
-            self._notices.add(
-                "heads",
-                "parameters of the model are sharded by tensor parallelism, and a monitor cannot tell which heads a "
-                "process has: give the attention attnscale.distributed.HeadParallel() in the plan, or the monitor the "
-                "process_group of those whose rows differ",
-            )
         modules = dict(model.named_modules())  # of a swapped model, the attention whose child ours is
         self.layers = {
             path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)

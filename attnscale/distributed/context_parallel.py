@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol, TypedDict
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 from typing_extensions import Unpack
 
-from attnscale.attention import mark_ceiling
+from attnscale.attention import finished
 from attnscale.backends import dispatch
 from attnscale.backends.sdpa import beneath_context_parallel
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
-from attnscale.call.layout import Layout, read_layout
+from attnscale.call.layout import read_layout
 from attnscale.call.parse import describe
 from attnscale.call.score_options import check_sinks, default_scale, read_numbers
 from attnscale.call.tap import Tap
@@ -29,10 +27,12 @@ from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import ScorePolicy, reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import check_beta, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request
+from attnscale.statistics import AttentionOutput, RowPlaces, RowStats, Span, StatsRequest, checked_request
 
 Method = Literal["gather", "ulysses", "ring"]
 METHODS: tuple[Method, ...] = ("gather", "ulysses", "ring")
+# The methods in which a process keeps its rows.
+BY_ROWS: dict[Method, type[Gather | Ring]] = {"gather": Gather, "ring": Ring}
 
 
 class SequenceRules(TypedDict, total=False):
@@ -132,55 +132,53 @@ def context_parallel_attention(
         beta=1.0,
     )
 
-    def exchange(call: AttentionCall) -> Exchange:
-        if method == "gather":
-            return Gather(call, shards, backend)
-        if method == "ring":
-            return Ring(call, shards, backend)
-        return Ulysses(call, shards, backend, describe(layout, tokens, tokens, device, is_causal=is_causal, **rules))
-
     with beneath_context_parallel():
-        if tap is None or not tap.open:
-            output, stats, call = _attend(exchange(call), call, chosen, request)
+        if method == "ulysses":
+            whole = describe(layout, tokens, tokens, device, is_causal=is_causal, **rules)
+            output, stats, call = _attend(Ulysses(call, shards, backend, whole, tap), call, chosen, request)
+        elif tap is None or not tap.open:
+            output, stats, call = _attend(BY_ROWS[method](call, shards, backend), call, chosen, request)
         else:
-            output, stats, call = _attend_reported(tap, exchange, call, chosen, request, shards)
-    return _restored(layout, AttentionOutput(output, mark_ceiling(stats, call, chosen)))
+            output, stats, call = _attend_reported(tap, BY_ROWS[method], call, chosen, request, shards, backend)
+    stats = stats._replace(places=RowPlaces(shards.own, (Span(0, tokens),)))
+    return finished(layout, output, stats, call, chosen)
 
 
 def _attend(
     exchange: Exchange, call: AttentionCall, policy: Policy, request: StatsRequest | None
 ) -> tuple[Tensor, RowStats, AttentionCall]:
     """Output, statistics, and the call with its β."""
-    call = replace(call, beta=_beta(lambda: exchange, call, policy))
+    call = replace(call, beta=_beta(exchange, call, policy))
     return *exchange.measure(call.beta, request), call
 
 
-def _beta(exchange: Callable[[], Exchange], call: AttentionCall, policy: Policy) -> float | Tensor:
+def _beta(exchange: Exchange, call: AttentionCall, policy: Policy) -> float | Tensor:
     if reads_scores(policy):
-        return check_beta(policy.from_stats(*exchange().score_statistics(policy)), call.query)
+        return check_beta(policy.from_stats(*exchange.score_statistics(policy)), call.query)
     return temperature(policy, call.context, call.query)
 
 
 def _attend_reported(
     tap: Tap,
-    exchange: Callable[[AttentionCall], Exchange],
+    method: type[Gather | Ring],
     call: AttentionCall,
     policy: Policy,
     request: StatsRequest | None,
     shards: TokenShards,
+    backend: str,
 ) -> tuple[Tensor, RowStats, AttentionCall]:
     """The same, reported to a tap.
 
-    The listener measures rows of this process against the keys of all, which are gathered for it whatever the method;
-    the gradients it is told are those of this process's tokens.
+    The listener measures rows of this process against the keys of all. These are gathered before the method would send
+    them, which then need not: the same bytes travel. The gradients it is told are those of this process's tokens.
     """
-    call = replace(call, beta=_beta(lambda: exchange(call), call, policy))
-    key, value = gather_keys(call.key.detach(), call.value.detach(), shards)
-    measured = replace(call, key=key, value=value, context=call.context.with_own_slots(True))
+    held = gather_keys(call.key.detach(), call.value.detach(), shards)
+    call = replace(call, beta=_beta(method(call, shards, backend, held), call, policy))
+    measured = replace(call, key=held[0], value=held[1], context=call.context.with_own_slots(True))
     found: list[RowStats] = []
 
     def run(passed: AttentionCall) -> Tensor:
-        output, stats = exchange(passed).measure(passed.beta, request)
+        output, stats = method(passed, shards, backend, held).measure(passed.beta, request)
         found.append(stats)
         return output
 
@@ -198,11 +196,3 @@ def _check_tokens(query: Tensor, key: Tensor, value: Tensor, rules: SequenceRule
         )
     if method == "ulysses" and rules.get("attn_mask") is not None:
         raise ArgumentError("attn_mask is not accepted by method='ulysses': use 'gather' or 'ring', or rules")
-
-
-def _restored(layout: Layout, found: AttentionOutput) -> AttentionOutput:
-    if len(layout.lead) == 2:
-        return found
-    rows = found.stats.rows
-    stats = tree_map_only(Tensor, layout.restore, found.stats._replace(rows=None))._replace(rows=rows)
-    return AttentionOutput(layout.restore(found.output), stats)

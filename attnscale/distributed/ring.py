@@ -1,6 +1,7 @@
 """Context parallelism as a ring: keys and values travel from process to process, partial results are merged.
 
-No process ever holds more than two shards of keys. Each shard is computed by the blockwise backend, on every device.
+No process ever holds more than two shards of keys, unless an exact Λ is asked for, which needs whole rows: then keys,
+but no values, are gathered for it. Each shard is computed by the blockwise backend, on every device.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 
 from attnscale._util.processes import wait
-from attnscale.backends.blockwise.backend import BlockwiseBackend, blockwise_backward
-from attnscale.backends.call_stats import counted
+from attnscale.backends import dispatch
+from attnscale.backends.blockwise.backend import BlockwiseBackend, attend, blockwise_backward
+from attnscale.backends.call_stats import counted, softmax_stats
+from attnscale.backends.gaps import add_gaps
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context
+from attnscale.distributed.gather import gather_keys
 from attnscale.distributed.ring_gaps import RingGaps
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import BackendError
@@ -31,33 +35,33 @@ BLOCKWISE = BlockwiseBackend()
 class Ring:
     """Rows of this process against one shard of keys after another."""
 
-    def __init__(self, call: AttentionCall, shards: TokenShards, backend: str) -> None:
+    def __init__(
+        self, call: AttentionCall, shards: TokenShards, backend: str, held: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         if backend not in ("auto", BLOCKWISE.name):
             raise BackendError(
                 f"backend={backend!r} cannot compute method='ring': its shards are computed by blockwise"
             )
-        if call.dropout_p > 0.0:
-            raise BackendError("method='ring' has no dropout: use method='gather' or 'ulysses'")
-        if call.bias is not None and call.bias.requires_grad:
-            raise BackendError("method='ring' gives no gradient of attn_mask: use method='gather'")
+        self._given = call
         # Bounds in slots become bounds in a shard where its keys lie in the order of the sequence.
         order = shards.own.argsort(-1)
         self._call = replace(call, key=take_tokens(call.key, order), value=take_tokens(call.value, order))
-        self._rotation = Rotation(shards)
+        self._rotation = Rotation(shards, held)
 
     def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
-        """Statistics of the own rows at β = 1; Λ has no gradient here."""
+        """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
         if policy.gradient == "through":
-            raise BackendError("method='ring' has no gradient through Λ: use gradient='detach', or method='gather'")
+            return dispatch.score_statistics(policy, self._with_all_keys(self._given), BLOCKWISE)
         return self._statistics(replace(self._call, sinks=None), policy.request), None
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
         """Output and statistics of the own rows."""
         call, rotation = replace(self._call, beta=beta), self._rotation
-        entropy = request is not None and request.entropy
         found: list[RowStats] = []
-        tensors = call.query, call.key, call.value, call.row_beta(), call.sinks
-        output: Tensor = _RingAttention.apply(call, rotation, entropy, found, *tensors)  # type: ignore[no-untyped-call]
+        seeds = torch.randint(2**62, (rotation.shards.size,), device="cpu") if call.dropout_p > 0.0 else None
+        options = call, rotation, seeds, request is not None and request.entropy, found
+        tensors = call.query, call.key, call.value, call.row_beta(), call.sinks, call.bias
+        output: Tensor = _RingAttention.apply(*options, *tensors)  # type: ignore[no-untyped-call]
         if request is None:
             return AttentionOutput(output, counted(call))
         queries = call.query.shape[2]
@@ -75,6 +79,7 @@ class Ring:
             stats = reduce_outputs(call, self._rotation, entropy=request.entropy, values=False).stats
         return self._finish(call, request, stats)
 
+    @torch.no_grad()
     def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
         """What was asked for, with the statistics of gaps, for which the keys travel twice more."""
         stats = stats._replace(
@@ -84,20 +89,44 @@ class Ring:
             entropy=stats.entropy if request.entropy else None,
             with_sink=call.sinks is not None and request.softmax,
         )
-        return RingGaps(call.detached(), request, self._rotation.keys).add(stats) if request.gaps else stats
+        if not request.gaps:
+            return stats
+        if request.accumulation == "exact":
+            return add_gaps(self._with_all_keys(call.detached()), request, stats)
+        return RingGaps(call.detached(), request, self._rotation.keys).add(stats)
+
+    def _with_all_keys(self, call: AttentionCall) -> AttentionCall:
+        """Rows against the keys of all processes in the order of the sequence, for their scores only."""
+        held = self._rotation.held
+        if held is None or torch.is_grad_enabled():
+            held = gather_keys(self._given.key, self._given.value[..., :0], self._rotation.shards)
+        return replace(call, key=held[0], value=held[1][..., :0])
 
 
 class Rotation:
-    """Passes tensors on from each process to the next, and knows whose they are."""
+    """Passes tensors on from each process to the next, and knows whose they are.
 
-    def __init__(self, shards: TokenShards) -> None:
-        self.shards = shards
+    Keys and values that all processes `held` before, in the order of the sequence, need not be passed in forward.
+    """
+
+    def __init__(self, shards: TokenShards, held: tuple[Tensor, Tensor] | None = None) -> None:
+        self.shards, self.held = shards, held
         self.places = shards.slots.sort(-1).values  # [P, B|1, L], as keys lie in their shards
 
     def keys(self, call: AttentionCall) -> Iterator[AttentionCall]:
         """The rows of a call against each shard of keys, the own first."""
-        for source, (key,) in self.turn(call.key):
-            yield self.part(call, source, key, call.value[..., :0])
+        for source, (key, value) in self.forward(call, values=False):
+            yield self.part(call, source, key, value)
+
+    def forward(self, call: AttentionCall, *, values: bool) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each process's number, keys and values (or none), the own first."""
+        if self.held is None:
+            yield from self.turn(call.key, call.value if values else call.value[..., :0])
+            return
+        key, value = self.held[0], self.held[1] if values else self.held[1][..., :0]
+        for step in range(self.shards.size):
+            source = (self.shards.rank - step) % self.shards.size
+            yield source, [take_tokens(x, self.places[source]) for x in (key, value)]
 
     def turn(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Each process's tensors and its number. The next ones travel while these are used."""
@@ -133,21 +162,33 @@ class Rotation:
             batch = max(padding.shape[0], places.shape[0])
             padding = padding.expand(batch, -1).gather(-1, places.expand(batch, -1))
         if mask is not None:
-            batch = max(mask.shape[0], places.shape[0])
-            index = places.expand(batch, -1)[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
-            mask = mask.expand(batch, -1, -1, -1).gather(-1, index)
+            mask = mask.expand(max(mask.shape[0], places.shape[0]), -1, -1, -1)
+            mask = mask.gather(-1, self._columns(source, mask))
         keys = places.shape[1]
         return Context(context.queries, keys, context.device, first=first, last=last, padding=padding, mask=mask)
 
+    def spread_mask(self, part: Tensor, source: int, keys: int) -> Tensor:
+        """The gradient [B|1, H|1, Tq, L] of a shard's part of a mask, among zeros for all other keys."""
+        whole = part.new_zeros(*part.shape[:-1], keys)
+        return whole.scatter_(-1, self._columns(source, part), part)
 
-def reduce_outputs(call: AttentionCall, rotation: Rotation, *, entropy: bool, values: bool) -> AttentionOutput:
-    """The merged output and statistics of all shards, in fp32 at least."""
+    def _columns(self, source: int, mask: Tensor) -> Tensor:
+        """Which columns of a mask [B, H|1, Tq, T] belong to a shard."""
+        return self.places[source][:, None, None].expand(mask.shape[0], *mask.shape[1:3], -1)
+
+
+def reduce_outputs(
+    call: AttentionCall, rotation: Rotation, *, entropy: bool, values: bool, seeds: Tensor | None = None
+) -> AttentionOutput:
+    """The merged output and statistics of all shards, in fp32 at least; seeds are those of dropout in each shard."""
     # Rounded once, at the end: outputs of shards in half precision would each be rounded.
     call = replace(call, query=call.query.to(torch.promote_types(call.query.dtype, torch.float32)))
     request = StatsRequest(entropy=entropy)
     total: AttentionOutput | None = None
-    for source, (key, value) in rotation.turn(call.key, call.value if values else call.value[..., :0]):
-        found = BLOCKWISE.measure(rotation.part(call, source, key, value), request)
+    for source, (key, value) in rotation.forward(call, values=values):
+        part = rotation.part(call, source, key, value)
+        output, *sums = attend(part, entropy=entropy, seed=None if seeds is None else seeds[source])
+        found = AttentionOutput(output, softmax_stats(part, request, *sums))
         total = found if total is None else total.merge(found)
     return cast("AttentionOutput", total)  # a process group has at least one process
 
@@ -157,24 +198,32 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, rotation: Rotation, entropy: bool, found: list[RowStats], *tensors: Tensor | None
+        ctx: Any,
+        call: AttentionCall,
+        rotation: Rotation,
+        seeds: Tensor | None,
+        entropy: bool,
+        found: list[RowStats],
+        *tensors: Tensor | None,
     ) -> Tensor:
-        total = reduce_outputs(call.detached(), rotation, entropy=entropy, values=True)
+        plain = replace(call.detached(), dropout_p=call.dropout_p)
+        total = reduce_outputs(plain, rotation, entropy=entropy, values=True, seeds=seeds)
         found.append(total.stats)
         output = total.output.to(call.query.dtype)
-        ctx.call, ctx.rotation = call.detached(), rotation
+        ctx.call, ctx.rotation, ctx.seeds = plain, rotation, seeds
         ctx.save_for_backward(*tensors, total.output, total.stats.lse)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, beta, sinks, output, lse = ctx.saved_tensors
+        query, key, value, beta, sinks, bias, output, lse = ctx.saved_tensors
         call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
         rotation: Rotation = ctx.rotation
         wide = torch.promote_types(query.dtype, torch.float32)
         dquery, dbeta = (torch.zeros_like(x, dtype=wide) for x in (query, beta))
         dsinks: Tensor | None = None
+        dbias = torch.zeros_like(bias) if ctx.needs_input_grad[-1] else None
         # The gradients of a shard travel one step behind it, and one step more, home.
         travelling = key.new_zeros(key.numel() + value.numel(), dtype=wide)
         for source, (its_key, its_value) in rotation.turn(key, value):
@@ -183,17 +232,21 @@ class _RingAttention(torch.autograd.Function):
             part = rotation.part(call, source, its_key, its_value)
             context = part.context
             visibility = *context.bounds(), context.padding, context.mask
-            rest = its_value.to(wide), part.sinks, None, output, lse, call.scale, call.softcap, 0.0, False
-            dq, dk, db, dv, _, ds = blockwise_backward(
-                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *visibility, *rest
-            )
+            seed = None if ctx.seeds is None else ctx.seeds[source]
+            numbers = call.scale, call.softcap, call.dropout_p, dbias is not None
+            dq, dk, db, dv, of_mask, ds = blockwise_backward(
+                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *visibility, its_value.to(wide),
+                part.sinks, seed, output, lse, *numbers,
+            )  # fmt: skip
             dquery += dq
             dbeta += db
             dsinks = dsinks if part.sinks is None else ds
+            if dbias is not None:
+                dbias += rotation.spread_mask(of_mask, source, bias.shape[-1]).sum_to_size(bias.shape)
             travelling = travelling + torch.cat([dk.reshape(-1), dv.reshape(-1)])
         if rotation.shards.size > 1:
             travelling = wait(rotation.send(travelling))
         dkey, dvalue = torch.split(travelling, [key.numel(), value.numel()])
         dkey, dvalue = dkey.view_as(key).to(key.dtype), dvalue.view_as(value).to(value.dtype)
-        nothing = None, None, None, None
-        return *nothing, dquery.to(query.dtype), dkey, dvalue, dbeta.to(beta.dtype), dsinks
+        nothing = (None,) * 5
+        return *nothing, dquery.to(query.dtype), dkey, dvalue, dbeta.to(beta.dtype), dsinks, dbias

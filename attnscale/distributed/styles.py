@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from attnscale._util.processes import read_group
+from attnscale._util.processes import OfOneRun, OwnHeads, local, read_group
 from attnscale.call.tap import Tap
 from attnscale.distributed.context_parallel import METHODS, Method, context_parallel_attention
 from attnscale.distributed.shards import TokenShards
-from attnscale.errors import ArgumentError, reject, reject_type
+from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
 from attnscale.module import ScaledDotProductAttention
 from attnscale.policies.adaptive import GapAdaptive
 from attnscale.policies.base import LengthPolicy
@@ -36,21 +36,19 @@ class ContextParallel(ParallelStyle):
         self.method = method
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _ours(module).spread = SpreadSequence(device_mesh, self.method)
+        attention = _ours(module)
+        attention.spread = SpreadSequence(device_mesh, self.method)
+        if self.method == "ulysses":  # a monitor hears of the heads that this process has
+            part, parts = attention.head_part
+            attention.head_part = part * device_mesh.size() + device_mesh.get_local_rank(), parts * device_mesh.size()
         return module
 
 
-class SpreadSequence:
-    """`context_parallel_attention` over one mesh, for a module. Copies share the mesh; pickled ones have none."""
+class SpreadSequence(OfOneRun):
+    """`context_parallel_attention` over one mesh, for a module."""
 
     def __init__(self, mesh: DeviceMesh, method: Method) -> None:
         self.mesh, self.method = mesh, method
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequence:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
     def __call__(
         self,
@@ -82,8 +80,9 @@ class SpreadSequence:
 class HeadParallel(ParallelStyle):
     """Tensor parallelism of a `ScaledDotProductAttention`, of whose heads each process has an equal part, in order.
 
-    Parameters and running estimates of its policy, one per head, become DTensors sharded with the heads, and a monitor
-    reports heads by their numbers in the whole module. `rows` is the mesh over whose processes rows differ, for running
+    Parameters and running estimates of its policy, one per head, become DTensors sharded with the heads (of `per_head`,
+    replicated ones, since its parts may lie across processes), and a monitor reports heads by their numbers in the
+    whole module. `rows` is the mesh over whose processes rows differ, for running
     estimates; None: all dimensions of the whole mesh but that of the heads.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -95,22 +94,40 @@ class HeadParallel(ParallelStyle):
         self.rows = rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention, size = _ours(module), device_mesh.size()
-        policies = [part for part in attention.modules() if part is not attention]
-        for policy in policies:
-            if isinstance(policy, PerHead):
-                raise ArgumentError("per_head is not accepted by HeadParallel: its parts do not follow the processes")
-            for name, tensor in (*policy.named_parameters(recurse=False), *policy.named_buffers(recurse=False)):
-                if tensor.shape[0] % size:
-                    reject("heads", tensor.shape[0], f"a multiple of the {size} processes")
-                sharded: Tensor = distribute_tensor(tensor.detach(), device_mesh, [Shard(0)])
-                if isinstance(tensor, nn.Parameter):
-                    policy.register_parameter(name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
-                else:
-                    policy.register_buffer(name, sharded)
+        attention, size, policy = _ours(module), device_mesh.size(), _ours(module).policy
         attention.head_part = device_mesh.get_local_rank(), size
+        if isinstance(policy, PerHead):
+            _check_heads(policy.num_heads, size)
+            policy.keep(OwnHeads(*attention.head_part, device_mesh.get_group()))
+            _distribute(policy, device_mesh, Replicate())
+        elif isinstance(policy, nn.Module):
+            for tensor in (*policy.parameters(), *policy.buffers()):
+                _check_heads(tensor.shape[0], size)
+            _distribute(policy, device_mesh, Shard(0))
+        attention.register_forward_pre_hook(_local_inputs)
         share_rows(attention, _others(device_mesh) if self.rows is None else self.rows)
         return module
+
+
+def _check_heads(heads: int, size: int) -> None:
+    if heads % size:
+        reject("heads", heads, f"a multiple of the {size} processes")
+
+
+def _distribute(policy: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Turn the parameters and buffers of a policy and its parts into DTensors."""
+    for part in policy.modules():
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            placed: Tensor = distribute_tensor(tensor.detach(), mesh, [placement])
+            if isinstance(tensor, nn.Parameter):
+                part.register_parameter(name, nn.Parameter(placed, requires_grad=tensor.requires_grad))
+            else:
+                part.register_buffer(name, placed)
+
+
+def _local_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The heads of this process, also of projections that give DTensors."""
+    return tuple(local(x) if isinstance(x, Tensor) else x for x in inputs)
 
 
 def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | None) -> None:
@@ -128,8 +145,8 @@ def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | N
 def shard_policies(model: nn.Module, **options: Any) -> None:
     """`fully_shard` for each learned policy of a model; call it before `fully_shard` takes the rest, with its keywords.
 
-    Parameters of a policy are fp32, also in a bf16 model, and `fully_shard` takes parameters of one dtype at a time.
-    A model that is fp32 as a whole does not need this.
+    For policies in another dtype than the parameters that train beside them, fp32 in a bf16 model: `fully_shard` takes
+    parameters of one dtype at a time. A model of one dtype does not need this.
     """
     for module in model.modules():
         if isinstance(module, LengthPolicy) and any(True for _ in module.parameters()):
@@ -146,6 +163,12 @@ def _others(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _ours(module: nn.Module) -> ScaledDotProductAttention:
+    if isinstance(module, nn.MultiheadAttention):
+        raise ArgumentTypeError(
+            f"module as {type(module).__name__} is not accepted: its projections are one tensor for all heads, and its "
+            "call has no place for positions; expected a ScaledDotProductAttention of attnscale's between projections "
+            "of your own"
+        )
     if not isinstance(module, ScaledDotProductAttention):
         reject_type("module", type(module).__name__, "a ScaledDotProductAttention of attnscale's")
     return module

@@ -14,6 +14,7 @@ from attnscale.backends import dispatch
 from attnscale.backends.call_stats import counted
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context
+from attnscale.call.tap import Tap
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import reject
 from attnscale.policies.adaptive import ScorePolicy
@@ -22,13 +23,18 @@ from attnscale.statistics.gaps import Accumulation
 
 
 class Ulysses:
-    """Heads of this process with the whole sequence; outputs and statistics return to the rows they belong to."""
+    """Heads of this process with the whole sequence; outputs and statistics return to the rows they belong to.
 
-    def __init__(self, call: AttentionCall, shards: TokenShards, backend: str, whole: Context) -> None:
+    A tap is told of these heads, which have all their rows here.
+    """
+
+    def __init__(
+        self, call: AttentionCall, shards: TokenShards, backend: str, whole: Context, tap: Tap | None = None
+    ) -> None:
         heads, size = call.query.shape[1], shards.size
         if heads % size:
             reject("heads", heads, f"a multiple of the {size} processes, for method='ulysses'; use 'gather' or 'ring'")
-        self._rows, self._shards, self._backend = call, shards, backend
+        self._rows, self._shards, self._backend, self._tap = call, shards, backend, tap
         self._place = shards.in_turn()
         self._order = self._place.argsort(-1)
         key, value = (_repeated(x, heads, size) for x in (call.key, call.value))
@@ -39,7 +45,9 @@ class Ulysses:
 
     def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
-        stats, through = dispatch.score_statistics(policy, self._call, self._backend)
+        stats, through = dispatch.score_statistics(
+            policy, self._call, dispatch.choose(self._call, self._backend, by_row=True)
+        )
         return self._stats_of_rows(stats), None if through is None else self._to_rows(through[..., None])[..., 0]
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
@@ -47,15 +55,32 @@ class Ulysses:
         if isinstance(beta, Tensor):
             (beta,) = self._to_heads(beta.expand(self._rows.query.shape[:3])[..., None])
             beta = beta[..., 0]
-        call = replace(self._call, beta=beta)
-        if request is None:
-            return AttentionOutput(self._to_rows(dispatch.run(call, self._backend)), counted(self._rows))
-        output, found = dispatch.measure(call, replace(request, rows=None), self._backend)
+        output, found = self._attend(replace(self._call, beta=beta), request)
+        if request is None or found is None:
+            return AttentionOutput(self._to_rows(output), counted(self._rows))
         stats, queries = self._stats_of_rows(found), self._rows.query.shape[2]
         if request.rows is not None and request.rows < queries:
             rows = sample_rows(queries, request.rows, request.seed, output.device)
             stats = _select(stats, rows)
         return AttentionOutput(self._to_rows(output), stats)
+
+    def _attend(self, call: AttentionCall, request: StatsRequest | None) -> tuple[Tensor, RowStats | None]:
+        """Output of the own heads, reported to a tap that is open, and statistics where they are asked for."""
+        found: list[RowStats] = []
+
+        def run(passed: AttentionCall) -> Tensor:
+            if request is None:
+                return dispatch.run(passed, dispatch.choose(passed, self._backend))
+            of_all = replace(request, rows=None)
+            output, stats = dispatch.measure(passed, of_all, dispatch.choose(passed, self._backend, of_all))
+            found.append(stats)
+            return output
+
+        if self._tap is None or not self._tap.open:
+            output = run(call)
+        else:
+            output = self._tap.report(self._tap.id, replace(call, context=call.context.with_own_slots(True)), run)
+        return output, found[0] if found else None
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[B, H, L, ·] of the own rows to [B, H/P, T, ·] of the own heads, by one collective."""
@@ -73,7 +98,7 @@ class Ulysses:
         in_turn = take_tokens(x, self._place)
         parts = in_turn.unflatten(2, (size, -1)).movedim(2, 0).contiguous()  # type: ignore[no-untyped-call]
         received = collectives.all_to_all_single_autograd(parts, None, None, self._shards.group)
-        return received.movedim(0, 1).flatten(1, 2)
+        return torch.cat(received.unbind(0), dim=1)  # and no view, which would still be the promise of a tensor
 
     @torch.no_grad()
     def _stats_of_rows(self, stats: RowStats) -> RowStats:

@@ -26,6 +26,7 @@ from attnscale.hf.probe import Inputs, probe_sites
 from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site, site_of
 from attnscale.policies import Policy, PolicySpec
+from attnscale.policies.settle import settle
 
 
 class Handle(Removable):
@@ -182,12 +183,10 @@ def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig])
 
 
 def _make_site(policy: Policy, module: nn.Module, override: bool) -> Site:
-    """A site on the device of an attention module; with a learned policy, of the class that PEFT trains and saves."""
-    if isinstance(policy, nn.Module):
-        held = (parameter.device for parameter in module.parameters() if parameter.device.type != "meta")
-        # The parameters of an offloaded module are elsewhere than where it computes.
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        policy.to(next(held, torch.device("cpu")) if device is None else torch.device(device))
+    """A site for an attention module; with a learned policy, of the class that PEFT trains and saves."""
+    # The parameters of an offloaded module are elsewhere than where it computes.
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    settle(policy, module, None if device is None else torch.device(device))
     if is_learned(policy) and find_spec("peft") is not None:
         from attnscale.hf.peft_sites import TrainedSite  # imports peft, which is slow and optional
 

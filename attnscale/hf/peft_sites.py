@@ -45,9 +45,11 @@ class TrainedSite(AuxiliaryTrainingWrapper, Site):
         self.set_requires_grad(adapter_names, not inference_mode)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
-        """Train or freeze the policy."""
+        """Train or freeze the policy; what PEFT trains in a half precision model, it trains in fp32."""
         for parameter in self.parameters():
             parameter.requires_grad_(requires_grad)
+            if requires_grad and parameter.dtype.itemsize == 2:
+                parameter.data = parameter.data.float()
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
         """Forget an adapter; the policy stays."""

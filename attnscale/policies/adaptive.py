@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
 import torch
 from torch import Tensor
 
+from attnscale._util import state
 from attnscale._util.processes import RowGroup, local, sum_over_rows
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies.base import LengthPolicy, Policy, ln
@@ -104,6 +105,7 @@ class GapAdaptive(ScorePolicy):
     gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
 
     _rows: RowGroup | None = field(init=False, default=None)  # set by `share`
+    _number: int = field(init=False, default=0)  # the place among all policies in the order of their first reduction
     sums: Tensor = field(init=False)  # [H, 5] running means of 1, x, y, x², x·y with x = 1/ln n and y = 1/Λ
 
     def validate(self) -> None:
@@ -168,12 +170,24 @@ class GapAdaptive(ScorePolicy):
         x = torch.where(usable, 1 / ln(visible), 0.0)
         y = torch.where(usable, 1 / scale.double(), 0.0)  # 1/∞ is 0: a tie is one row among many
         moments = torch.stack([usable.double(), x, y, x * x, x * y], dim=-1).sum((0, 2))  # [H, 5]
-        moments = sum_over_rows(moments, self._rows)
+        if moments.shape[0] != local(self.sums).shape[0]:
+            raise ArgumentError(
+                f"scores of {moments.shape[0]} heads are not accepted: expected {local(self.sums).shape[0]}, the "
+                "num_heads of gap_adaptive (heads that are spread over processes need "
+                "attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
+            )
+        moments = sum_over_rows(moments, self._rows, self._order)
         share = moments / moments[:, :1].clamp(min=1)
         sums = local(self.sums)
         first = sums[:, :1] == 0
         mixed = torch.where(first, share, self.momentum * sums + (1 - self.momentum) * share)
         sums.copy_(torch.where(moments[:, :1] > 0, mixed, sums))
+
+    def _order(self) -> int:
+        """Tells this estimate from those of other layers; the same in all processes, as long as they are in step."""
+        if not self._number and not torch.compiler.is_compiling():
+            self._number = next(state.ESTIMATE_NUMBERS)
+        return self._number
 
     def share(self, group: ProcessGroup | None) -> None:
         """Reduce the running estimate over a group in place of all processes; None: over none."""

@@ -40,8 +40,8 @@ class LengthPolicy(nn.Module):
     """Base of all policies: subclasses are keyword dataclasses whose `formula` reads like the table row.
 
     It is called with n, an int or an integer tensor of any shape, optionally with the 0-based absolute positions (else
-    n − 1), and returns fp32 β that broadcasts with them. Per-head policies have the head axis at −2: n [B, 1, Tq] or
-    [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1.
+    n − 1), and returns β that broadcasts with them: fp32, or fp64 where it has fp64 parameters. Per-head policies have
+    the head axis at −2: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1.
 
     Fields are fixed after construction, since `validate` may have derived values from them: build a new policy, for
     instance with `dataclasses.replace`. Parameters, buffers and submodules are those of any `nn.Module`.
@@ -103,8 +103,14 @@ class LengthPolicy(nn.Module):
         return 1.0 if beta.is_meta else float(beta.abs().max())
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
-        """β in fp32 for n visible keys; see the class."""
-        return self.formula(*read_lengths(n, positions)).to(torch.float32)
+        """β for n visible keys; see the class."""
+        return self.formula(*read_lengths(n, positions)).to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of β: fp32, or fp64 where a parameter is fp64, since its gradient must not be rounded to less."""
+        wide = any(parameter.dtype == torch.float64 for parameter in self.parameters())
+        return torch.float64 if wide else torch.float32
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain data that `build_policy` takes back."""

@@ -18,40 +18,13 @@ from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import adaptive, laws, learned, per_head, published
 from attnscale.policies.base import LengthPolicy, Policy
 
+# Every class with a name of its own, in the order of definition.
 POLICIES: dict[str, type[LengthPolicy]] = {
     kind.name: kind
-    for kind in (
-        laws.Constant,
-        laws.SqrtLog,
-        laws.Log,
-        laws.LogSquared,
-        laws.Power,
-        published.Yarn,
-        published.Qwen,
-        learned.SSMax,
-        published.Swan,
-        published.Llama4,
-        published.Mistral,
-        published.Grok2,
-        published.Inkling,
-        published.HypeNet,
-        published.DeepSeek,
-        published.GptOss,
-        published.LongRope,
-        published.DRoPE,
-        published.SuEntropy,
-        published.InfoScale,
-        published.Lumina,
-        learned.ASEntmax,
-        published.RandomEnergy,
-        published.Simplex,
-        published.Sphere,
-        adaptive.GapAdaptive,
-        adaptive.EntropyAdaptive,
-        per_head.PerHead,
-    )
+    for module in (laws, published, learned, adaptive, per_head)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, LengthPolicy) and "name" in vars(kind)
 }
-
 
 # How the name of a policy file ends.
 _FILES = (".yaml", ".yml")

@@ -91,7 +91,7 @@ class ASEntmax(LengthPolicy):
         nn.init.zeros_(self.w_gamma)
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
-        """β [B, H, Tq] in fp32 for n (or positions) [..., Tq] and queries [B, H, Tq, D]."""
+        """β [B, H, Tq] for n (or positions) [..., Tq] and queries [B, H, Tq, D]."""
         if not isinstance(query, Tensor):
             reject_type("query", query, "a tensor: asentmax needs the queries [B, H, Tq, D]")
         w_beta, w_gamma = local(self.w_beta), local(self.w_gamma)
@@ -108,7 +108,7 @@ class ASEntmax(LengthPolicy):
         strength = F.softplus((x * w_beta[:, None]).sum(-1))
         exponent = 2 * torch.tanh((x * w_gamma[:, None]).sum(-1))
         beta = self.delta + strength * ln(position + 2).to(x.dtype).pow(exponent)
-        return beta.to(torch.float32)
+        return beta.to(self.dtype)
 
     def longest_beta(self) -> float:
         # softplus and tanh at their usual largest: strength 1, exponent 2.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.processes import OwnHeads
 from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
 from attnscale.policies.base import LengthPolicy, Policy
@@ -38,6 +39,8 @@ class PerHead(LengthPolicy):
     num_heads: int = length(least=1)
     default: Any = "constant"
     heads: Mapping[str, Any]
+
+    _own: OwnHeads | None = field(init=False, default=None)  # set by `keep`
 
     def validate(self) -> None:
         if not isinstance(self.heads, Mapping):
@@ -81,7 +84,12 @@ class PerHead(LengthPolicy):
             parts.append(beta.expand(*beta.shape[:-2], size, *(rows or (1,))))
         lead = torch.broadcast_shapes(*(beta.shape[:-2] for beta in parts))  # type: ignore[no-untyped-call]
         parts = [beta.expand(*lead, *beta.shape[-2:]) for beta in parts]
-        return take(torch.cat(parts, -2), self._parts_in_order)
+        beta = take(torch.cat(parts, -2), self._parts_in_order)
+        return beta if self._own is None else self._own.of(beta)
+
+    def keep(self, own: OwnHeads) -> None:
+        """Give β for the own heads of this process only; parameters stay those of all heads, in every process."""
+        self._own = own
 
     def longest_beta(self) -> float:
         return max(part.longest_beta() for part in self._policies())

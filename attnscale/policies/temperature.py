@@ -23,7 +23,7 @@ Beta = TypeVar("Beta")
 
 
 def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tensor:
-    """β from lengths: a float where all rows share it and the host knows it, else fp32 [B|1, H|1, Tq].
+    """β from lengths: a float where all rows share it and the host knows it, else [B|1, H|1, Tq], see `check_beta`.
 
     A policy with parameters or buffers is evaluated exactly once.
     """
@@ -91,19 +91,24 @@ def refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None
 
 
 def check_beta(beta: Tensor, query: Tensor) -> Tensor:
-    """β [B|1, H|1, Tq]; refuses one that does not broadcast, such as that of a policy for other heads.
+    """β [B|1, H|1, Tq], in fp32 unless policy and query are fp64.
+
+    Refuses one that does not broadcast, such as that of a policy for other heads.
 
     In a compiled graph extents may be unknown until it runs, so that there the broadcasting itself is the check.
     """
     while beta.dim() < 3:
         beta = beta[None]
+    if beta.dtype == torch.float64 != query.dtype:  # of an fp64 policy in another model
+        beta = beta.to(torch.float32)
     batch, heads, rows = query.shape[:3]
     if torch.compiler.is_compiling():
         return beta
     if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
         raise ArgumentError(
             f"policy gives β of shape {list(beta.shape)}, which is not accepted: expected one that broadcasts to "
-            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads?"
+            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads? (Heads that are spread "
+            "over processes need attnscale.distributed.HeadParallel() in the plan of parallelize_module.)"
         )
     return beta
 

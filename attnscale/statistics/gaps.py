@@ -82,10 +82,13 @@ def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) 
     return Contact(value, at + 1, keys[..., 0], keys.gather(-1, at[..., None])[..., 0])
 
 
-def count_gaps(scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | None = None) -> Tensor:
+def count_gaps(
+    scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | None = None, *, best: Tensor | None = None
+) -> Tensor:
     """N(t) [..., thresholds] as int64: visible keys with s* − s ≤ t, the best one included.
 
-    0 at every t in a row without visible keys, and in one with a NaN among them, which has no best key.
+    0 at every t in a row without visible keys, and in one with a NaN among them, which has no best key. Where the keys
+    are some of those of a row, `best` [...] is the s* of all of them; counts of the parts then add up.
 
     >>> count_gaps(torch.tensor([3.0, 2.5, 0.0]), (0.0, 0.5, 10.0))
     tensor([1, 2, 3])
@@ -95,7 +98,7 @@ def count_gaps(scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | Non
         return torch.zeros(*scores.shape[:-1], len(thresholds), dtype=torch.int64, device=scores.device)
     # An infinite threshold must not admit hidden keys, and in a row without any other no threshold may.
     edges = torch.tensor([min(t, FAR) for t in thresholds], dtype=scores.dtype, device=scores.device)
-    top = scores.amax(-1, keepdim=True)
+    top = scores.amax(-1, keepdim=True) if best is None else best[..., None]
     gaps, edges = top - scores, torch.where(top > -FAR, edges, -1.0)
     return torch.stack([(gaps <= edges[..., i, None]).sum(-1) for i in range(edges.shape[-1])], dim=-1)
 

@@ -7,15 +7,19 @@ softcap and bias, before β).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from attnscale._util.tracing import is_watched
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.request import StatsRequest
+from attnscale.statistics.row_places import RowPlaces, join_places
+from attnscale.statistics.shares import Shares, SoftmaxPart, join_parts
 
 
 class RowStats(NamedTuple):
@@ -39,6 +43,7 @@ class RowStats(NamedTuple):
     rows: Tensor | None = None  # [R], which rows were sampled
     with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
     visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
+    places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
 
     def only(self, request: StatsRequest) -> RowStats:
         """The same without those statistics of the softmax that are not asked for."""
@@ -49,10 +54,11 @@ class RowStats(NamedTuple):
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
 
-        A sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge
-        them in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all
-        keys already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
-        `common_maximum`. Λ cannot be merged.
+        Refused where `rows` or `places` tell that rows differ, or that both sides have seen the same keys. A sink is
+        one outcome for all keys together: compute one part with `sinks` and the others without, and merge them in any
+        order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys already.
+        Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
+        cannot be merged.
 
         >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)
@@ -60,26 +66,47 @@ class RowStats(NamedTuple):
         >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
         """
         check_mergeable(self, other, common_maximum)
-        lse = entropy = max_logit = counts = None
-        if self.lse is not None and other.lse is not None:
-            lse = torch.logaddexp(self.lse, other.lse)
-            if self.entropy is not None and other.entropy is not None:
-                entropy = _merge_entropy(lse, (self.lse, self.entropy), (other.lse, other.entropy))
+        places = join_places(self._known_places(), other._known_places())
+        entropy = max_logit = counts = None
+        shares = self._shares_beside(other)
+        if shares is not None and self.entropy is not None and other.entropy is not None:
+            entropy = _merge_entropy((shares.first, self.entropy), (shares.second, other.entropy))
         if self.max_logit is not None and other.max_logit is not None:
             max_logit = torch.maximum(self.max_logit, other.max_logit)
         if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             counts = self.gap_counts + other.gap_counts
         return RowStats(
             visible=self.visible if self.visible_given else self.visible + other.visible,
-            lse=lse,
+            lse=None if shares is None else shares.lse,
             max_logit=max_logit,
-            w_max=None if max_logit is None or lse is None else largest_weight(max_logit, lse),
+            w_max=None if shares is None else shares.w_max,
             entropy=entropy,
             gap_counts=counts,
             rows=self.rows,
             with_sink=self.with_sink or other.with_sink,
             visible_given=self.visible_given,
+            places=places,
         )
+
+    def _shares_beside(self, other: RowStats) -> Shares | None:
+        """The shares of the softmax over the keys of both; None without lse."""
+        if self.lse is None or other.lse is None:
+            return None
+        first = SoftmaxPart(self.lse, self.max_logit, self.w_max)
+        return join_parts(first, SoftmaxPart(other.lse, other.max_logit, other.w_max))
+
+    def restored(self, restore: Callable[[Tensor], Tensor]) -> RowStats:
+        """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""
+        found: RowStats = tree_map_only(Tensor, restore, self._replace(rows=None, places=None))
+        return found._replace(rows=self.rows, places=self.places)
+
+    def _known_places(self) -> RowPlaces | None:
+        """The places, unless statistics of some of the rows were cut out since."""
+        if self.places is None or self.rows is not None:
+            return self.places
+        rows = self.places.rows
+        extent = rows.shape[-1] if isinstance(rows, Tensor) else rows.stop - rows.start
+        return self.places if extent == self.visible.shape[-1] else None
 
 
 class AttentionOutput(NamedTuple):
@@ -98,12 +125,11 @@ class AttentionOutput(NamedTuple):
         >>> parts = [attention_with_stats(q, keys, keys) for keys in (k[:, :, :4], k[:, :, 4:])]
         >>> torch.testing.assert_close(parts[0].merge(parts[1]).output, attention_with_stats(q, k, k).output)
         """
-        stats = self.stats.merge(other.stats)
-        if stats.lse is None or self.stats.lse is None or other.stats.lse is None:
+        stats, shares = self.stats.merge(other.stats), self.stats._shares_beside(other.stats)
+        if shares is None:
             raise ArgumentError("outputs without lse are not accepted: expected StatsRequest(lse=True), to weigh them")
-        output = self.output * largest_weight(self.stats.lse, stats.lse)[..., None].to(self.output.dtype)
-        output = output + other.output * largest_weight(other.stats.lse, stats.lse)[..., None].to(other.output.dtype)
-        return AttentionOutput(output, stats)
+        output = self.output * shares.first[..., None].to(self.output.dtype)
+        return AttentionOutput(output + other.output * shares.second[..., None].to(other.output.dtype), stats)
 
 
 def largest_weight(max_logit: Tensor, lse: Tensor) -> Tensor:
@@ -161,10 +187,9 @@ def _same_rows(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and (is_watched() or a.is_meta or torch.equal(a, b.to(a.device)))
 
 
-def _merge_entropy(lse: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
+def _merge_entropy(*sides: tuple[Tensor, Tensor]) -> Tensor:
     """H of the union: each side's share a of the weight brings a·H_side − a·ln a."""
-    total = torch.zeros_like(lse)
-    for side, entropy in sides:
-        share = largest_weight(side, lse)
+    total = torch.zeros_like(sides[0][1])
+    for share, entropy in sides:
         total = total + share * entropy + torch.special.entr(share)
     return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing

@@ -18,10 +18,12 @@ _MODULES = {
     "row_softmax": "softmax.op",
 }
 
-__all__ = ["Visibility", "interpreting", "why_unavailable", *_MODULES]
+__all__ = ["Visibility", "interpreting", "layers", "why_unavailable", *_MODULES]
 
 
 def __getattr__(name: str) -> object:
+    if name == "layers":  # where HuggingFace's `kernels` looks for layers
+        return importlib.import_module(".layers", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

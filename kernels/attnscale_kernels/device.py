@@ -288,11 +288,38 @@ def tanh(x):
 
 
 @triton.jit
-def keep(seed, head, rows, slots, dropout_p):
-    """Which of [rows, slots] dropout keeps: a counter-based draw at (head, row, slot), the same in every kernel."""
-    row = rows[:, None] + 0 * slots[None, :]
-    slot = slots[None, :] + 0 * rows[:, None]
-    draw, _, _, _ = tl.philox(seed, slot, row, slot * 0 + head, slot * 0, 7)
+def keep(seed, head, rows, left_slot, dropout_p, SLOTS: tl.constexpr):
+    """Which of [rows, SLOTS] dropout keeps, from `left_slot` on, a multiple of SLOTS.
+
+    A counter-based draw at (head, row, slot // 4), the same in every kernel; its four words are those of four slots.
+    """
+    fours = left_slot // 4 + tl.arange(0, SLOTS // 4)
+    first, second, third, fourth = _draw(seed, head, rows[:, None], fours[None, :])
+    draw = tl.join(tl.join(first, third), tl.join(second, fourth))  # [rows, SLOTS / 4, 2, 2]: slots in order
+    return _is_kept(tl.reshape(draw, [rows.shape[0], SLOTS]), dropout_p)
+
+
+@triton.jit
+def keep_by_slot(seed, head, rows, slots, dropout_p):
+    """`keep` as [slots, rows], where each slot draws for itself and takes one word of the four.
+
+    Where two accumulators fill the registers, `keep` and a transposition spill 80 bytes on sm_80 at 128 dimensions.
+    """
+    first, second, third, fourth = _draw(seed, head, rows[None, :], slots[:, None] // 4)
+    word = slots[:, None] % 4
+    draw = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
+    return _is_kept(draw, dropout_p)
+
+
+@triton.jit
+def _draw(seed, head, row, four):
+    """Four random words for each of some rows and fours of slots, which broadcast."""
+    row, four = row + 0 * four, four + 0 * row
+    return tl.philox(seed, four, row, four * 0 + head, four * 0, 7)
+
+
+@triton.jit
+def _is_kept(draw, dropout_p):
     return (draw >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0) >= dropout_p
 
 

@@ -12,6 +12,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from . import compiled
+
 Others = ParamSpec("Others")
 Found = TypeVar("Found")
 
@@ -106,11 +108,13 @@ class Launch(NamedTuple):
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
-        if self.grid:
-            with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-                self.kernel[(self.grid,)](
-                    **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-                )
+        if not self.grid:
+            return
+        if like.is_cuda and like.device.index != torch.cuda.current_device():
+            with torch.cuda.device(like.device):
+                compiled.launch(*self)
+        else:
+            compiled.launch(*self)
 
 
 def launched(
@@ -138,6 +142,20 @@ class View(NamedTuple):
 def view(x: Tensor) -> View:
     """A tensor with its strides, of which that of a contiguous last axis is compiled in."""
     return View(x, x.stride())
+
+
+def row_view(beta: Tensor, batch: int, heads: int, rows: int) -> View:
+    """β [B|1, H|1, T|1] in fp32 as [B, H, T]: broadcast axes have a stride of 0."""
+    beta = beta if beta.dtype == torch.float32 else beta.to(torch.float32)
+    return View(beta, _broadcast_strides(beta.shape, beta.stride(), (batch, heads, rows)))
+
+
+# A view by `expand` would take longer than all the rest of an argument.
+@functools.lru_cache(maxsize=256)
+def _broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        raise ValueError(f"beta of shape {tuple(shape)} is not accepted: expected one that broadcasts to {full}")
+    return tuple([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
 def fits_box(x: Tensor, resources: Resources) -> bool:
@@ -175,8 +193,8 @@ def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        # In fp32 products are as torch is set; in half precision there is only one way.
-        "PRECISION": "tf32" if query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        # In half precision there is only one way.
+        "PRECISION": "tf32" if query.dtype == torch.float32 and multiplies_in_tf32() else "ieee",
     }
 
 
@@ -186,6 +204,33 @@ def _register_options(tile: Tile, resources: Resources) -> dict[str, object]:
         return {}
     # AMD's is told how many warps of a vector unit share its 512.
     return {"waves_per_eu": 512 // tile.registers} if resources.warp_size == 64 else {"maxnreg": tile.registers}
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether torch is set to multiply matrices of fp32 in TF32, in whichever of its ways.
+
+    `allow_tf32` must not be read: it raises where `torch.backends.fp32_precision` was set.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def positive_scale(beta: Tensor, scale: float) -> tuple[Tensor, float]:
+    """β and scale with the same product and a positive scale, which the online softmax needs in linear logits."""
+    if scale > 0.0:
+        return beta, scale
+    return (-beta, -scale) if scale < 0.0 else (torch.zeros_like(beta), 1.0)
+
+
+def empty_like_layout(x: Tensor, width: int) -> Tensor:
+    """Memory [B, H, T, width] whose axes are in the order that those of x [B, H, T, D] have in memory.
+
+    Models that project to [B, T, H·D] give a query whose heads lie inside its rows, and copy a result that does not.
+    """
+    batch, heads, rows, _ = x.shape
+    strides = x.stride()
+    if strides[1] < strides[2]:
+        return x.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return x.new_empty(batch, heads, rows, width)
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
@@ -198,6 +243,11 @@ def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
 def unit_stride(x: Tensor) -> Tensor:
     """The tensor with its last axis contiguous, copied only where it is not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def cdiv(count: int, size: int) -> int:
+    """How many parts of a size cover a count; that of triton takes as long as an allocation."""
+    return -(-count // size)
 
 
 def near_rows(x: Tensor) -> Tensor:
@@ -216,6 +266,7 @@ def alignment(*tensors: Tensor) -> int:
     return 1 if told else elements
 
 
+@functools.cache
 def block_of(extent: int) -> int:
     """The power of two that a head dimension is padded to: at least 16, which is what a matrix product takes."""
     return max(16, 1 << (extent - 1).bit_length())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,8 @@ class Visibility(NamedTuple):
 
     def rule(self, table: Tensor | None = None) -> Rule:
         """What kernels are given, with the `key_ranges` or `query_ranges` of the launch."""
+        if self.start is None and self.padding is None and self.mask is None:
+            return _plain_rule(self.slot, self.left, self.right)
         start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
         padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()
         mask = None if self.mask is None or self.biased else self.mask.view(torch.uint8)
@@ -73,6 +76,12 @@ class Visibility(NamedTuple):
             self.left,
             self.right,
         )
+
+
+# Of most calls: to make one takes as long as an allocation.
+@functools.lru_cache(maxsize=64)
+def _plain_rule(slot: int, left: int | None, right: int | None) -> Rule:
+    return Rule(None, None, None, None, None, None, 0, 0, 0, (0, 0, 0, 0), slot, left, right)
 
 
 def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Tensor | None:

@@ -9,7 +9,7 @@ from oracle import additive, assert_within_budget, differentiate, exact, tensors
 from torch.utils.checkpoint import checkpoint
 
 from attnscale import StatsRequest, attention_with_stats, build_policy, scaled_dot_product_attention
-from attnscale.backends.blockwise import tiles
+from attnscale.backends import tiles
 from attnscale.backends.blockwise.backend import blockwise_forward
 
 TOKENS = 37

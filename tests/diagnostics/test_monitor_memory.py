@@ -9,6 +9,7 @@ import torch
 
 from attnscale import MultiheadAttention, ScaledDotProductAttention
 from attnscale.attention import _bind
+from attnscale.backends.dispatch import prepare
 from attnscale.bench.gpt import build_gpt
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MonitorMemory, training
@@ -25,7 +26,8 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
     generator = torch.Generator().manual_seed(0)
     q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads // group, length, 16, generator=generator).to(dtype) for _ in range(2))
-    _, call, _, _ = _bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
+    _, call, backend, policy = _bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
+    call, _ = prepare(call, policy, backend)
     listener, heard = LayerListener("layer", 64, False, torch.nn.Module(), Notices()), CallEvent(call, out)
 
     def step() -> None:

@@ -2,203 +2,49 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import pytest
 import torch
-from parallel_model import HEADS, Model, Run, batch
+from parallel_model import HEADS, Run, batch, build
 from ranks import join, on_two_ranks
+from same_records import assert_same
+from spread_attention import (
+    DIM,
+    METHODS,
+    POLICIES,
+    RULES,
+    TOKENS,
+    attend,
+    attention_everywhere,
+    bytes_sent,
+    dropped,
+    masked,
+    masks,
+    places,
+)
+from spread_training import SHARDED, checkpoints, half_precision, messages, safetensors, skipped_layers, tensor_parallel
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnscale
-from attnscale import ArgumentError, ArgumentTypeError, BackendError, Monitor, StatsRequest, attention_with_stats
+from attnscale import ArgumentError, ArgumentTypeError, BackendError, StatsRequest, attention_with_stats
 from attnscale.bench.context_plan import ContextPlan
-from attnscale.distributed import ContextParallel, HeadParallel, TokenShards, context_parallel_attention, share_rows
-
-TOKENS, DIM = 32, 8
-REQUEST = StatsRequest(gap_thresholds=(0.5, 1.0), accumulation="bracket")
-RULES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "packed": {"is_causal": True, "cu_seqlens": torch.tensor([0, 5, 21, TOKENS])},
-    "documents": {"document_ids": torch.tensor([0] * 11 + [1] * 21)},
-    "window": {"is_causal": True, "window": 7},
-    "padded": {"is_causal": True, "key_padding": torch.arange(TOKENS) < torch.tensor([[3], [0]])},
-    "capped": {"is_causal": True, "softcap": 2.0, "sinks": torch.linspace(-1, 1, HEADS).double()},
-}
-POLICIES: dict[str, dict[str, Any]] = {
-    "ssmax": {"num_heads": HEADS},
-    "asentmax": {"num_heads": HEADS, "head_dim": DIM},
-    "gap_adaptive": {},
-    "entropy_adaptive": {},
-}
-METHODS = ("gather", "ulysses", "ring")
-FLOATING = ("lse", "max_logit", "w_max", "entropy", "criticality")
-
-
-def attend(attention: Any, policy: str, rule: str, own: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
-    """Output, statistics and gradients of some tokens of a fixed sequence."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (2, HEADS, TOKENS, DIM), (2, 2, TOKENS, DIM), (2, 2, TOKENS, DIM + 1), (2, HEADS, TOKENS, DIM + 1)
-    *inputs, weight = (torch.randn(shape, dtype=torch.float64, generator=generator)[:, :, own] for shape in shapes)
-    inputs = [x.requires_grad_() for x in inputs]
-    torch.manual_seed(1)
-    law = attnscale.build_policy(policy, **POLICIES[policy]).double()
-    for parameter in law.parameters():
-        nn.init.uniform_(parameter)
-    out, stats = attention(*inputs, policy=law, request=REQUEST, enable_gqa=True, **RULES[rule], **options)
-    (out * weight).sum().backward()
-    found = {"output": out.detach(), "visible": stats.visible, "counts": stats.gap_counts}
-    found |= {name: getattr(stats, name) for name in FLOATING}
-    found |= {"dq": inputs[0].grad, "dk": inputs[1].grad, "dv": inputs[2].grad}
-    return found | {f"parameter {name}": p.grad for name, p in law.named_parameters()}
-
-
-def places(size: int) -> torch.Tensor:
-    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
-
-    return _HeadTailLoadBalancer(TOKENS, size, "cpu")._generate_indices()
-
-
-def attention_everywhere(rank: int, mesh: Any) -> dict:
-    whole, found = places(2), {}
-    own = whole.view(2, -1)[rank].long()
-    given = {"gather": own, "ulysses": whole, "ring": TokenShards.of(own[None], mesh, len(own))}
-    for policy in POLICIES:
-        for rule in RULES:
-            for method in METHODS:
-                options = {"mesh": mesh, "positions": given[method], "method": method}
-                part = attend(context_parallel_attention, policy, rule, own, **options)
-                for name, gradient in part.items():
-                    if name.startswith("parameter"):
-                        distributed.all_reduce(gradient)
-                found[policy, rule, method] = part
-    return found
-
-
-def messages(rank: int) -> dict:
-    """How often a monitor communicates in a step, and how much, at two lengths."""
-    sent: list[int] = []
-    gather = distributed.all_gather
-
-    def counted(everywhere: Any, message: torch.Tensor, **options: Any) -> Any:
-        sent.append(message.numel())
-        return gather(everywhere, message, **options)
-
-    distributed.all_gather = counted
-    found = {}
-    for length in (16, 64):
-        attention = attnscale.ScaledDotProductAttention("log")
-        x = torch.randn(1, 2, length, 8, requires_grad=True)
-        with Monitor(attention, every=1, rows=8, alerts=None) as monitor:
-            for step in range(3):
-                attention(x, x, x, is_causal=True).sum().backward()
-                sent.clear()
-                monitor.step(step)
-                found[length, step] = list(sent)
-    distributed.all_gather = gather
-    return found
-
-
-class BytesSent(TorchDispatchMode):
-    """Adds up what this process sends to others by collectives: each is given a tensor, and some of it stays here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.name()
-        if name.startswith("_c10d_functional::all_gather"):
-            self.total += args[0].nbytes  # to one other process
-        elif name.startswith("_c10d_functional::reduce_scatter"):
-            self.total += args[0].nbytes // 2
-        elif name.startswith("_c10d_functional::all_to_all"):
-            to_others = sum(size for rank, size in enumerate(args[2]) if rank != distributed.get_rank())
-            self.total += args[0].nbytes * to_others // sum(args[2])
-        return function(*args, **(kwargs or {}))
-
-
-def bytes_sent(rank: int, mesh: Any) -> dict:
-    """Forward and backward of each method, in fp32."""
-    shards = TokenShards.of(places(2), mesh, TOKENS // 2)
-    found = {}
-    for method in METHODS:
-        q, k, v = (torch.randn(2, heads, TOKENS // 2, DIM, requires_grad=True) for heads in (HEADS, 2, 2))
-        options = {"policy": "log", "is_causal": True, "enable_gqa": True, "method": method}
-        with BytesSent() as forward:
-            out = context_parallel_attention(q, k, v, mesh=mesh, positions=shards, **options).output
-        with BytesSent() as backward:
-            out.sum().backward()
-        found[method] = forward.total, backward.total
-    return found
-
-
-def half_precision(rank: int, mesh: Any) -> dict:
-    """A bf16 model whose policy is fp32, sharded."""
-    from torch.distributed.fsdp import fully_shard
-
-    from attnscale.distributed import shard_policies
-
-    found = {}
-    for kind in ("alone", "together", "unprepared"):
-        torch.manual_seed(0)
-        model = Model("ssmax").to(torch.bfloat16)
-        model.block.attention.policy.float()
-        rows = slice(None) if kind == "alone" else slice(2 * rank, 2 * rank + 2)
-        if kind == "together":
-            shard_policies(model, mesh=mesh)
-        if kind != "alone":
-            fully_shard(model.block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        tokens, targets = (x[rows] for x in batch(0))
-        try:
-            logits = model(tokens, torch.arange(tokens.shape[1]))
-            nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
-        except AssertionError as error:
-            found[kind] = str(error)
-            continue
-        gradient = model.block.attention.policy.s.grad
-        found[kind] = gradient if kind == "alone" else gradient.full_tensor()
-    return found
-
-
-def checkpoints(rank: int) -> dict:
-    """Ten steps, a checkpoint, a restart from it, ten more; and twenty in one go."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    found = {}
-    for mode, policy in (("fsdp2", "ssmax"), ("tp", "gap_adaptive"), ("tp", "ssmax"), ("fsdp2", "gap_adaptive")):
-        folder = f"{os.environ['RANKS_FOLDER']}/{mode}-{policy}"
-        run = Run(mode, policy, packed=False)
-        run.train(10, monitored=False)
-        model, optimizer = get_state_dict(run.model, run.optimizer)
-        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        again = Run(mode, policy, packed=False)
-        model, optimizer = get_state_dict(again.model, again.optimizer)
-        saved = {"model": model, "optimizer": optimizer}
-        checkpoint.load(saved, checkpoint_id=folder)
-        set_state_dict(
-            again.model, again.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )
-        restarted = again.train(10, start=10, monitored=False)["state"]
-        whole = Run(mode, policy, packed=False).train(20, monitored=False)["state"]
-        found[mode, policy] = {"restarted": restarted, "whole": whole}
-    return found
+from attnscale.diagnostics import Record
+from attnscale.distributed import ContextParallel, HeadParallel, context_parallel_attention, share_rows
 
 
 def everything(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return {
         "attention": attention_everywhere(rank, mesh),
+        "masks": masks(rank, mesh),
+        "dropped": dropped(rank, mesh),
+        "tensor parallel": tensor_parallel(rank),
         "bytes": bytes_sent(rank, mesh),
-        "messages": messages(rank),
+        "messages": messages(rank, mesh),
+        "skipped": skipped_layers(rank),
         "half": half_precision(rank, mesh),
         "checkpoints": checkpoints(rank),
+        "safetensors": safetensors(rank),
     }
 
 
@@ -228,6 +74,63 @@ def test_attention_of_a_spread_sequence_is_that_of_the_whole(policy, rule, ranks
                 )  # fmt: skip
 
 
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_a_learned_mask_has_the_gradient_of_one_process(method, ranks):
+    whole = masked(attention_with_stats, torch.arange(TOKENS), backend="blockwise")
+    for rank, own in zip(ranks, places(2).view(2, -1).long(), strict=True):
+        for name, found in rank["masks"][method].items():
+            expected = whole[name][own] if name == "dbias" else whole[name][:, :, own]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dropout_drops_weights_of_all_keys_and_has_their_gradient(method, ranks):
+    parts = [rank["dropped"][method] for rank in ranks]
+    whole = {name: torch.zeros(1, 2, TOKENS, TOKENS, dtype=torch.float64) for name in ("out", "weights")}
+    q, k = (torch.zeros(1, 2, TOKENS, DIM, dtype=torch.float64) for _ in range(2))
+    for part in parts:
+        for name, tensor in (*whole.items(), ("q", q), ("k", k)):
+            tensor[:, :, part["own"]] = part[name]
+    kept, seen = whole["out"] != 0, whole["weights"] > 0
+    torch.testing.assert_close(whole["out"], whole["weights"] * kept / 0.6, rtol=1e-10, atol=1e-12)
+    assert 0.5 < kept[seen].double().mean() < 0.7
+    # The gradient of softmax(q·k)·kept/0.6, written out.
+    upstream = parts[0]["upstream"][None]
+    of_weights = upstream * kept / 0.6
+    of_scores = whole["weights"] * (of_weights - (of_weights * whole["weights"]).sum(-1, keepdim=True)) * DIM**-0.5
+    expected = {"dq": of_scores @ k, "dk": of_scores.mT @ q, "dv": whole["out"].mT @ upstream}
+    for part in parts:
+        for name, gradient in expected.items():
+            torch.testing.assert_close(part[name], gradient[:, :, part["own"]], rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_policy_per_head_is_that_of_one_process_where_heads_are_spread(ranks):
+    expected = Run("alone", "per_head", packed=False).train(5)
+    for rank in ranks:
+        found = rank["tensor parallel"]["per_head"]
+        for part in ("gradients", "state"):
+            for name, value in expected[part].items():
+                torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-10, msg=name)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-10)
+        records, others = ([Record.from_dict(record) for record in run["records"]] for run in (found, expected))
+        assert [record.head for record in records] == 2 * list(range(HEADS))
+        assert_same(records, others, tolerance=1e-5)
+
+
+def test_heads_that_are_spread_unsaid_are_right_or_refused_with_what_to_pass(ranks):
+    right = build("log")(batch(0)[0], torch.arange(16)).detach()
+    for rank in ranks:
+        found = rank["tensor parallel"]
+        for policy in ("ssmax", "gap_adaptive", "per_head"):
+            assert "attnscale.distributed.HeadParallel() in the plan" in found[policy, "unsaid"]
+        torch.testing.assert_close(found["log", "unsaid"], right, rtol=0, atol=1e-10)
+        said, taps = found["monitor"]
+        assert "HeadParallel() in the plan of parallelize_module, or the monitor the process_group" in said
+        assert taps == [None]
+        assert "the heads of this process" in found["dtensor"]
+        assert found["shape"] == [1, 2, 8, 4]
+
+
 def test_the_plan_counts_the_bytes_that_are_sent(ranks):
     plan = ContextPlan(
         length=TOKENS, heads=HEADS, key_heads=2, head_dim=DIM, batch=2, dtype="fp32", processes=2, row_beta=True
@@ -238,17 +141,33 @@ def test_the_plan_counts_the_bytes_that_are_sent(ranks):
 
 def test_a_report_is_one_message_whose_size_does_not_depend_on_the_length(ranks):
     for rank in ranks:
-        sizes = [rank["messages"][length, step] for length in (16, 64) for step in range(3)]
-        assert all(len(sent) == 1 for sent in sizes)
-        assert len({sent[0] for sent in sizes}) == 1
+        for way in ("alone", *METHODS):
+            short, long = (rank["messages"][way, length]["steps"] for length in (16, 64))
+            assert short == long
+            assert [len(sizes) for sizes in short] == [1, 0, 1, 0]  # of the steps that are listened to
+            assert len({size for sizes in short for size in sizes}) == 1
 
 
-def test_a_learned_policy_keeps_fp32_in_a_sharded_bf16_model(ranks):
+def test_listening_to_a_spread_sequence_sends_no_byte_more(ranks):
+    for rank in ranks:
+        for method in METHODS:
+            first, second, third, fourth = rank["messages"][method, 64]["passed"]
+            assert first == second == third == fourth > 0
+
+
+def test_estimates_of_different_layers_are_not_added_up_where_a_process_skips_one(ranks):
+    for rank in ranks:
+        assert "let every process call every layer (no LayerDrop)" in rank["skipped"]["shared"]
+    first, second = (rank["skipped"]["own"] for rank in ranks)
+    assert not torch.equal(first, second)
+
+
+def test_a_learned_policy_trains_in_a_sharded_bf16_model_as_any_other_module(ranks):
     for rank in ranks:
         half = rank["half"]
-        assert "uniform original parameter dtype" in half["unprepared"]
-        assert half["together"].dtype == torch.float32
-        torch.testing.assert_close(half["together"], half["alone"], rtol=0.02, atol=1e-4)
+        assert [half[kind].dtype for kind in half] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+        for kind in ("plain", "kept", "mixed"):
+            torch.testing.assert_close(half[kind].float(), half["alone"].float(), rtol=0.03, atol=1e-4, msg=kind)
 
 
 def test_a_restart_from_a_checkpoint_goes_on_with_the_same_numbers(ranks):
@@ -259,18 +178,32 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_same_numbers(ranks):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is meant here
-@pytest.mark.parametrize(
-    ("mode", "policy"), [("fsdp2", "ssmax"), ("tp", "ssmax"), ("tp", "gap_adaptive"), ("fsdp2", "gap_adaptive")]
-)
+@pytest.mark.parametrize(("mode", "policy"), SHARDED)
 def test_a_checkpoint_of_two_processes_is_one_for_one_process(mode, policy, ranks, folder):
     from torch.distributed import checkpoint
 
     expected = Run("alone", policy, packed=False).train(10, monitored=False)["state"]
     loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
     checkpoint.load({"model": loaded}, checkpoint_id=folder / f"{mode}-{policy}", no_dist=True)
-    tolerance = 1e-7 if policy == "ssmax" else 1e-10
     for name, value in expected.items():
-        torch.testing.assert_close(loaded[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(loaded[name], value, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("mode", "policy"), SHARDED)
+def test_a_safetensors_file_goes_from_one_process_to_two_and_back(mode, policy, ranks, folder):
+    from safetensors.torch import load_file
+
+    first = ranks[0]["safetensors"][mode, policy]
+    assert first["restored"].keys() == first["expected"].keys()
+    for name, expected in first["expected"].items():
+        torch.testing.assert_close(first["restored"][name], expected, rtol=0, atol=0, msg=name)
+    written = Run("alone", policy, packed=False)
+    written.model.load_state_dict(load_file(folder / f"{mode}-{policy}.safetensors"))
+    run = Run("alone", policy, packed=False)
+    run.model.load_state_dict(load_file(folder / f"alone-{policy}.safetensors"))
+    run.train(1, start=3, monitored=False)
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(written.model.state_dict()[name], value, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.fixture
@@ -295,12 +228,6 @@ def test_what_cannot_be_is_refused_with_what_to_pass(mesh):
         call(mesh="cp")
     with pytest.raises(ArgumentError, match="method='rings'"):
         call(method="rings")
-    with pytest.raises(BackendError, match="no dropout"):
-        call(method="ring", dropout_p=0.1)
-    with pytest.raises(BackendError, match="no exact Λ"):
-        call(method="ring", request=StatsRequest(accumulation="exact"))
-    with pytest.raises(BackendError, match="no gradient through"):
-        call(method="ring", policy={"name": "gap_adaptive", "gradient": "through"})
     with pytest.raises(BackendError, match="computed by blockwise"):
         call(method="ring", backend="sdpa")
     with pytest.raises(ArgumentError, match="attn_mask is not accepted by method='ulysses'"):
@@ -313,6 +240,23 @@ def test_what_cannot_be_is_refused_with_what_to_pass(mesh):
         share_rows(attention, "everyone")
     with pytest.raises(ArgumentTypeError, match="a ScaledDotProductAttention"):
         HeadParallel()._apply(nn.Linear(2, 2), mesh)
+
+
+def test_modules_with_projections_of_their_own_are_refused_where_they_cannot_be_spread(mesh):
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    module, x = attnscale.MultiheadAttention(8, 2, batch_first=True, policy="log"), torch.randn(1, 6, 8)
+    for style in (HeadParallel(), ContextParallel()):
+        with pytest.raises(ArgumentTypeError, match="a ScaledDotProductAttention of attnscale's between projections"):
+            parallelize_module(module, mesh, style)
+    for need_weights in (False, True):
+        split = context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+        with split, pytest.raises(BackendError, match="under context parallelism"):
+            module(x, x, x, is_causal=True, need_weights=need_weights)
+    parallelize_module(module, mesh, {"out_proj": RowwiseParallel()})
+    with pytest.raises(BackendError, match="cannot be spread over processes by tensor parallelism"):
+        module(x, x, x, is_causal=True)
 
 
 def test_sampled_rows_and_masks_are_those_of_one_process(mesh):

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from torch import distributed
 import attnscale
 import attnscale.hf
 from attnscale import BackendError, Monitor
+from attnscale.diagnostics.sinks import MemorySink
 
 LAWS = {"log": {"name": "log", "reference_length": 4}, "ssmax": {"name": "ssmax", "reference_length": 8}}
 LENGTH = 16
@@ -64,7 +68,10 @@ def together(rank: int) -> dict:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     found = {(law, rotation): trained(law, mesh, rotation) for law in LAWS for rotation in ("allgather", "alltoall")}
     found["refused"] = refused(mesh)
-    return found | {"trainer": in_trainer(rank)}
+    found["sharded"] = sharded_in_half_precision(rank)
+    found["heads"] = with_spread_heads()
+    found |= {f"trainer {rotation}": in_trainer(rank, rotation) for rotation in (None, "allgather", "alltoall")}
+    return found
 
 
 def refused(mesh) -> list[str]:
@@ -86,27 +93,98 @@ def refused(mesh) -> list[str]:
     return said
 
 
-def in_trainer(rank: int) -> dict:
-    """Two steps of data parallel training with a monitor's callback; what it learned, and the rows of a report."""
-    import os
-    import tempfile
+def sharded_in_half_precision(rank: int) -> list[torch.Tensor]:
+    """The gradients of a learned policy that was applied to a bf16 model, which `fully_shard` takes as it is."""
+    from torch.distributed.fsdp import fully_shard
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-    model = llama().float().train()
+    model = llama().to(torch.bfloat16).train()
     handle = attnscale.hf.apply(model, LAWS["ssmax"])
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 64, (8, LENGTH))]
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    tokens = inputs()[0][rank : rank + 1]
+    model(tokens, labels=tokens).loss.backward()
+    return [p.grad.full_tensor() for p in handle.parameters()]
+
+
+def with_spread_heads() -> dict:
+    """Logits, the gradients of a learned policy and the heads that a monitor reports, under tensor parallelism."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from attnscale.distributed import HeadParallel
+
+    model = llama().train()
+    handle = attnscale.hf.apply(model, LAWS["ssmax"])
+    plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh, plan | {"attnscale": HeadParallel()})
+    tokens, places = inputs()
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        logits = model(tokens, position_ids=places, use_cache=False).logits
+        logits.square().sum().backward()
+        seen = sorted((record.layer, record.head, *record.forward["visible"]) for record in monitor.step(0))
+    return {
+        "logits": logits.detach(),
+        "gradients": [p.grad.full_tensor() for p in handle.parameters()],
+        "seen": seen,
+    }
+
+
+def in_trainer(rank: int | None, rotation: str | None = None) -> dict:
+    """Two steps with a monitor's callback: what was learned and logged, and the rows that the reports are of.
+
+    In this process alone (None); data parallel, as `accelerate launch` sets it up; or with FSDP2 and the sequence split
+    by accelerate's own `ParallelismConfig`.
+    """
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if rank is not None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+    model = llama().float().train()
+    handle = attnscale.hf.apply(model, LAWS["ssmax"], override=True)
+    tokens = torch.randint(1, 64, (8, LENGTH), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            folder, max_steps=2, per_device_train_batch_size=1, use_cpu=True, ddp_backend="gloo", report_to=[],
-            save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=0.05, lr_scheduler_type="constant",
+            folder, max_steps=2, per_device_train_batch_size=1, use_cpu=True, report_to=[], save_strategy="no",
+            ddp_backend=None if rank is None else "gloo", logging_steps=1, disable_tqdm=True, learning_rate=0.05,
+            lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0,
         )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in tokens]
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
-        attnscale.hf.AttnScaleCallback(Monitor(model, every=1, rows=None, alerts=None)).attach(trainer)
+        trainer.remove_callback(transformers.PrinterCallback)
+        if rotation is not None:
+            split_by_accelerate(trainer, rotation)
+        memory = MemorySink()
+        monitor = Monitor(model, every=1, rows=None, sinks=[memory], alerts=None)
+        attnscale.hf.AttnScaleCallback(monitor).attach(trainer)
         trainer.train()
+    world = arguments.world_size
+    AcceleratorState._reset_state(reset_partial_state=True)  # no other Trainer of this process is to find it
     logged = [log for log in trainer.state.log_history if any("w_max" in name for name in log)]
-    learned = [p.detach().clone() for p in handle.parameters()]
-    return {"world": arguments.world_size, "learned": learned, "logged": len(logged)}
+    learned = [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in handle.parameters()]
+    seen = [(record.layer, record.head, *record.forward["visible"]) for record in memory.records]
+    steps = [(log["loss"], log["grad_norm"]) for log in logged]
+    kind = type(trainer.model_wrapped).__name__
+    return {"world": world, "learned": learned, "steps": steps, "seen": seen, "kind": kind}
+
+
+def split_by_accelerate(trainer: transformers.Trainer, rotation: str) -> None:
+    """What `TrainingArguments(parallelism_config=...)` does under FSDP2, but on a CPU, where accelerate has no FSDP.
+
+    Its configuration, mesh and check are accelerate's own, and so is all that happens afterwards.
+    """
+    from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import DistributedType, TorchContextParallelConfig
+
+    config = ParallelismConfig(cp_size=RANKS, cp_handler=TorchContextParallelConfig(cp_comm_strategy=rotation))
+    accelerator, state = trainer.accelerator, trainer.accelerator.state
+    state.distributed_type, trainer.is_fsdp_enabled = DistributedType.FSDP, True
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    state.parallelism_config, state.device_mesh = config, config.get_device_mesh("cpu")
+    config._validate_accelerator(accelerator)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +204,17 @@ def test_a_split_sequence_gives_the_numbers_of_the_whole(law, rotation, ranks):
         assert [row[2:] for row in found["seen"]] == [pytest.approx(row[2:]) for row in whole["seen"]]
 
 
+def test_spread_heads_have_the_policy_and_the_records_of_the_whole(ranks):
+    whole = trained("ssmax")
+    learned = [gradient for name, gradient in whole["gradients"].items() if "attnscale" in name]
+    for rank in ranks:
+        found = rank["heads"]
+        torch.testing.assert_close(found["logits"], whole["logits"])
+        for one, other in zip(found["gradients"], learned, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+        assert [row[1:] for row in found["seen"]] == [pytest.approx(row[1:]) for row in whole["seen"]]
+
+
 def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
     for rank in ranks:
         masked, packed = rank["refused"]
@@ -133,8 +222,37 @@ def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
         assert "every place 0 … 15 of the sequence once" in packed
 
 
+def test_a_learned_policy_of_a_bf16_model_is_sharded_like_the_rest(ranks):
+    first, second = (rank["sharded"] for rank in ranks)
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.equal(one, other)
+        assert (one != 0).all()
+
+
 def test_trainer_trains_a_learned_policy_alike_in_every_process(ranks):
-    first, second = (rank["trainer"] for rank in ranks)
+    first, second = (rank["trainer None"] for rank in ranks)
     assert first["world"] == second["world"] == 2
     assert all(torch.equal(a, b) for a, b in zip(first["learned"], second["learned"], strict=True))
-    assert first["logged"] == 2
+    assert len(first["steps"]) == 2
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    return in_trainer(None)
+
+
+def test_trainer_with_a_split_sequence_trains_and_reports_as_one_process_does(alone, ranks):
+    for rotation in ("allgather", "alltoall"):
+        for rank in ranks:
+            found = rank[f"trainer {rotation}"]
+            assert found["kind"] == "FSDPLlamaForCausalLM"
+            assert found["steps"] == [pytest.approx(step, rel=1e-5) for step in alone["steps"]]
+            for one, other in zip(found["learned"], alone["learned"], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        reported = ranks[0][f"trainer {rotation}"]["seen"]  # by the first process
+        assert [row[:2] for row in reported] == [row[:2] for row in alone["seen"]]
+        assert [row[2:] for row in reported] == [pytest.approx(row[2:]) for row in alone["seen"]]
+        assert not ranks[1][f"trainer {rotation}"]["seen"]

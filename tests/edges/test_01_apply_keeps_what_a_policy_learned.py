@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_plan_keeps_what_its_policies_have_learned():
         assert handle.policies[LAYERS[0]].s.tolist() == [9.0] * 4
         parts = handle.policies[LAYERS[1]].state_dict()
         assert sorted(value.tolist() for value in parts.values()) == [[2.0, 3.0], [5.0, 4.0]]
-        expected = torch.tensor([2.0, 3.0, 5.0, 4.0]) * torch.log(torch.tensor(8.0))
+        expected = torch.tensor([2.0, 3.0, 5.0, 4.0]).double() * math.log(8)
         torch.testing.assert_close(handle.policies[LAYERS[1]](torch.tensor([[8]]))[:, 0], expected)
 
 

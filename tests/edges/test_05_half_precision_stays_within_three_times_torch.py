@@ -80,6 +80,21 @@ def test_gradients_do_too(name, dtype, size):
     assert_within_budget(ours, exact(q, k, v, **kwargs), own, times=3)
 
 
+@pytest.mark.parametrize(("dtype", "sizes"), [(torch.bfloat16, (1e2, 1e3, 1e4, 1e5, 1e6)), (torch.float16, (1e2, 1e3))])
+@pytest.mark.parametrize(("name", "parameters"), [("sqrt_log", {}), ("log", {}), ("power", {"exponent": 0.5})])
+def test_logits_far_from_zero_keep_within_the_budget_too(name, parameters, dtype, sizes):
+    # A coordinate that all keys share moves a row's logits away from zero and leaves their gaps of order one, so that
+    # every row has a gradient. (With random keys a row is one-hot at such sizes, and its error a matter of luck.)
+    policy = build_policy(name, **parameters)
+    beta, seen = policy(torch.arange(1, LENGTH + 1)), visibility(LENGTH, LENGTH, causal=True)
+    kwargs = {"is_causal": True, "policy": policy}
+    for size in sizes:
+        q, k, v = (x.to(dtype) for x in tensors((2, HEADS, LENGTH, 16), (2, HEADS, LENGTH, 16)))
+        q[..., 0], k[..., 0] = size, 1.0
+        ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
+        assert_within_budget(ours, exact(q, k, v, **kwargs), torch_error(q, k, v, beta, seen), times=3)
+
+
 @pytest.mark.parametrize(
     "policy",
     [build_policy("sphere", head_dim=2), build_policy("power", exponent=1.5), build_policy("entropy_adaptive")],

@@ -85,6 +85,20 @@ def test_after_sharding_a_learned_policy_is_refused():
 
 
 @pytest.mark.usefixtures("group")
+def test_after_the_earlier_kind_of_sharding_a_learned_policy_is_refused():
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    model = llama().float()
+    whole = ShardingStrategy.NO_SHARD  # of one process there is one shard
+    wrapped = FullyShardedDataParallel(
+        model, sharding_strategy=whole, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    for given in (wrapped, model):
+        with pytest.raises(ArgumentError, match=r"FullyShardedDataParallel holds it already"):
+            attnscale.hf.apply(given, "ssmax")
+
+
+@pytest.mark.usefixtures("group")
 def test_applied_before_sharding_it_is_trained():
     from torch.distributed.fsdp import fully_shard
 

@@ -34,9 +34,9 @@ def adapt(model, method="lora"):
     return peft.get_peft_model(model, OTHERS[method](r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
-def applied(order, method="lora", **options):
-    """A model in fp32 with an adapter and a policy that learns, and its handle."""
-    model = llama().float()
+def applied(order, method="lora", dtype=torch.float32, **options):
+    """A model, by default in fp32, with an adapter and a policy that learns, and its handle."""
+    model = llama().to(dtype)
     options = {"reference_length": 8} | options
     if order == "before":
         handle = attnscale.hf.apply(model, "ssmax", **options)
@@ -67,6 +67,13 @@ def test_the_policy_is_trained_beside_the_adapter(order):
     before = [p.detach().clone() for p in handle.parameters()]
     train(model)
     assert all((a != b).all() for a, b in zip(before, handle.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_in_a_bf16_model_it_is_trained_in_fp32_as_the_adapter_is(order):
+    model, handle = applied(order, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in handle.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

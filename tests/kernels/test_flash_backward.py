@@ -30,7 +30,7 @@ from flash_cases import (
 )
 
 from attnscale_kernels.flash.launch import flash_backward
-from attnscale_kernels.launch import Tile
+from attnscale_kernels.launch import SM_90, Tile, assuming
 
 FP32, FP16, BF16 = DTYPES
 LENGTHS = (1, 2, 63, 64, 65, 129, 257)
@@ -233,6 +233,15 @@ def test_the_backward_follows_on_the_forward(case):
 def test_dropout_replays(case):
     x = inputs_of(case)
     assert_as_good_as_torch(x, gradients(backward(x, forward(x))), written_out(x))
+
+
+def test_devices_that_draw_fours_at_once_drop_the_same():
+    x = inputs_of(Case(dropout_p=0.25, sees="documents"))
+    plain = run(x)
+    with assuming(SM_90):
+        fours = run(x)
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, fours[name]), name
 
 
 # Tiles and memory.

@@ -296,6 +296,7 @@ def test_draws_depend_on_the_seed_and_not_on_the_tile():
     shape = (2, 2, 130, 70)
     kept = draws(torch.tensor(17), shape, 0.5)
     assert torch.equal(kept, draws(torch.tensor(17), shape, 0.5, block=(16, 32)))
+    assert torch.equal(kept, draws(torch.tensor(17), shape, 0.5, block=(16, 32), by_slot=True))
     for other in (18, 17 + 2**32, 17 - 2**63):
         assert 0.4 < (kept == draws(torch.tensor(other), shape, 0.5)).double().mean() < 0.6
     pairs = kept.flatten(0, 1)

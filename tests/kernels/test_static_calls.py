@@ -9,7 +9,7 @@ import triton.language as tl
 
 from attnscale.bench.static.calls import RULES, WINDOW, Passes, Sequence, passes, sequences
 from attnscale.bench.static.counts import Counts
-from attnscale.bench.static.per_score import edge, over_all_hot, per_score, per_visible_score
+from attnscale.bench.static.per_score import edge, over_all_hot, per_score, per_visible_score, with_the_rest
 from attnscale.bench.static.phases import Phases
 from attnscale.bench.static.table import Row
 from attnscale.bench.static.variant import phases_of
@@ -115,6 +115,19 @@ def test_a_call_weighs_its_loops_by_the_tiles_that_run_in_them() -> None:
     assert over_all_hot(CAUSAL, [CAUSAL], 1024) == pytest.approx(executed / (72 * 320))
     assert per_visible_score(CAUSAL, 1024) == pytest.approx(executed * 256 / (1024 * 1025 / 2))
     assert over_all_hot(CAUSAL, [CAUSAL], 16384) == pytest.approx(1.0, abs=0.02)
+
+
+def test_what_stands_outside_of_loops_is_added_for_each_program() -> None:
+    # 8 programs of 128 rows; of keys 16 programs of 64, each of which serves four heads and goes around for each.
+    loops = per_visible_score(CAUSAL, 1024)
+    forward = CAUSAL._replace(phases=CAUSAL.phases._replace(once=1000))
+    keys = forward._replace(family="backward dK dV", phases=forward.phases._replace(around=Counts(total=300)))
+    in_loops = per_visible_score(keys, 1024)
+
+    assert loops is not None
+    assert in_loops is not None
+    assert with_the_rest(forward, 1024) == pytest.approx(loops + 8 * 1000 * 256 / (1024 * 1025 / 2))
+    assert with_the_rest(keys, 1024) == pytest.approx(in_loops + 16 * (300 + 250) * 256 / (1024 * 1025 / 2))
 
 
 def test_a_call_without_a_hot_loop_is_held_against_that_of_the_causal_rule() -> None:

@@ -241,6 +241,7 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(monkeypatch):
 
 
 def test_auto_picks_it_for_what_sdpa_cannot_do_where_it_can_run(monkeypatch):
+    monkeypatch.setenv("ATTNSCALE_TRITON", "1")
     monkeypatch.setattr(TritonBackend, "automatic", True)
     q, k, v = tensors((1, 2, 4, 16), (1, 2, 4, 16), torch.float32)
     assert explain_dispatch(q, k, v, policy="log").chosen == "sdpa"

@@ -12,6 +12,7 @@ from catalogue import LEARNED, build, temperature
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnscale import scaled_dot_product_attention
 from attnscale.errors import ArgumentError, ArgumentTypeError
 from attnscale.policies import Policy, build_policy
 
@@ -175,11 +176,12 @@ def test_asentmax_reads_low_precision_queries_in_fp32() -> None:
     assert torch.equal(policy(n, query=x), policy(n, query=x.float()))
 
 
-def test_asentmax_reads_fp64_queries_in_fp64_and_rounds_once() -> None:
+def test_asentmax_reads_fp64_queries_in_fp64_and_rounds_for_fp32_parameters_only() -> None:
     policy, x = random_asentmax().double(), queries(2, 4, 6, 16).double()
     n = torch.tensor([1, 2, 3, 1025, 8192, 2**20])
-    plain = plain_asentmax(policy.w_beta, policy.w_gamma, x, n - 1).to(torch.float32)
-    assert torch.equal(policy(n, query=x), plain)
+    plain = plain_asentmax(policy.w_beta, policy.w_gamma, x, n - 1)
+    torch.testing.assert_close(policy(n, query=x), plain, rtol=1e-14, atol=0)
+    assert policy.float()(n, query=x).dtype == torch.float32
 
 
 def test_asentmax_refuses_to_work_without_queries() -> None:
@@ -246,7 +248,7 @@ def test_a_deep_copy_learns_on_its_own(name: str) -> None:
 @learned
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("n", [8193, torch.tensor(8193), torch.tensor([8193])], ids=["int", "0-d", "1-d"])
-def test_beta_is_computed_in_fp32_whatever_the_parameters_dtype(name: str, dtype: torch.dtype, n: int | Tensor) -> None:
+def test_beta_is_in_fp32_or_more_whatever_the_parameters_dtype(name: str, dtype: torch.dtype, n: int | Tensor) -> None:
     policy = build(name)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -256,8 +258,22 @@ def test_beta_is_computed_in_fp32_whatever_the_parameters_dtype(name: str, dtype
     # The same values in fp32 parameters: only their own rounding may show.
     widened = copy.deepcopy(policy).to(torch.float32)
     beta = temperature(policy, n)
-    assert beta.dtype == torch.float32
-    torch.testing.assert_close(beta, temperature(widened, n), rtol=2**-22, atol=0)
+    assert beta.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(beta.float(), temperature(widened, n), rtol=2**-22, atol=0)
+
+
+def test_the_gradient_of_an_fp64_policy_is_not_rounded():
+    q, k, v = (torch.randn(3, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in "qkv")
+    found = []
+    for parts in ([slice(0, 3)], [slice(0, 1), slice(1, 3)]):
+        policy = build_policy("ssmax", num_heads=2, reference_length=8).double()
+        for part in parts:
+            out = scaled_dot_product_attention(q[part], k[part], v[part], is_causal=True, policy=policy)
+            out.square().sum().backward()
+        found.append(policy.s.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-13, atol=1e-13)
+    narrow = scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, policy=policy)
+    assert narrow.dtype == torch.float32
 
 
 @learned

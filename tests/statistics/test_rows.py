@@ -10,7 +10,8 @@ import torch
 
 from attnscale import StatsRequest, row_statistics
 from attnscale.attention import _bind
-from attnscale.backends.blockwise.tiles import HIDDEN
+from attnscale.backends.dispatch import prepare
+from attnscale.backends.tiles import HIDDEN
 from attnscale.diagnostics.tensor_identity import TensorIdentity
 from attnscale.statistics.rows import call_tiles, score_tile
 from attnscale.statistics.rows.quantities import (
@@ -46,7 +47,8 @@ def call_of(rules: dict, dtype: torch.dtype = torch.float32, kv_heads: int = HEA
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, HEADS, LENGTH, 8, generator=generator).to(dtype)
     k, v = (torch.randn(2, kv_heads, LENGTH, 8, generator=generator).to(dtype) for _ in range(2))
-    _, call, _, _ = _bind(q, k, v, enable_gqa=kv_heads != HEADS, **{"policy": "log", **rules})
+    _, call, backend, policy = _bind(q, k, v, enable_gqa=kv_heads != HEADS, **{"policy": "log", **rules})
+    call, _ = prepare(call, policy, backend)
     return call, torch.randn(2, HEADS, LENGTH, 8, generator=generator)
 
 

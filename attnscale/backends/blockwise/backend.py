@@ -17,9 +17,11 @@ from torch import Tensor
 from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.backends.backend import no_derivative
-from attnscale.backends.blockwise.logits import logit_tile, logit_tile_backward
 from attnscale.backends.blockwise.softmax import Partial, add_keys
-from attnscale.backends.blockwise.tiles import (
+from attnscale.backends.call_stats import counted, softmax_stats
+from attnscale.backends.gaps import add_gaps
+from attnscale.backends.tile_logits import logit_tile, logit_tile_backward
+from attnscale.backends.tiles import (
     HIDDEN,
     LOG2E,
     Scores,
@@ -32,8 +34,6 @@ from attnscale.backends.blockwise.tiles import (
     store,
     workspace_for,
 )
-from attnscale.backends.call_stats import counted, softmax_stats
-from attnscale.backends.gaps import add_gaps
 from attnscale.call.attention_call import SCORE_TENSORS, AttentionCall
 from attnscale.errors import BackendError
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
@@ -56,8 +56,8 @@ class BlockwiseBackend:
         return attend(call, entropy=False)[0]
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        out, lse, top, entropy = attend(call, entropy=request.entropy)
-        return AttentionOutput(out, add_gaps(call, request, softmax_stats(call, request, lse, top, entropy)))
+        out, *sums = attend(call, entropy=request.entropy)
+        return AttentionOutput(out, add_gaps(call, request, softmax_stats(call, request, *sums)))
 
     @torch.no_grad()
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
@@ -68,16 +68,22 @@ class BlockwiseBackend:
         return add_gaps(call, request, softmax_stats(call, request, *found[1:]))
 
 
-def attend(call: AttentionCall, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output [B, H, Tq, Dv], and lse, largest logit and (if asked for) entropy, each [B, H, Tq] and detached."""
-    seed = torch.randint(2**62, (), device="cpu") if call.dropout_p > 0.0 else None
+def attend(
+    call: AttentionCall, *, entropy: bool, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output [B, H, Tq, Dv]; lse, largest logit, entropy (if asked for) and largest weight, [B, H, Tq], detached.
+
+    The seed is that of dropout, where there is any; None: a new one.
+    """
+    if call.dropout_p > 0.0 and seed is None:
+        seed = torch.randint(2**62, (), device="cpu")
     # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
     # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
     forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else blockwise_forward
     tensors, numbers = (*call.score_tensors(), call.value, call.sinks, seed), (call.scale, call.softcap, call.dropout_p)
-    out, lse, top, entropies = forward(*tensors, *numbers, entropy)
-    return out, lse.detach(), top.detach(), entropies.detach()
+    out, lse, top, entropies, w_max = forward(*tensors, *numbers, entropy)
+    return out, lse.detach(), top.detach(), entropies.detach(), w_max.detach()
 
 
 # What forward and backward are given, before and after what only one of them needs.
@@ -86,8 +92,8 @@ NUMBERS = "float scale, float? softcap, float dropout_p"
 
 
 @autocast.without
-def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output in the query's dtype; lse, largest logit and entropy (or nothing) [B, H, Tq], in fp32 at least."""
+def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output in the query's dtype; lse, largest logit, entropy (or nothing) and largest weight, in fp32 at least."""
     key, beta, start, stop, padding, mask, value, sinks, seed, scale, softcap, dropout_p, entropy = arguments
     scores = Scores(query, key, beta, start, stop, padding, mask, scale, softcap).wide()
     scores, value = scores.without_broken(value.to(scores.query.dtype), keys=False)
@@ -122,31 +128,34 @@ def _forward(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Te
     top = (best / LOG2E).masked_fill_(unseen, -math.inf)
     log = total.log()
     lse = top + log
+    w_max = total.reciprocal()  # more exact than e^(top − lse), where these are large
     entropies = value.new_zeros(0)
     if entropy:
         entropies = (log - moment / (LOG2E * total)).masked_fill_(unseen, 0.0)
     if sinks is not None:
         keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        share = torch.exp(keys - lse)  # of the weight that is left to the keys
+        w_max = w_max * share
         if entropy:
-            share = torch.exp(keys - lse)  # of the weight that is left to the keys
             entropies = share * entropies + torch.special.entr(share) + torch.special.entr(1 - share)
-    return out, lse, top, entropies.clamp_(min=0.0)
+    return out, lse, top, entropies.clamp_(min=0.0), w_max.masked_fill_(unseen, 0.0)
 
 
 blockwise_forward = torch.library.custom_op(
     "attnscale::blockwise_forward",
     _forward,
     mutates_args=(),
-    schema=f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @blockwise_forward.register_fake
-def _(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     value, entropy = arguments[6], arguments[-1]
     lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
     out = query.new_empty(*query.shape[:3], value.shape[-1])
-    return out, lse, torch.empty_like(lse), torch.empty_like(lse) if entropy else lse.new_empty(0)
+    entropies = torch.empty_like(lse) if entropy else lse.new_empty(0)
+    return out, lse, torch.empty_like(lse), entropies, torch.empty_like(lse)
 
 
 @torch.library.custom_op(

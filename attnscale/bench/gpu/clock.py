@@ -7,15 +7,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from attnscale.bench.gpu.telemetry import Telemetry, read_telemetry
 from attnscale.bench.ratio import Spread
+from attnscale.errors import BackendError
 
-# Larger than the last-level cache of any card. Overwriting it a few times takes long enough (half a millisecond at
-# 8 TB/s) for the host to queue what is timed behind it, so that the events see the device's time and not the host's.
-FLUSH_BYTES, FLUSHES = 512 * 2**20, 8
+# Larger than the last-level cache of any card.
+FLUSH_BYTES = 512 * 2**20
+
+# Cycles that the device is held for while the host queues what is timed: a millisecond at first, an eighth of a second
+# at most.
+FIRST_HOLD, LONGEST_HOLD = 2_000_000, 256_000_000
 
 
 class Clock(Protocol):
@@ -25,24 +31,44 @@ class Clock(Protocol):
 
     def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]: ...
 
+    def telemetry(self) -> Telemetry: ...
+
 
 class DeviceClock:
-    """Time on a GPU between two events, with a cold cache; memory from torch's allocator."""
+    """Time on a GPU between two events, with a cold cache and never the host's; memory from torch's allocator.
+
+    A kernel that only waits holds the device until everything that is timed is queued behind it. Whether it held long
+    enough is not assumed: if the device passes the first event while the host still launches, the measurement is thrown
+    away and made again with twice the wait.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.room = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self.hold = FIRST_HOLD
 
     def seconds(self, function: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for _ in range(FLUSHES):
+        """The device's time of one call; `BackendError` for a function that waits for the device itself."""
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self.room.zero_()
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1000
+            torch.cuda._sleep(self.hold)  # type: ignore[no-untyped-call]
+            start.record()
+            function()
+            end.record()
+            overtaken = start.query()  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(self.device)
+            if not overtaken:
+                milliseconds: float = start.elapsed_time(end)
+                return milliseconds / 1000
+            if self.hold >= LONGEST_HOLD:
+                self.hold = FIRST_HOLD  # the next function need not suffer from this one
+                raise BackendError("the host waits for the device within a call, so that events would time the host")
+            self.hold *= 2
+
+    def telemetry(self) -> Telemetry:
+        """Of the card now, so right after what was measured."""
+        return read_telemetry(self.device)
 
     def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
         """The second call counts, beyond what was there before: the first one may compile and tune."""
@@ -56,15 +82,29 @@ class DeviceClock:
 
 
 class HostClock:
-    """For dry runs: the time of this process; its memory is not what a GPU would take."""
+    """For dry runs, whose times mean nothing: a function runs once, for its result, and each of its times is that one.
+
+    The memory of this process is not what a GPU would take.
+    """
+
+    def __init__(self) -> None:
+        self.known: WeakKeyDictionary[Callable[[], object], float] = WeakKeyDictionary()
 
     def seconds(self, function: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
+        if function not in self.known:
+            start = time.perf_counter()
+            function()
+            self.known[function] = time.perf_counter() - start
+        return self.known[function]
 
     def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
-        return function(), None
+        start = time.perf_counter()
+        result = function()
+        self.known[function] = time.perf_counter() - start
+        return result, None
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry()
 
 
 def interleaved(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnscale.bench.gpu.bundle import environment, write_bundle
 from attnscale.bench.gpu.machine import Machine, run_in_interpreter, the_interpreter, this_gpu
 from attnscale.bench.gpu.plots import check_matplotlib, draw
 from attnscale.bench.gpu.profile import Profile
 from attnscale.bench.gpu.report import ABOUT, header, lines
 from attnscale.bench.gpu.runner import Note, Session
 from attnscale.bench.gpu.suites import groups
+from attnscale.bench.gpu.whole_table import print_tables
 from attnscale.bench.rows import Row, write_rows
 from attnscale.errors import reject
 from attnscale_kernels import interpreting
@@ -26,11 +30,13 @@ def run(
     config: Path | None,
     output: Path | None,
     plots: Path | None,
+    bundle: Path | None,
     dry_run: bool,
     static: bool,
+    diagnose: Callable[[], object],
 ) -> int:
-    """The exit code: 1 where a provider was refused because its numbers are wrong."""
-    options = {"config": config, "output": output, "plots": plots}
+    """The exit code: 1 where a provider was refused because its numbers are wrong. `diagnose` is for the bundle."""
+    options = {"config": config, "output": output, "plots": plots, "bundle": bundle}
     given = {name: str(path) for name, path in options.items() if path is not None}
     if static:
         for name, path in given.items():
@@ -40,21 +46,30 @@ def run(
     output = output or Path("gpu.csv")
     if output.is_dir():
         reject("output", str(output), "a CSV file, not a directory")
-    if plots is not None:
-        if plots.exists() and not plots.is_dir():
-            reject("plots", str(plots), "a folder")
+    if plots is not None and plots.exists() and not plots.is_dir():
+        reject("plots", str(plots), "a folder")
+    if bundle is not None and (bundle.is_dir() or bundle.suffix != ".zip"):
+        reject("bundle", str(bundle), "a file that ends with .zip")
+    if plots is not None or bundle is not None:
         check_matplotlib()
     if dry_run and not interpreting():  # which is decided before triton is first imported: so in another process
         return run_in_interpreter(["bench", "gpu", "--dry-run", *(f"--{name}={path}" for name, path in given.items())])
     profile, machine = the_interpreter(config) if dry_run else this_gpu(config)
     rows, notes = _measure(console, profile, machine)
     write_rows(output, rows)
-    pictures = draw(rows, plots) if plots is not None else []
+    written = [output, *(draw(rows, plots) if plots is not None else [])]
     title = "dry run in triton's interpreter: numbers are checked, times mean nothing" if dry_run else machine.name
-    _print_table(console, title, header(dry_run=dry_run), lines(rows, dry_run=dry_run))
-    console.print(ABOUT, highlight=False)
-    _print_notes(console, machine, notes)
-    console.print("wrote " + ", ".join(map(str, (output, *pictures))), markup=False, highlight=False)
+    _print_report(console, title, rows, machine, notes, dry_run)
+    if bundle is not None:
+        texts = {
+            "report.txt": _as_text(lambda paper: _print_report(paper, title, rows, machine, notes, dry_run)),
+            "environment.json": environment(profile, machine),
+            "doctor.txt": f"{diagnose()}\n",
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            write_bundle(bundle, output, draw(rows, Path(folder)), texts)
+        written.append(bundle)
+    console.print("wrote " + ", ".join(map(str, written)), markup=False, highlight=False, soft_wrap=True)
     return 1 if any(note.refused for note in notes) else 0
 
 
@@ -67,30 +82,26 @@ def _measure(console: Console, profile: Profile, machine: Machine) -> tuple[list
     return rows, [note for outcome in outcomes for note in outcome.notes]
 
 
-def _print_table(console: Console, title: str, columns: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> None:
-    """A section for each change in the first four columns, which say it once."""
-    from rich.markup import escape
-    from rich.table import Table
+def _as_text(write: Callable[[Console], None]) -> str:
+    from rich.console import Console
 
-    table = Table(title=escape(title), title_justify="left")
-    held = list(cells)
-    for index, name in enumerate(columns):
-        numbers = all(line[index][:1].isdigit() or not line[index] for line in held)
-        table.add_column(name, justify="right" if numbers else "left")
-    section: tuple[str, ...] = ()
-    for line in held:
-        same = line[:4] == section
-        if section and not same:
-            table.add_section()
-        table.add_row(*(("",) * 4 if same else map(escape, line[:4])), *map(escape, line[4:]))
-        section = line[:4]
-    console.print(table)
+    paper = io.StringIO()
+    write(Console(file=paper, width=100))
+    return paper.getvalue()
+
+
+def _print_report(
+    console: Console, title: str, rows: list[Row], machine: Machine, notes: list[Note], dry_run: bool
+) -> None:
+    print_tables(console, title, header(dry_run=dry_run), lines(rows, dry_run=dry_run), heading=3)
+    console.print(ABOUT, highlight=False)
+    _print_notes(console, machine, notes)
 
 
 def _print_static(console: Console) -> None:
     from attnscale.bench.gpu.compiled import ABOUT, HEADER, static_lines
 
-    _print_table(console, "compiled ahead of time, not run", HEADER, static_lines())
+    print_tables(console, "compiled ahead of time, not run", HEADER, static_lines(), heading=4)
     console.print(ABOUT, highlight=False)
 
 

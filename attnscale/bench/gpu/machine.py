@@ -14,7 +14,7 @@ import torch
 
 from attnscale.bench.gpu.clock import Clock, DeviceClock, HostClock
 from attnscale.bench.gpu.figures import Card
-from attnscale.bench.gpu.profile import FOLDER, Profile, choose_profile
+from attnscale.bench.gpu.profile import Profile, choose_profile
 from attnscale.errors import BackendError, MissingDependencyError
 from attnscale_kernels import interpreting
 
@@ -74,4 +74,4 @@ def _about(profile: Profile, name: str, card: Card | None) -> tuple[str, ...]:
         return (f"roofline of {profile.device}: {card.tflops:g} TFLOP/s in half precision, {card.bandwidth:g} GB/s",)
     if profile.device:
         return (f"no share of the roofline: the profile is for {profile.device!r}, the card found is {name!r}",)
-    return (f"no share of the roofline: no profile in {FOLDER} is for {name!r}",)
+    return (f"no share of the roofline: the package has no profile for {name!r}",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from attnscale.policies.fields import check_length, check_number
 SUITES = ("attention", "statistics", "adaptive", "decode")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Where profiles are looked for, from the root of the repository.
-FOLDER = Path("configs/bench")
+# Profiles of known cards, which come with the package.
+FOLDER = Path(str(resources.files("attnscale.bench.gpu") / "profiles"))
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Sizes, and the peaks of the card whose name contains `device` (empty: no card is known, and no roofline).
+    """Sizes, and the peaks of the card whose name ends with `device` (empty: no card is known, and no roofline).
 
     The batch is such that B·n is `tokens`, or `decode_tokens` for the cache of a decoding step; `law` is the
     temperature of the providers that can have one; `check_length` the size at which numbers are checked.
@@ -95,8 +96,16 @@ class Profile:
         return cls(**values)
 
     def is_for(self, name: str) -> bool:
-        """Whether the card of this name is the one whose peaks are known."""
-        return self.device != "" and self.device.lower() in name.lower()
+        """Whether the card of this name is the one whose peaks are known.
+
+        Makers put their name before that of a card, and after it what makes another card of it.
+
+        >>> card = Profile(device="H200", peak_tflops=989, bandwidth_gbs=4800)
+        >>> card.is_for("NVIDIA H200"), card.is_for("NVIDIA H200 NVL"), card.is_for("NVIDIA GH200")
+        (True, False, False)
+        """
+        wanted, words = self.device.lower().split(), name.lower().split()
+        return bool(wanted) and words[-len(wanted) :] == wanted
 
     def card(self, name: str) -> Card | None:
         """The peaks, if they are those of the card of this name."""

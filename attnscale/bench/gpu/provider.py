@@ -45,7 +45,8 @@ class Provider:
 
     `temperature` gives the β, broadcasting to [B, H, Tq], that its rows have; `bounds` what it may be at least and at
     most, where it is found and not given. What is not `ours` may be missing or fail, and is left out then; ours must
-    work. `row_numbers` statistics are written for each row.
+    work. `row_numbers` statistics are written for each row. One that `rounds_scores` to the dtype cannot be as exact
+    as the others are in it: it is checked in fp32, and its error is the one found there.
     """
 
     name: str
@@ -54,4 +55,5 @@ class Provider:
     bounds: Callable[[Problem, Inputs], tuple[Tensor, Tensor]] | None = None
     ours: bool = False
     row_numbers: int = 0
+    rounds_scores: bool = False
     why_not: Callable[[Problem, bool], str | None] = always

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from attnscale.bench.rows import Row
 
-SPEEDS = ("suite", "mode", "config", "n", "provider", "µs", "TFLOP/s", "GB/s", "roofline", "MB", "over", "error")
+SPEEDS = ("suite", "mode", "config", "n", "provider", "µs", "TFLOP/s", "GB/s", "roof", "MB", "over", "error")
 # The interpreter's times are those of numpy in a Python loop.
 CHECKS = ("suite", "mode", "config", "n", "provider", "error", "host ms, meaningless")
 ABOUT = (
-    "error: the largest, as a share of what is allowed (twice that of torch's attention, and one rounding); "
-    "above 1 there is no speed."
+    "over: time over that of the fastest rival, whose own is 1.00, round by round; error: the largest, as a share of "
+    "what is allowed (twice that of torch's attention, and one rounding), above 1 there is no speed."
 )
 
 
@@ -26,6 +26,8 @@ def lines(rows: Sequence[Row], *, dry_run: bool) -> Iterator[tuple[str, ...]]:
     for row in rows:
         found.setdefault((row.kernel, row.mode, row.config, row.x, row.provider), {})[row.metric] = row.y
     for (suite, mode, config, n, provider), numbers in found.items():
+        if "us" not in numbers:  # about the card
+            continue
         where = suite, mode, short(config), str(n), provider
         error = f"{numbers['error_share']:.2f}"
         if dry_run:

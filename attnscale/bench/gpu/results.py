@@ -30,9 +30,12 @@ def rows_of(
     card: Card | None,
     labels: tuple[str, str, str],
 ) -> list[Row]:
-    """One row per number; the share of the roofline only where the card is known and computes in half precision."""
-    measured = {result.provider: result for result in results}
-    baseline = next((measured[name] for name in baselines if name in measured), None)
+    """One row per number, times also over those of the fastest baseline, which the metric names.
+
+    The share of the roofline only where the card is known and computes in half precision.
+    """
+    rivals = [result for result in results if result.provider in baselines]
+    baseline = min(rivals, key=lambda result: spread(result.seconds).median, default=None)
     rows = []
     for result in results:
         numbers = metrics(mode, problem, result, card)

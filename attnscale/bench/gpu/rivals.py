@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,27 +71,28 @@ def why_not_flex(problem: Problem, backward: bool) -> str | None:
     return "FlexAttention has no backward on the CPU" if backward and problem.device.type == "cpu" else None
 
 
-def flash_attn(problem: Problem) -> Attention:
-    """The flash-attn package; a single query goes to the function that splits the keys."""
-    package = importlib.import_module("flash_attn")
+def flash_attn(module: str, problem: Problem) -> Attention:
+    """A version of flash-attn by its module; a single query goes to the function that splits the keys."""
+    package = importlib.import_module(module)
     function = package.flash_attn_func if problem.causal else package.flash_attn_with_kvcache
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
-        out = function(*(x.transpose(1, 2) for x in (query, key, value)), causal=problem.causal)
+        found = function(*(x.transpose(1, 2) for x in (query, key, value)), causal=problem.causal)
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases of 3 add the log-sum-exp
         return Answer(out.transpose(1, 2))
 
     return attend
 
 
-def why_not_flash_attn(problem: Problem, backward: bool) -> str | None:
+def why_not_flash_attn(module: str, problem: Problem, backward: bool) -> str | None:
     """flash-attn is installed by the user, and needs a GPU."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed"
-    return "flash-attn needs a GPU" if problem.device.type != "cuda" else None
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed"
+    return f"{module} needs a GPU" if problem.device.type != "cuda" else None
 
 
 def eager(statistics: bool, problem: Problem) -> Attention:
-    """All weights in memory, as one would write it; in fp32, since rounded scores would be wrong scores."""
+    """All weights in memory and scores in the dtype of the inputs, as one would write it; the softmax in fp32."""
     beta = problem.temperature()[:, None]
     hidden = None
     if problem.causal:
@@ -99,14 +101,14 @@ def eager(statistics: bool, problem: Problem) -> Attention:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
         key, value = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
-        logits = query.float() @ key.float().mT * (beta * problem.dim**-0.5)
+        logits = query @ key.mT * (beta * problem.dim**-0.5).to(query.dtype)
         if hidden is not None:
             logits = logits.masked_fill(hidden, -torch.inf)
-        weights = logits.softmax(-1)
+        weights = logits.softmax(-1, dtype=torch.float32)
         out = weights.to(value.dtype) @ value
         if not statistics:
             return Answer(out)
-        found = {"lse": logits.detach().logsumexp(-1), "max_logit": logits.detach().amax(-1)}
+        found = {"lse": logits.detach().float().logsumexp(-1), "max_logit": logits.detach().amax(-1)}
         return Answer(out, found | {"entropy": torch.special.entr(weights.detach()).sum(-1)})
 
     return attend
@@ -131,8 +133,11 @@ SDPA = tuple(
     )
 )
 FLEX = Provider("flex", flex, temperature=by_law, why_not=why_not_flex)
-FLASH_ATTN = Provider("flash_attn", flash_attn, why_not=why_not_flash_attn)
-EAGER = Provider("eager", functools.partial(eager, False), temperature=by_law, why_not=why_not_eager)
-EAGER_STATISTICS = Provider(
-    "eager", functools.partial(eager, True), temperature=by_law, row_numbers=3, why_not=why_not_eager
+FLASH_ATTN = tuple(
+    Provider(name, functools.partial(flash_attn, module), why_not=functools.partial(why_not_flash_attn, module))
+    for name, module in (("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface"))
 )
+EAGER = Provider(
+    "eager", functools.partial(eager, False), temperature=by_law, rounds_scores=True, why_not=why_not_eager
+)
+EAGER_STATISTICS = replace(EAGER, prepare=functools.partial(eager, True), row_numbers=3)

@@ -19,6 +19,8 @@ from attnscale.bench.gpu.results import Result, rows_of
 from attnscale.bench.gpu.suites import SUITES, Group
 from attnscale.bench.rows import Row
 
+CARD = "card"  # stands for a provider in rows about the device itself
+
 
 class Note(NamedTuple):
     """Why a provider was not measured; `refused` if its results were wrong."""
@@ -92,6 +94,8 @@ class Session:
             step = step_of(provider.prepare(problem), inputs, self.backward)
             output, peak = self.machine.clock.peak(step)
             seen = check_a_few_rows(provider, problem, inputs, output)
+            if self.profile.warm_up:
+                self.machine.clock.seconds(step)  # the first warm-up, which refuses what cannot be timed
         except torch.OutOfMemoryError:
             self._note(provider, f"out of memory at {problem.keys} keys")
             return None
@@ -101,17 +105,21 @@ class Session:
         return Contender(provider, step, verdict, peak) if self._accept(provider, seen, problem) else None
 
     def _race(self, problem: Problem, contenders: list[Contender]) -> list[Row]:
-        """Times of all contenders, interleaved."""
+        """Times of all contenders, interleaved, and the state of the card after the last round."""
         steps = {contender.provider.name: contender.step for contender in contenders}
         profile, machine = self.profile, self.machine
-        samples = interleaved(steps, machine.clock, warm_up=profile.warm_up, rounds=profile.rounds)
+        samples = interleaved(steps, machine.clock, warm_up=profile.warm_up - 1, rounds=profile.rounds)
         results = [
             Result(c.provider.name, samples[c.provider.name], c.peak, c.verdict.share, c.provider.row_numbers)
             for c in contenders
         ]
         labels = problem.label, machine.name, machine.version
-        baselines = SUITES[self.group.suite].baselines
-        return rows_of(self.group.suite, self.group.mode, problem, results, baselines, machine.card, labels)
+        suite, mode, baselines = self.group.suite, self.group.mode, SUITES[self.group.suite].baselines
+        state = [
+            Row(suite, CARD, mode, metric, problem.keys, number, number, number, *labels)
+            for metric, number in machine.clock.telemetry().known().items()
+        ]
+        return rows_of(suite, mode, problem, results, baselines, machine.card, labels) + state
 
     def _accept(self, provider: Provider, verdict: Verdict, problem: Problem) -> bool:
         if not verdict.right:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from attnscale.bench.static.building import build_table, jobs
-from attnscale.bench.static.table import FILE, differences, read_table, write_table
+from attnscale.bench.static.goals import misses
+from attnscale.bench.static.table import FILE, differences, read_table, static_table, write_table
 
 
 def main() -> int:
@@ -15,7 +17,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     parser.add_argument("--quick", action="store_true", help="variants that differ in a flag for one target in turn")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--misses", action="store_true", help=f"only print which goals {FILE.name} misses")
     options = parser.parse_args()
+    if options.misses:
+        sys.stdout.write(json.dumps(misses(static_table()), indent=1, ensure_ascii=False) + "\n")
+        return 0
     if options.write and options.quick:
         parser.error("--quick leaves rows out: it compares, and writes nothing")
     found = build_table(jobs(all_targets=not options.quick), options.workers)

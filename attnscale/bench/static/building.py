@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from attnscale.bench.static.compiling import compile_launch, versions
-from attnscale.bench.static.table import REFERENCE, Row, Table
+from attnscale.bench.static.table import Row, Table
 from attnscale.bench.static.targets import TARGETS
 from attnscale.bench.static.variant import Variant
 from attnscale.bench.static.variants import variants
@@ -32,7 +32,7 @@ def jobs(*, all_targets: bool = True) -> list[Job]:
 
 def is_core(variant: Variant) -> bool:
     """Whether it is what most calls launch: bf16 at 64 or 128 dimensions, causal, without further flags."""
-    flash = variant.family in ("forward", REFERENCE, "backward dQ", "backward dK dV")
+    flash = variant.family in ("forward", "backward dQ", "backward dK dV")
     plain = variant.name.removesuffix(", entropy").removesuffix(", plain")
     return flash and variant.dtype == "bf16" and variant.dim in (64, 128) and plain == "causal"
 

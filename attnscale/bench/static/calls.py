@@ -6,6 +6,7 @@ many queries as keys: a program takes a block of rows, or of keys, and steps thr
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
@@ -66,6 +67,17 @@ def sequences(rule: str, length: int) -> tuple[Sequence, ...]:
     }[rule]
 
 
+@functools.cache
+def visible_scores(rule: str, length: int) -> int:
+    """Scores of a call that count.
+
+    >>> visible_scores("causal", 4)
+    10
+    """
+    return sum(sequence.visible for sequence in sequences(rule, length))
+
+
+@functools.cache
 def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = False, classified: bool = True) -> Passes:
     """Tiles [rows, keys] of a call, where a program takes a block of rows or, `by_keys`, of keys.
 

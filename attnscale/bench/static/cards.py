@@ -55,13 +55,15 @@ _GFX_942 = {
 CARDS = {
     # A100 white paper: 108 SMs, 1.41 GHz, 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; shared memory 128 B a cycle.
     "sm_80": Card("A100", 108, 1.41, {"bf16": 2048, "fp16": 2048, "fp32": 128}, _SM_80, 128, 5120 / 108),
-    # Ada white paper and data sheet of the L40S: 142 SMs, 2.49 GHz, 362 TFLOP/s bf16 dense, 91.6 fp32 at 2.52 GHz.
-    "sm_89": Card("L40S", 142, 2.49, {"bf16": 1024, "fp16": 1024, "fp32": 256}, _SM_90, 128, 5120 / 142),
+    # L40S as published: 142 SMs, 2.52 GHz, 91.6 TFLOP/s fp32, 733 bf16 sparse. Half of that is 366, not the 362 that is
+    # published for dense products.
+    "sm_89": Card("L40S", 142, 2.52, {"bf16": 1024, "fp16": 1024, "fp32": 256}, _SM_90, 128, 5120 / 142),
     # H100 white paper (SXM5): 132 SMs, 1.83 GHz, 989 TFLOP/s bf16 dense, 67 fp32 at 1.98 GHz.
     "sm_90": Card("H100", 132, 1.83, {"bf16": 4096, "fp16": 4096, "fp32": 256}, _SM_90, 128, 5120 / 132),
     # Blackwell architecture brief: 148 SMs, 1.85 GHz, 2.25 PFLOP/s bf16 dense of a B200.
     "sm_100": Card("B200", 148, 1.85, {"bf16": 8192, "fp16": 8192, "fp32": 256}, _SM_90, 128, 5120 / 148),
-    # RTX Blackwell white paper (RTX 5090): 170 SMs, 2.41 GHz, 209.5 TFLOP/s bf16 dense into fp32, 104.8 fp32.
+    # RTX 5090 as published: 170 SMs, 2.407 GHz, 838 TFLOP/s fp16 sparse. Dense and with sums in fp32 it is a quarter of
+    # that, 209.5.
     "sm_120": Card("RTX 5090", 170, 2.41, {"bf16": 512, "fp16": 512, "fp32": 256}, _SM_90, 128, 5120 / 170),
     # MI300X data sheet: 304 CUs, 2.1 GHz, 1307 TFLOP/s bf16 dense, 163.4 fp32 matrix and vector; LDS 128 B a cycle.
     "gfx942": Card("MI300X", 304, 2.1, {"bf16": 2048, "fp16": 2048, "fp32": 256}, _GFX_942, 128, 2048 / 38),

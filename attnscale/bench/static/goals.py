@@ -24,8 +24,9 @@ def misses(rows: list[Row]) -> dict[str, str]:
 
 
 def _missed(row: Row, rows: list[Row]) -> Iterator[tuple[str, str]]:
-    if row.shared_memory > (limit := TARGETS[row.target].resources.shared_memory):
-        yield f"shared memory ≤ {limit}", str(row.shared_memory)
+    room = TARGETS[row.target].resources.shared_memory
+    if row.shared_memory > room:
+        yield f"shared memory ≤ {room}", str(row.shared_memory)
     if row.spills and (row.family == "forward" or (row.family.startswith("backward") and row.dim <= 128)):
         yield "no spills", str(row.spills)
     ratios = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from attnscale.bench.static.calls import Passes, passes, sequences
+from attnscale.bench.static.calls import Passes, passes, sequences, visible_scores
 from attnscale.bench.static.counts import Counts
 from attnscale.bench.static.table import REFERENCE, Row
+
+BY_KEYS = "backward dK dV"  # the family whose programs take keys, and step through rows
+GROUP = 4  # query heads of a key head in the variants of the table
 
 
 def per_score(row: Row, counts: Counts) -> float:
@@ -21,8 +24,22 @@ def per_visible_score(row: Row, length: int) -> float | None:
     """Of all loops of a call, for each score that counts; None for kernels without a rule of visibility."""
     if not row.rule:
         return None
-    visible = sum(sequence.visible for sequence in sequences(row.rule, length))
-    return _of_call(row, length) * row.warps * row.lanes / visible
+    return _of_call(row, length) * row.warps * row.lanes / visible_scores(row.rule, length)
+
+
+def with_the_rest(row: Row, length: int) -> float | None:
+    """At most as many instructions for each score that counts if those outside of the loops over tiles are added.
+
+    At most: compilers write the first and last tiles of a loop outside of it, which are counted in both places, and all
+    branches as if they were taken. A program of dK and dV serves `GROUP` heads.
+    """
+    of_loops = per_visible_score(row, length)
+    if of_loops is None:
+        return None
+    by_keys = row.family == BY_KEYS
+    programs = len(sequences(row.rule, length)) * -(-length // row.tile[by_keys])
+    rest = programs * (row.phases.around.total + row.phases.once / (GROUP if by_keys else 1))
+    return of_loops + rest * row.warps * row.lanes / visible_scores(row.rule, length)
 
 
 def over_all_hot(row: Row, rows: list[Row], length: int) -> float | None:
@@ -59,5 +76,4 @@ def _of_call(row: Row, length: int) -> int:
 
 
 def _tiles(row: Row, length: int) -> Passes:
-    by_keys = row.family == "backward dK dV"
-    return passes(row.rule, length, row.tile, by_keys=by_keys, classified=row.phases.hot.total > 0)
+    return passes(row.rule, length, row.tile, by_keys=row.family == BY_KEYS, classified=row.phases.hot.total > 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attnscale.bench.static.cards import CARDS, Card
+from attnscale.bench.static.per_score import per_score
 from attnscale.bench.static.table import Row, baseline
 
 
@@ -31,7 +32,7 @@ class Roofline(NamedTuple):
 
 
 class Overhead(NamedTuple):
-    """What statistics add to the same kernel without them."""
+    """What statistics add to the same kernel without them, for each score: tiles may differ."""
 
     instructions: float  # of the loop
     fastest: float  # of the predicted time, at the two ends of the range
@@ -60,6 +61,9 @@ def overhead(row: Row, rows: list[Row]) -> Overhead | None:
     if plain is None:
         return None
     ours, theirs = roofline(row), roofline(plain)
+    area = plain.tile[0] * plain.tile[1] / (row.tile[0] * row.tile[1])
     return Overhead(
-        row.loop.total / plain.loop.total - 1, ours.fastest / theirs.fastest - 1, ours.slowest / theirs.slowest - 1
+        per_score(row, row.loop) / per_score(plain, plain.loop) - 1,
+        area * ours.fastest / theirs.fastest - 1,
+        area * ours.slowest / theirs.slowest - 1,
     )

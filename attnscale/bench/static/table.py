@@ -102,7 +102,7 @@ def _phases(held: dict[str, Any]) -> Phases:
 
 
 def baseline(row: Row, rows: list[Row]) -> Row | None:
-    """The same kernel without statistics, if `row` has some: same flags, dtype, dimension, target and tile."""
+    """The same kernel without statistics, if `row` has some: same flags, dtype, dimension and target."""
     if row.family != "forward" or not row.name.endswith(", entropy"):
         return None
     wanted = row._replace(name=row.name.removesuffix("entropy") + "plain").key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 
 from attnscale._util.uncopied import Uncopied
 from attnscale.diagnostics.notices import Notices
+from attnscale.errors import ArgumentError
 
 # Rows per quantity and head that all processes together send for the quantiles, and the fewest of one process.
 SENT_ROWS = 512
@@ -29,11 +30,21 @@ class Part(NamedTuple):
     first: int = 0
 
 
-def shards_heads_unsaid(model: nn.Module) -> bool:
-    """Whether parameters of a model are sharded by tensor parallelism, which may have split heads too.
+def refuse_unsaid_heads(model: nn.Module, attention: Iterable[nn.Module]) -> None:
+    """Refuse a model that tensor parallelism shards without a word on which heads a process has, for all processes."""
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    said = any(getattr(module, "head_part", (0, 1))[1] > 1 for module in attention)
+    if several and not said and _is_tensor_parallel(model):
+        raise ArgumentError(
+            "process_group=None is not accepted for a model whose parameters are sharded by tensor parallelism, as "
+            "heads of other processes would count as more rows: give the attention "
+            "attnscale.distributed.HeadParallel() in the plan of parallelize_module, or the monitor the process_group "
+            "of those whose rows differ"
+        )
 
-    `fully_shard` shards parameters once; more than that is tensor parallelism.
-    """
+
+def _is_tensor_parallel(model: nn.Module) -> bool:
+    """`fully_shard` shards parameters once; more than that is tensor parallelism."""
     sharded = 0
     for parameter in model.parameters():
         placements = getattr(parameter, "placements", ())

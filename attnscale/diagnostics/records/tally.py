@@ -66,10 +66,11 @@ class Tally(Uncopied):
 
     def spreads(self) -> tuple[Spread, Spread]:
         """Of the quantities of forward and backward; empty ones where there was no call."""
-        key = torch.zeros(1, dtype=torch.int64, device=self.device)
-        shapes = ((len(names), self.heads, 1) for names in (FORWARD, BACKWARD))
-        forward, backward = (Spread.of(torch.full(shape, math.nan, device=self.device), key) for shape in shapes)
-        return self.forward or forward, self.backward or backward
+        return self.forward or self._nothing(len(FORWARD)), self.backward or self._nothing(len(BACKWARD))
+
+    def _nothing(self, quantities: int) -> Spread:
+        row = torch.full((quantities, self.heads, 1), math.nan, device=self.device)
+        return Spread.of(row, torch.zeros(1, dtype=torch.int64, device=self.device))
 
 
 def _spread_of(rows: Tensor, salt: int) -> Spread:

@@ -2,7 +2,10 @@
 
 A program takes one sequence, one key head and one part of the keys, with all query heads of the group as rows of its
 tile, so that a key is read once for all of them. It writes m, l, u and the unnormalised output of the flash forward to
-scratch memory; a second kernel merges the parts.
+scratch memory, and a second kernel merges the parts; where there is one part only, it writes the result itself.
+
+Whatever changes from token to token is an argument that nothing is compiled for: one compiled variant serves all
+lengths. Members of tuples are always compiled for, so the slot of the first query is no part of the rule here.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import triton.language as tl
 from ..device import (
     HIDDEN,
     LEAST_BETA,
+    LN2,
     LOG2E,
     SEEN_ABOVE,
     attention_scores,
@@ -30,7 +34,7 @@ from ..tiles import load_beta, load_tile, load_whole
 
 
 @triton.jit
-def _span(rule, batch, queries, keys):
+def _span(rule, batch, slot, queries, keys):
     """`key_range` of all queries, whose bounds are few enough to be read here instead of from a table."""
     if rule.start_ptr is not None:
         at = batch * rule.stride_bound
@@ -46,7 +50,7 @@ def _span(rule, batch, queries, keys):
             clear_end = tl.minimum(clear_end, stop)
             end = tl.maximum(end, stop)
     else:
-        first, clear_first, clear_end, end = key_range(rule, batch, 0, 0, queries, keys)
+        first, clear_first, clear_end, end = key_range(rule, batch, 0, slot, slot + queries, keys)
     return first, clear_first, clear_end, end
 
 
@@ -60,7 +64,7 @@ def _part(first, end, split, splits, BLOCK: tl.constexpr):
     return low, tl.minimum(low + share, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot", "rows", "keys", "splits"])
 def decode_split_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -68,7 +72,13 @@ def decode_split_kernel(
     beta,  # [B|1, H|1, Tq] fp32
     rows_ptr,  # [splits, B, H, Tq, 3] fp32: m, l and u
     acc_ptr,  # [splits, B, H, Tq, DV] fp32
-    rule,
+    out,  # [B, H, Tq, DV]; this and the next four are written, or read, where there is one split
+    sinks_ptr,  # [H]
+    lse_ptr,  # [B, H, Tq] fp32, and so the next two
+    top_ptr,
+    entropy_ptr,
+    rule,  # whose slot is 0
+    slot,  # of the first query; 0 where the rule has a table
     rows,  # B·H·Tq
     heads,
     group,
@@ -83,7 +93,6 @@ def decode_split_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tiles = tl.cdiv(group * queries, BLOCK_M)
@@ -95,9 +104,9 @@ def decode_split_kernel(
 
     # The rows of the tile are the heads of a group times the queries.
     packed = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BM]
-    head = kv_head * group + packed // queries
-    row = tl.where(packed < group * queries, packed % queries, queries)
-    exists = row < queries
+    exists = packed < group * queries
+    head = kv_head * group + tl.where(exists, packed // queries, 0)
+    row = tl.where(exists, packed % queries, queries)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     row_offset = head * q.strides[1] + row.to(tl.int64) * q.strides[2]
@@ -108,8 +117,8 @@ def decode_split_kernel(
         q_tile = q_tile * sign[:, None].to(q_tile.dtype)
         c *= scale
 
-    start, stop = row_bounds(rule, batch, row, queries, keys)
-    ranges = _span(rule, batch, queries, keys)
+    start, stop = row_bounds(rule, batch, row + slot, queries + slot, keys)
+    ranges = _span(rule, batch, slot, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -152,28 +161,38 @@ def decode_split_kernel(
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
             x = y * c[:, None] - base[:, None]
             p = tl.exp2(x)
-            if ENTROPY:
+            if entropy_ptr is not None:
                 moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
             total = total * fade + tl.sum(p, axis=1)
             m = peak
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
 
     # Heads of a group and their queries are contiguous in the scratch memory, as in the tile.
-    row_at = split.to(tl.int64) * rows + (batch * kv_heads + kv_head) * group * queries + packed
-    tl.store(rows_ptr + row_at * 3, m, mask=exists)
-    tl.store(rows_ptr + row_at * 3 + 1, total, mask=exists)
-    if ENTROPY:
-        tl.store(rows_ptr + row_at * 3 + 2, moment, mask=exists)
-    tl.store(acc_ptr + row_at[:, None] * DV + dv[None, :], acc, mask=exists[:, None] & (dv < DV)[None, :])
+    row_at = (batch * kv_heads + kv_head) * group * queries + packed
+    if splits == 1:
+        seen = (m > SEEN_ABOVE) | (total != total)
+        factor = finish_softmax(
+            seen, m * c * LN2, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists
+        )
+        out_offset = batch * out.strides[0] + head * out.strides[1] + row.to(tl.int64) * out.strides[2]
+        result = (acc * factor[:, None]).to(out.ptr.dtype.element_ty)
+        tl.store(out.ptr + out_offset[:, None] + dv[None, :], result, mask=exists[:, None] & (dv < DV)[None, :])
+    else:
+        row_at += split.to(tl.int64) * rows
+        tl.store(rows_ptr + row_at * 3, m, mask=exists)
+        tl.store(rows_ptr + row_at * 3 + 1, total, mask=exists)
+        if entropy_ptr is not None:
+            tl.store(rows_ptr + row_at * 3 + 2, moment, mask=exists)
+        tl.store(acc_ptr + row_at[:, None] * DV + dv[None, :], acc, mask=exists[:, None] & (dv < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def decode_merge_kernel(
     rows_ptr,  # [splits, B, H, Tq, 3] fp32: m, l and u
     acc_ptr,  # [splits, B, H, Tq, DV] fp32
     beta,  # [B|1, H|1, Tq] fp32
     sinks_ptr,  # [H]
-    out_ptr,  # [B, H, Tq, DV]
+    out,  # [B, H, Tq, DV]
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
     top_ptr,
     entropy_ptr,
@@ -218,5 +237,6 @@ def decode_merge_kernel(
         m = peak
 
     seen = (m > SEEN_ABOVE) | (total != total)
-    out = acc * finish_softmax(seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True)
-    tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
+    acc *= finish_softmax(seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True)
+    out_at = out.ptr + batch * out.strides[0] + head * out.strides[1] + row % queries * out.strides[2]
+    tl.store(out_at + dv, acc.to(out.ptr.dtype.element_ty), mask=dv < DV)

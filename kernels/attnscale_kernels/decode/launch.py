@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 
 from ..flash.launch import Forward, new_forward
@@ -14,14 +12,18 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
+    cdiv,
     launched,
+    positive_scale,
     resources_of,
+    row_view,
     unit_stride,
     view,
 )
 from ..visibility import Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
+MERGED_AT_ONCE = 16  # splits
 MOST_REGISTERS = 255  # shared memory decides how many blocks a multiprocessor has
 
 
@@ -57,7 +59,7 @@ def decode_launches(
     entropy: bool = False,
     splits: int | None = None,
     tile: Tile | None = None,
-) -> tuple[tuple[Launch, Launch], Forward]:
+) -> tuple[tuple[Launch, ...], Forward]:
     """`flash_forward` for few queries [B, H, Tq, D] and many keys [B, Hkv, Tk, D], divided among `splits` programs.
 
     Correct for any Tq, and meant for 16 or fewer.
@@ -68,20 +70,34 @@ def decode_launches(
         raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
-    query, key, value = (unit_stride(x) for x in (query, key, value))
-    beta = beta.to(torch.float32).expand(batch, heads, queries)
+    result = new_forward(query, value, entropy)
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    linear = visibility.linear_in_products(softcap)
+    if linear:
+        beta, scale = positive_scale(beta, scale)
     group_rows, shape = heads // kv_heads * queries, (block_of(dim), block_of(value_dim), query.element_size())
     resources = resources_of(query.device)
     tile = tile or decode_tile(group_rows, *shape, resources)
-    programs = batch * kv_heads * triton.cdiv(group_rows, tile.m)
-    splits = splits or decode_splits(programs, triton.cdiv(keys, tile.n), resources.multiprocessors)
+    programs = batch * kv_heads * cdiv(group_rows, tile.m)
+    splits = splits or decode_splits(programs, cdiv(keys, tile.n), resources.multiprocessors)
 
-    result = new_forward(query, value, entropy)
-    rows = result.lse.numel()
+    rows = batch * heads * queries
+    outputs = {
+        "out": view(result.out),
+        "sinks_ptr": None if sinks is None else sinks.contiguous(),
+        "lse_ptr": result.lse,
+        "top_ptr": result.max_logit,
+        "entropy_ptr": result.entropy,
+    }
+    merging = splits > 1
     shared = {
-        "rows_ptr": result.lse.new_empty(splits, rows, 3),
-        "acc_ptr": result.lse.new_empty(splits, rows, value_dim),
-        "beta": view(beta),
+        # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
+        "rows_ptr": result.lse.new_empty(splits, rows, 3) if merging else result.lse,
+        "acc_ptr": result.lse.new_empty(splits, rows, value_dim) if merging else result.lse,
+        "beta": row_view(beta, batch, heads, queries),
+        **outputs,
+        "heads": heads,
+        "queries": queries,
         "rows": rows,
         "splits": splits,
     }
@@ -92,28 +108,21 @@ def decode_launches(
         {
             **attention_arguments(query, key, scale, softcap),
             "v": view(value),
-            "rule": visibility.rule(),
+            "rule": visibility._replace(slot=0).rule(),
+            "slot": visibility.slot if visibility.start is None else 0,
             **shared,
         },
-        {**attention_constants(query, tile), **constants, "ENTROPY": entropy},
+        {**attention_constants(query, tile), **constants},
         tile.warps,
         tile.stages,
     )
+    if not merging:
+        return (split,), result
     merged = Launch(
         decode_merge_kernel,
         rows,
-        {
-            **shared,
-            "sinks_ptr": None if sinks is None else sinks.contiguous(),
-            "out_ptr": result.out,
-            "lse_ptr": result.lse,
-            "top_ptr": result.max_logit,
-            "entropy_ptr": result.entropy,
-            "heads": heads,
-            "queries": queries,
-            "factor": scale if visibility.linear_in_products(softcap) else 1.0,
-        },
-        {**constants, "BLOCK_S": min(triton.next_power_of_2(splits), 16)},
+        {**shared, "factor": scale if linear else 1.0},
+        {**constants, "BLOCK_S": MERGED_AT_ONCE},
         4,
         1,
     )

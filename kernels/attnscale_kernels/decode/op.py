@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others
 from ..flash.launch import Forward, new_forward
+from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
 from .launch import decode
 
@@ -27,14 +27,19 @@ def decode_attention(
     splits: int | None = None,
 ) -> Forward:
     """`decode` as an operator."""
-    refuse_others(query, key, value, beta, sinks, visibility.mask)
+    tensors = query, key, value, beta, sinks, visibility.mask
+    if is_eager(*tensors) and not needs_gradient(*tensors):
+        return decode(
+            query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
+            splits=splits,
+        )  # fmt: skip
+    refuse_others(*tensors)
     out, lse, top, disorder = decode_op(query, key, value, beta, *visibility, sinks, scale, softcap, entropy, splits)
     return Forward(out, lse, top, disorder if entropy else None)
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::decode",
-    mutates_args=(),
+@operator(
+    "decode",
     schema=f"(Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, float scale,"
     " float? softcap, bool entropy, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor)",
 )

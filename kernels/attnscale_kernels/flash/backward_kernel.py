@@ -19,6 +19,7 @@ from ..device import (
     first_phase,
     is_broken,
     keep,
+    keep_by_slot,
     phase_edges,
     phase_range,
     program_rows,
@@ -149,7 +150,7 @@ def flash_backward_query_kernel(
             p = tl.exp2(x)
             dp = tl.dot(do, v_tile, input_precision=PRECISION)  # [BM, BN]
             if seed_ptr is not None:
-                dp = tl.where(keep(seed, head_index, rows, slots, dropout_p), dp / (1 - dropout_p), 0.0)
+                dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
             change = dp - delta[:, None]
             if phase == 3:
                 change = tl.where(seen, change, 0.0)  # a value that is not finite, times a weight of 0
@@ -192,6 +193,7 @@ def flash_backward_key_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -244,7 +246,12 @@ def flash_backward_key_kernel(
                 dp = tl.dot(v_tile, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
                 kept = p
                 if seed_ptr is not None:
-                    kept_here = tl.trans(keep(seed, head_index.to(tl.int32), rows, slots, dropout_p))
+                    if DRAW_FOURS:
+                        kept_here = tl.trans(
+                            keep(seed, head_index.to(tl.int32), rows, tile * BLOCK_N, dropout_p, BLOCK_N)
+                        )
+                    else:
+                        kept_here = keep_by_slot(seed, head_index.to(tl.int32), rows, slots, dropout_p)
                     kept = tl.where(kept_here, p / (1 - dropout_p), 0.0)
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
                 dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)

@@ -134,7 +134,7 @@ def flash_forward_kernel(
                 fade = tl.where(sums == sums, fade, sums)
             acc *= fade[:, None]
             if seed_ptr is not None:
-                p = tl.where(keep(seed, head_index, rows, slots, dropout_p), p, 0.0)
+                p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
+from ..launch import empty_like_layout
+from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
 from .launch import Forward, flash_backward, flash_forward, new_forward
 
@@ -28,13 +30,23 @@ def flash_attention(
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
-    Forward mode, torch.func's gradients and a second backward are refused: torch would take them for zero.
+    Forward mode, torch.func's gradients, a second backward and a gradient of an additive mask are refused: torch would
+    take them for zero.
     """
-    refuse_others(query, key, value, beta, sinks, visibility.mask)
-    out, *stats = flash_forward_op(
-        query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
-    )
-    lse, top, disorder = (x.detach() for x in stats)
+    tensors = query, key, value, beta, sinks, visibility.mask
+    eager = is_eager(*tensors)
+    if eager and not needs_gradient(*tensors):
+        return flash_forward(
+            query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
+            seed=seed, entropy=entropy,
+        )  # fmt: skip
+    arguments = (query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy)
+    if eager:
+        out, lse, top, disorder = _EagerAttention.apply(*arguments)
+    else:
+        refuse_others(*tensors)
+        out, *stats = flash_forward_op(*arguments)
+        lse, top, disorder = (x.detach() for x in stats)
     return Forward(out, lse, top, disorder if entropy else None)
 
 
@@ -43,12 +55,7 @@ TENSORS = f"Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tenso
 NUMBERS = "float scale, float? softcap, float dropout_p"
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::flash_forward",
-    mutates_args=(),
-    schema=f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def flash_forward_op(
+def _forward(
     query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
@@ -59,18 +66,17 @@ def flash_forward_op(
     ).outputs()  # fmt: skip
 
 
+flash_forward_op = operator(
+    "flash_forward", f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)"
+)(_forward)
+
+
 @flash_forward_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return new_forward(query, value, entropy=others[-1]).outputs()
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::flash_backward",
-    mutates_args=(),
-    schema=f"(Tensor gradient, {TENSORS}, Tensor out, Tensor lse, {NUMBERS}, bool dbeta)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def flash_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, β [B, H, Tq] and sinks; the last two empty where there are none."""
     sinks, seed, out, lse, scale, softcap, dropout_p, dbeta = arguments[12:]
     found = flash_backward(
@@ -81,37 +87,65 @@ def flash_backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return found.query, found.key, found.value, of_beta, of_sinks
 
 
+flash_backward_op = operator(
+    "flash_backward",
+    f"(Tensor gradient, {TENSORS}, Tensor out, Tensor lse, {NUMBERS}, bool dbeta)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)(_gradients)
+
+
 @flash_backward_op.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
     sinks, dbeta = others[8], others[-1]
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
     return (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-        value.new_empty(value.shape),
+        *(empty_like_layout(x, x.shape[-1]) for x in (query, key, value)),
         rows if dbeta else rows.new_empty(0),
         rows.new_empty(0 if sinks is None else sinks.shape[0]),
     )
 
 
+INPUTS, MASK = 17, 10  # of the forward: how many, and the place of the mask
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    if ctx.needs_input_grad[MASK]:
+        raise RuntimeError("flash_attention has no gradient of an additive mask: detach it, or use plain torch")
     query, key, value, beta, *row_rule = inputs[:7]
     *tensors, scale, softcap, dropout_p, _ = inputs[7:]
     ctx.save_for_backward(query, key, value, beta, *tensors, output[0], output[1])
     ctx.row_rule, ctx.numbers = row_rule, (scale, softcap, dropout_p)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of the statistics there are none
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if gradient is None:
+        return (None,) * INPUTS
     query, key, value, beta, *tensors = ctx.saved_tensors
     sinks, needs_beta = tensors[4], ctx.needs_input_grad[3]
-    refuse_others(gradient, query, key, value, beta, sinks)
-    dq, dk, dv, dbeta, dsinks = flash_backward_op(
+    given = gradient, query, key, value, beta, sinks
+    refuse_others(*given)
+    # A second derivative is refused by the operator.
+    differentiate = _gradients if is_eager(*given) and not torch.is_grad_enabled() else flash_backward_op
+    dq, dk, dv, dbeta, dsinks = differentiate(
         gradient, query, key, value, beta, *ctx.row_rule, *tensors, *ctx.numbers, needs_beta
     )
     dbeta = dbeta.sum_to_size(beta.shape).to(beta.dtype) if needs_beta else None
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
     return (dq, dk, dv, dbeta, *(None,) * 7, dsinks, *(None,) * 5)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The same for autograd alone."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
 
 
 flash_forward_op.register_autograd(_backward, setup_context=_save)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..flash.launch import Forward
 from ..flash.op import flash_attention
+from ..operators import operator
 from ..visibility import SCHEMA, Visibility
 from .launch import GapBracket, gap_bracket, gap_count
 
@@ -73,9 +74,7 @@ def adaptive_attention(
 SCORES = f"Tensor query, Tensor key, {SCHEMA}, float scale, float? softcap"
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::gap_bracket", mutates_args=(), schema=f"({SCORES}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+@operator("gap_bracket", schema=f"({SCORES}) -> (Tensor, Tensor, Tensor, Tensor)")
 def gap_bracket_op(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Best raw score, gap of the second, and the two bounds of Λ, per row."""
     *visibility, scale, softcap = others
@@ -88,9 +87,7 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return tuple(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4))
 
 
-@torch.library.custom_op(
-    "attnscale_kernels::gap_count", mutates_args=(), schema=f"({SCORES}, float[] thresholds) -> Tensor"
-)
+@operator("gap_count", schema=f"({SCORES}, float[] thresholds) -> Tensor")
 def gap_count_op(query: Tensor, key: Tensor, *others: Any) -> Tensor:
     """N(t) per row and threshold."""
     *visibility, scale, softcap, thresholds = others

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..derivatives import refuse_others, refuse_second
 from ..launch import on_device
+from ..operators import operator
 from .launch import RowSoftmax, softmax_backward, softmax_forward
 
 
@@ -37,7 +38,7 @@ def row_softmax(
     return RowSoftmax(weights, lse, top, w_max, entropy, None if gaps is None else counts)
 
 
-@torch.library.custom_op("attnscale_kernels::softmax_forward", mutates_args=())
+@operator("softmax_forward")
 def softmax_op(
     scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -57,7 +58,7 @@ def _(
     return scores.new_empty(scores.shape), *rows, rows[0].new_empty((*rows[0].shape, wanted), dtype=torch.int64)
 
 
-@torch.library.custom_op("attnscale_kernels::softmax_backward", mutates_args=())
+@operator("softmax_backward")
 def softmax_backward_op(
     gradient: Tensor, weights: Tensor, beta: Tensor, scores: Tensor | None, bias: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor]:

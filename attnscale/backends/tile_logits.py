@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.backends.blockwise.tiles import HIDDEN, Scores, Tile, Workspace, keys_of, mask_of, rows_of
+from attnscale.backends.tiles import HIDDEN, Scores, Tile, Workspace, keys_of, mask_of, rows_of
 from attnscale.call.context import shown
 
 

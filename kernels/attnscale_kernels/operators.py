@@ -1,0 +1,50 @@
+"""How operators are registered with torch.library, and when they are not needed.
+
+Their namespace is that of the package that they are loaded as: the HuggingFace Hub loads it under names of its own,
+several versions in one process, and in one namespace the second would replace the operators of the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
+NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
+
+
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that makes an operator of a function, which changes none of its arguments."""
+    return torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=(), schema=schema)
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether nobody but autograd looks at what is computed with these tensors: then no operator is needed.
+
+    torch's dispatcher takes an operator that is written in Python through several layers, which take longer than all
+    the rest of a launch. torch.compile, modes, transforms and subclasses of tensors see operators only.
+
+    >>> is_eager(torch.ones(2), None)
+    True
+    >>> torch.vmap(lambda x: (print(is_eager(x)), x)[1])(torch.ones(2))
+    False
+    tensor([1., 1.])
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and ORDINARY.issuperset(map(type, tensors))
+    )
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to record a call with these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -1,0 +1,98 @@
+"""Host time of the kernels' operators, as multiples of that of torch's attention.
+
+    python scripts/launch_cost.py
+
+There need be no GPU: kernels are compiled for sm_90, and what would hand them to a driver does nothing. Tensors are
+small and on the CPU, so that torch's attention costs little but its host side. Rounds are interleaved, of processor
+time, and the least of each is taken: a busy machine only adds. The ratios are what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from torch.nn import functional as F
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from attnscale_kernels import Visibility, decode_attention, flash_attention
+from attnscale_kernels.flash.launch import forward_launches
+
+ROUNDS, CALLS = 60, 20
+
+
+class Utils:
+    """What triton asks of a driver when it loads a kernel."""
+
+    def load_binary(self, *_: object) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
+
+
+class Driver:
+    """An H100 that nothing reaches."""
+
+    utils = Utils()
+
+    def launcher_cls(self, *_: object) -> Callable[..., None]:
+        return lambda *_: None
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """What is measured, by name; the first is what the others are compared with."""
+    q, k = (torch.randn(1, 2, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    row = q[:, :, :1]
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    beta, one = torch.ones(1, 1, 4), torch.ones(1, 1, 1)
+    causal, last = Visibility(right=0), Visibility(slot=3, right=0)
+    (launch,), _ = forward_launches(q, k, k, beta, causal, scale=0.125)
+    long = torch.zeros(1, 2, 4096, 64, dtype=torch.bfloat16)
+    behind = Visibility(slot=4095, right=0)
+    return {
+        "torch's attention": lambda: F.scaled_dot_product_attention(q, k, k),
+        "launch alone": lambda: launch.run(q),
+        "forward": lambda: flash_attention(q, k, k, beta, causal, scale=0.125),
+        "decoding, one split": lambda: decode_attention(row, k, k, one, last, scale=0.125),
+        "decoding, with a merge": lambda: decode_attention(row, long, long, one, behind, scale=0.125),
+        "forward for a backward": lambda: flash_attention(leaves[0], leaves[1], leaves[1], beta, causal, scale=0.125),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    driver.set_active(Driver())
+    given = cases()
+    least = dict.fromkeys(given, float("inf"))
+    for call in given.values():
+        call(), call()  # compile, then know it
+    for _ in range(ROUNDS):
+        for name, call in given.items():
+            start = time.thread_time()
+            for _ in range(CALLS):
+                call()
+            least[name] = min(least[name], (time.thread_time() - start) / CALLS)
+    base = next(iter(least.values()))
+    for name, seconds in least.items():
+        print(f"{name:<24}{seconds * 1e6:8.1f} µs{seconds / base:8.2f} ×")
+
+
+if __name__ == "__main__":
+    main()
