@@ -18,7 +18,7 @@ _MODULES = {
     "row_softmax": "softmax.op",
 }
 
-__all__ = ["Visibility", "interpreting", "layers", "why_unavailable", *_MODULES]
+__all__ = ["Visibility", "interpreting", "why_unavailable", *_MODULES]
 
 
 def __getattr__(name: str) -> object:
