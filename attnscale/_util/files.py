@@ -18,10 +18,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        if isinstance(content, bytes):
-            partial.write_bytes(content)
-        else:
-            partial.write_text(content, encoding="utf-8", newline="")
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -259,12 +259,7 @@ def _at(slot: int | Tensor, first: Tensor, last: Tensor, *, queries: int) -> tup
 
 
 def _integer(argument: str, value: object, device: torch.device) -> Tensor:
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype.is_floating_point
-        or value.dtype.is_complex
-        or value.dtype == torch.bool
-    ):
+    if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
         reject_type(argument, _kind(value), "an integer tensor")
     _check_device(argument, value, device)
     return value.to(torch.int64)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnscale._util.ranges import read_range, write_range
-from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attention_layers import AttentionLayer
 from attnscale.hf.config_record import describe
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
+from attnscale.policies.build import read_spec
 
 _KEYS = ("default", "layers", "heads")
 
@@ -77,7 +76,7 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
     """A plan from whatever `build_policy` takes, or from a mapping (or YAML file) with `default`, `layers`, `heads`."""
     if isinstance(spec, Plan):
         return spec
-    given = _loaded(spec)
+    given = read_spec(spec)
     if isinstance(given, Mapping) and "name" not in given:
         unknown = [key for key in given if key not in _KEYS]
         if unknown or not given:
@@ -129,7 +128,7 @@ def _layer_plan(spec: Any) -> Plan:
 
 def _plain(spec: PolicySpec, **parameters: Any) -> Any:
     """A policy as plain data, checked as far as possible without the shape of a module; a built one as it is."""
-    spec = _loaded(spec)
+    spec = read_spec(spec)
     if isinstance(spec, Policy) and not isinstance(spec, type):
         return build_policy(spec, **parameters)
     if not isinstance(spec, (str, Mapping)):
@@ -137,12 +136,6 @@ def _plain(spec: PolicySpec, **parameters: Any) -> Any:
     plain = ({"name": spec} if isinstance(spec, str) else dict(spec)) | parameters
     build_policy_for(plain, num_heads=1, head_dim=2)
     return plain
-
-
-def _loaded(spec: Any) -> Any:
-    """The content of a YAML file; anything else as it is."""
-    is_file = isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith((".yaml", ".yml")))
-    return read_yaml(spec) if is_file else spec
 
 
 def _described(spec: Any) -> Any:

@@ -85,8 +85,7 @@ def build_policy(spec: PolicySpec, **parameters: Any) -> Policy:
     >>> build_policy({"name": "log", "reference_length": 2048}, floor=True)(1024).item()
     1.0
     """
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(_FILES)):
-        spec = read_yaml(spec)
+    spec = read_spec(spec)
     if isinstance(spec, str):
         return _build(spec, parameters)
     if isinstance(spec, Mapping):
@@ -101,14 +100,18 @@ def build_policy(spec: PolicySpec, **parameters: Any) -> Policy:
     return spec
 
 
+def read_spec(spec: Any) -> Any:
+    """The content of a YAML file; anything else as it is."""
+    return read_yaml(spec) if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(_FILES)) else spec
+
+
 def build_policy_for(spec: PolicySpec, *, num_heads: int, head_dim: int, **parameters: Any) -> Policy:
     """As `build_policy`, for one attention module: its shape is filled in, and a finished policy is copied.
 
     >>> build_policy_for("ssmax", num_heads=8, head_dim=64)
     SSMax(num_heads=8, reference_length=2048, init=None, bias=False)
     """
-    if isinstance(spec, Path) or (isinstance(spec, str) and spec.endswith(_FILES)):
-        spec = read_yaml(spec)
+    spec = read_spec(spec)
     name = spec.get("name") if isinstance(spec, Mapping) else spec
     kind = find_policy(name)
     if kind is None:
