@@ -131,14 +131,21 @@ def backward_query_tile(
 
 
 def backward_key_tile(
-    dim: int, value_dim: int, size: int, resources: Resources, *, padded: bool = False, busy: bool = False
+    dim: int,
+    value_dim: int,
+    size: int,
+    resources: Resources,
+    *,
+    padded: bool = False,
+    masked: bool = False,
+    busy: bool = False,
 ) -> Tile:
     """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
 
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
     three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Head dimensions that are padded
-    need a mask, for which sm_80 has room with fewer rows, or with one step at a time.
+    need a mask, for which sm_80 has room with fewer rows, or with one step at a time; so has it for a bool mask.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -153,7 +160,9 @@ def backward_key_tile(
         small = Tile(16 if padded else 32, 128, 8, 2)
         return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0) if large else small
     if widest <= 128:
-        return Tile(32, 128, 8, 3) if large and not busy else Tile(16, 128, 8, 1 if padded and not large else 3)
+        if large:
+            return Tile(16 if busy else 32, 128, 8, 3)
+        return Tile(16, 128, 8, 1 if padded or masked else 2 if busy else 3)
     return Tile(32, 64, 8, 1) if large else Tile(32, 32, 4, 1)
 
 
@@ -285,9 +294,9 @@ def backward_launches(
     query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
     shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
     busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
-    padded = _is_padded(dim, value_dim)
+    padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
     query_tile = query_tile or backward_query_tile(*shape, padded=padded, dropout=dropout_p > 0.0)
-    key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
+    key_tile = key_tile or backward_key_tile(*shape, padded=padded, masked=masked, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
     value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
