@@ -22,6 +22,9 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
 	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	# In a folder of its own: beside it, models of transformers cannot be pickled. The test of the Hub build uses it.
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --upgrade --target $(VENV)/hub \
+	  'kernels; python_version >= "3.11"'
 	@touch $@
 
 demo: $(INSTALLED)  ## a trained model under five laws, from 128 to 16384 tokens: a table and a page
