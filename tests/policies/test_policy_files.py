@@ -74,7 +74,7 @@ def test_save_replaces_an_earlier_file(log_file: Path) -> None:
     assert list(log_file.parent.iterdir()) == [log_file]
 
 
-@pytest.mark.parametrize("stage", ["pathlib.Path.write_text", "os.replace"])
+@pytest.mark.parametrize("stage", ["pathlib.Path.write_bytes", "os.replace"])
 def test_a_save_that_fails_leaves_the_earlier_file_and_nothing_else(
     log_file: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
