@@ -17,9 +17,13 @@ from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 
-# Up to logits of this size, by the estimate of `_bears_rounding`, β·q is rounded to bfloat16. There the rounding costs
+# Up to logits of this size, by the estimate of `_sharpness`, β·q is rounded to bfloat16. There the rounding costs
 # about half of the error budget of three times torch's own, measured with many β.
 SHARPEST_ROUNDED = 12.0
+
+# Up to logits of this size float32 rounds them (by 2⁻²⁴ of their size) less than float16 rounds the weights (by 2⁻¹²).
+# Beyond it rows are one-hot but for near ties, which float32 would decide differently than torch does on β·q.
+SHARPEST_SINGLE = 1024.0
 
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
 TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -31,7 +35,8 @@ class SdpaBackend:
     In bfloat16 the product is rounded once where logits are known to be small enough for it, which takes values that
     can be read: on the CPU and outside of graphs. Else the CPU computes in float32, and other devices in bfloat16 with
     the product as a sum of two numbers. In float16 the product could overflow or vanish, so that every device computes
-    in float32. On other devices "auto" prefers the triton backend, which rounds no product, for both.
+    in float32. Logits known to be too large for float32 are computed in float64. On other devices "auto" prefers the
+    triton backend, which rounds no product, for both.
     """
 
     name = "sdpa"
@@ -71,9 +76,11 @@ def attend_by_row(
 ) -> Tensor:
     """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
     dtype, options = autocast.dtype_of(query), (mask, dropout_p, is_causal, scale, grouped)
-    if dtype.itemsize > 2 or (dtype == torch.bfloat16 and _bears_rounding(query, key, beta, scale)):
+    sharpness = _sharpness(query, key, beta, scale) if dtype.itemsize == 2 else None
+    if dtype.itemsize > 2 or (dtype == torch.bfloat16 and sharpness is not None and sharpness <= SHARPEST_ROUNDED):
         return attend(multiply(query, beta.unsqueeze(-1)), key, value, *options)
-    product = query.float() * beta.unsqueeze(-1)
+    wide = torch.float32 if sharpness is None or sharpness <= SHARPEST_SINGLE else torch.float64
+    product = query.to(wide) * beta.unsqueeze(-1)
     if dtype == torch.bfloat16 and query.device.type != "cpu":
         high = product.to(dtype)
         low = (product - high).to(dtype)
@@ -82,23 +89,23 @@ def attend_by_row(
         value = F.pad(value.to(dtype), (0, max(0, 2 * key.shape[-1] - value_dim)))
         return attend(torch.cat([high, low], -1), torch.cat([key, key], -1), value, *options)[..., :value_dim]
     with autocast.off(query.device):
-        return attend(product, key.float(), value.float(), *options).to(dtype)
+        return attend(product, key.to(wide), value.to(wide), *options).to(dtype)
 
 
-def _bears_rounding(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> bool:
-    """Whether logits are known to be so small that rounding β·q changes them by less than torch's own roundings do.
+def _sharpness(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> float | None:
+    """The size of the logits, by which roundings of β·q and of the logits themselves are multiplied; None if not known.
 
-    That change is the eps of the dtype times the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of
-    q and k. Values that would have to be read from a graph, or from a device that would synchronise, are not known.
+    It is the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of q and k. Values that would have to
+    be read from a graph, or from a device that would synchronise, are not known.
     """
     if query.device.type != "cpu" or is_watched():
-        return False
+        return None
     if not query.numel() or not key.numel():
-        return True
+        return 0.0
     with torch.no_grad():
-        sizes = [float(torch.linalg.vector_norm(x)) / math.sqrt(x.numel()) for x in (query, key)]
+        norms = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (query, key)]
         largest = float(torch.linalg.vector_norm(beta, ord=math.inf))
-    return largest * sizes[0] * sizes[1] * math.sqrt(key.shape[-1]) * abs(scale) <= SHARPEST_ROUNDED
+    return largest * norms[0] * norms[1] * math.sqrt(key.shape[-1] / (query.numel() * key.numel())) * abs(scale)
 
 
 def attend(
