@@ -34,9 +34,9 @@ class SdpaBackend:
 
     In bfloat16 the product is rounded once where logits are known to be small enough for it, which takes values that
     can be read: on the CPU and outside of graphs. Else the CPU computes in float32, and other devices in bfloat16 with
-    the product as a sum of two numbers. In float16 the product could overflow or vanish, so that every device computes
-    in float32. Logits known to be too large for float32 are computed in float64. On other devices "auto" prefers the
-    triton backend, which rounds no product, for both.
+    the product as a sum of three numbers, which have the 24 bits of float32. In float16 the product could overflow or
+    vanish, so that every device computes in float32. Logits known to be too large for float32 are computed in float64.
+    On other devices "auto" prefers the triton backend, which rounds no product, for both.
     """
 
     name = "sdpa"
@@ -83,11 +83,13 @@ def attend_by_row(
     product = query.to(wide) * beta.unsqueeze(-1)
     if dtype == torch.bfloat16 and query.device.type != "cpu":
         high = product.to(dtype)
-        low = (product - high).to(dtype)
+        middle = (product - high).to(dtype)
+        low = (product - high - middle).to(dtype)
         key, value_dim = key.to(dtype), value.shape[-1]
         # torch's fused kernels want values as wide as keys.
-        value = F.pad(value.to(dtype), (0, max(0, 2 * key.shape[-1] - value_dim)))
-        return attend(torch.cat([high, low], -1), torch.cat([key, key], -1), value, *options)[..., :value_dim]
+        value = F.pad(value.to(dtype), (0, max(0, 3 * key.shape[-1] - value_dim)))
+        parts = torch.cat([high, middle, low], -1)
+        return attend(parts, torch.cat([key, key, key], -1), value, *options)[..., :value_dim]
     with autocast.off(query.device):
         return attend(product, key.to(wide), value.to(wide), *options).to(dtype)
 

@@ -217,7 +217,7 @@ ELSEWHERE = textwrap.dedent(
         return out.to("cpu")
 
     for name in ("log_squared", "power", "log"):
-        for size in (1e-4, 1.0, 8.0, 40.0):
+        for size in (1e-4, 1.0, 40.0, 1e3, 1e4):
             q, k, v = (x.bfloat16() for x in tensors((1, 4, 96, 16), (1, 2, 96, 16)))
             q = q * size
             policy = build_policy(name, **({"exponent": 0.5} if name == "power" else {}))
