@@ -217,12 +217,14 @@ ELSEWHERE = textwrap.dedent(
         return out.to("cpu")
 
     for name in ("log_squared", "power", "log"):
-        for size in (1e-4, 1.0, 40.0, 1e3, 1e4):
-            q, k, v = (x.bfloat16() for x in tensors((1, 4, 96, 16), (1, 2, 96, 16)))
+        # Seeds 4 and 5 have near ties, which a product of fewer than 24 bits decides the other way. Larger logits than
+        # these would take float64: float32 decides some ties the other way, in torch's attention of β·q as in ours.
+        for size, seed in ((1e-4, 0), (1.0, 0), (40.0, 0), (1e3, 4), (1e3, 5)):
+            q, k, v = (x.bfloat16() for x in tensors((2, 8, 48, 16), (2, 8, 48, 16), seed=seed))
             q = q * size
             policy = build_policy(name, **({"exponent": 0.5} if name == "power" else {}))
-            kwargs = {"is_causal": True, "enable_gqa": True, "policy": policy}
-            own = torch_error(q, k, v, policy(torch.arange(1, 97)), visibility(96, 96, causal=True), gqa=True)
+            kwargs = {"is_causal": True, "policy": policy}
+            own = torch_error(q, k, v, policy(torch.arange(1, 49)), visibility(48, 48, causal=True))
             assert_within_budget(differentiate(there, q, k, v), exact(q, k, v, **kwargs), own, times=3)
     """
 )
