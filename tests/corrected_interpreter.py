@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from unittest import mock
 
 import numpy as np
@@ -33,7 +32,7 @@ def corrected() -> Iterator[None]:
         "create_fma": _fma,
         "get_bf16": _constant,
     }
-    with mock.patch.multiple(InterpreterBuilder, create=True, **methods), _patched_once():
+    with mock.patch.multiple(InterpreterBuilder, create=True, **methods):
         yield
 
 
@@ -144,24 +143,3 @@ def _contracted(builder: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandl
             sides = (x.attr["product"] if x is handle else x.data for x in (lhs, rhs))
             return TensorHandle(op(*sides, dtype=np.float64).astype(np.float32), tl.float32)
     return builder.binary_op(lhs, rhs, op)
-
-
-@contextmanager
-def _patched_once() -> Iterator[None]:
-    """The language is patched once a launch and not again at every call of a device function: a third of the time."""
-
-    def call(function: interpreter.InterpretedFunction, *args: object, **kwargs: object) -> object:
-        if any(tl.core.is_builtin(language.load) for language in _languages(function.fn)):
-            interpreter._patch_lang(function.fn)
-        try:
-            return function.rewrite()(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-
-    with mock.patch.object(interpreter.InterpretedFunction, "__call__", call):
-        yield
-
-
-@cache
-def _languages(function: Callable) -> tuple[object, ...]:
-    return tuple(module for module in (tl, tl.core) if any(x is module for x in function.__globals__.values()))

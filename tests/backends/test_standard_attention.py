@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from attnscale import ScaledDotProductAttention, scaled_dot_product_attention
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [1, 2, 63, 129, 1000]
+LENGTHS = [1, 2, 63, 129, 521]  # the last is beyond a block of torch's kernel, 512 keys
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -31,7 +31,7 @@ def test_plain_calls_are_torchs_to_the_bit(dtype, length, causal, kv_heads):
     ("mask", "window", "kv_heads"), list(itertools.product(["none", "bool", "float"], [None, 5], [4, 2]))
 )
 def test_masks_windows_and_groups_agree_with_a_mask_written_out(dtype, length, mask, window, kv_heads):
-    batch = 1 if length == 1000 else 2
+    batch = 1 if length > 512 else 2
     q, k, v = tensors((batch, 4, length, 16), (batch, kv_heads, length, 16), dtype)
     visible = visibility(length, length, causal=True, window=window)
     kwargs = {"is_causal": True, "window": window, "enable_gqa": kv_heads != 4}
