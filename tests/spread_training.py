@@ -79,6 +79,14 @@ def tensor_parallel(rank: int) -> dict:
         found["dtensor"] = str(error)
     HeadParallel()._apply(attention, mesh)
     found["shape"] = list(attention(heads, heads, heads, is_causal=True).shape)
+    x, of_each = heads.to_local(), [None, None]
+    stats = attnscale.attention_with_stats(x, x, x, policy=attention.policy).stats
+    distributed.all_gather_object(of_each, stats)
+    found["heads"] = [list(one.heads) for one in of_each]
+    try:
+        of_each[0].merge(of_each[1])
+    except ArgumentError as error:
+        found["merged"] = str(error)
     return found
 
 

@@ -131,6 +131,12 @@ def test_heads_that_are_spread_unsaid_are_right_or_refused_with_what_to_pass(ran
         assert found["shape"] == [1, 2, 8, 4]
 
 
+def test_statistics_of_spread_heads_carry_their_numbers_and_are_not_merged(ranks):
+    for rank in ranks:
+        assert rank["tensor parallel"]["heads"] == [[0, 2], [2, 4]]
+        assert "statistics of the heads 0 … 1 and of 2 … 3 of a layer" in rank["tensor parallel"]["merged"]
+
+
 def test_the_plan_counts_the_bytes_that_are_sent(ranks):
     plan = ContextPlan(
         length=TOKENS, heads=HEADS, key_heads=2, head_dim=DIM, batch=2, dtype="fp32", processes=2, row_beta=True
