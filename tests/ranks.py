@@ -51,6 +51,7 @@ def by_accelerate(script: Path, folder: Path) -> list[Any]:
 
 def _launch(script: str, folder: str) -> None:
     """`accelerate launch` in this process. Without MPI its `--cpu` starts one process, so the script asks for the CPU."""
+    import transformers.trainer  # here, and not in each of the processes that are forked  # noqa: F401
     from accelerate.commands import launch
 
     with Path(folder, "launch.log").open("w") as log:
