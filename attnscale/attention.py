@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from attnscale._util.processes import refuse_dtensor
+from attnscale._util.processes import OwnHeads, refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
 from attnscale.backends.one_torch_call import attend_in_one_call
@@ -28,7 +28,7 @@ from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import refuse_unknown_length, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, checked_request, find_places
+from attnscale.statistics import AttentionOutput, RowStats, Span, StatsRequest, checked_request, find_places
 
 
 class ScoreRules(KeyRules, total=False):
@@ -164,11 +164,18 @@ def attention_with_stats(
 
 
 def finished(layout: Layout, output: Tensor, stats: RowStats, call: AttentionCall, policy: Policy) -> AttentionOutput:
-    """What a call returns: in the shape of its arguments, with `at_ceiling` where its policy has a ceiling."""
+    """What a call returns: in the shape of its arguments, with what its policy knows of the rows.
+
+    That is `at_ceiling` where it has a ceiling, and `heads` where it is one for some of the heads of a layer.
+    """
     ceiling = getattr(policy, "ceiling", None)
     if ceiling is not None and isinstance(call.beta, Tensor):
         beta = call.row_beta().detach()
         stats = stats._replace(at_ceiling=(beta if stats.rows is None else beta[..., stats.rows]) >= ceiling)
+    own: OwnHeads | None = getattr(policy, "own_heads", None)
+    if own is not None:
+        heads = call.query.shape[1]
+        stats = stats._replace(heads=Span(own.part * heads, (own.part + 1) * heads))
     stats = stats if len(layout.lead) == 2 else stats.restored(layout.restore)
     return AttentionOutput(layout.restore(output), stats)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attnscale import Monitor, ScaledDotProductAttention, build_policy
 
-HEADS, WIDTH, TOKENS, LENGTH, BATCH = 4, 16, 11, 16, 4
+HEADS, WIDTH, TOKENS, LENGTH, BATCH = 4, 16, 11, 16, 2
 EDGES = torch.tensor([0, 5, 12, LENGTH])  # of packed documents
 STEPS = 20
 POLICIES: dict[str, dict[str, Any]] = {
@@ -77,18 +77,19 @@ class Run:
     policy: str
     packed: bool
     dtype: torch.dtype = torch.float64
-    first: int = 0  # of the sequences of a batch: another order rounds otherwise
 
     def __post_init__(self) -> None:
         self.model = self.wrapped = build(self.policy, self.dtype)
-        self.gradients: dict[str, Tensor] = {}
+        self.first: dict[str, Tensor] = {}  # the output and the gradients of the first step
         size = 1 if self.mode == "alone" else distributed.get_world_size()
         rank = 0 if self.mode == "alone" else distributed.get_rank()
-        self.rows, self.columns = torch.arange(BATCH).roll(self.first), torch.arange(LENGTH)
+        self.rows, self.columns = torch.arange(BATCH), torch.arange(LENGTH)
         self.rules: dict[str, Any] = {"cu_seqlens": EDGES} if self.packed else {}
         if self.mode != "alone":
             self._spread(init_device_mesh("cpu", (size,), mesh_dim_names=(self.mode[:2],)), rank, size)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9, foreach=False)
+        # Several parameters at a time, unless some are DTensors and some are not.
+        together = self.mode != "tp"
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9, foreach=together)
 
     def _spread(self, mesh: Any, rank: int, size: int) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -128,13 +129,14 @@ class Run:
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
         self.optimizer.zero_grad()
         loss.backward()
-        if not self.gradients:  # of the first step only: gathering them takes as long as a step
-            self.gradients = {name: whole(p.grad) for name, p in self.model.named_parameters()}
+        if not self.first:  # no other: gathering them takes as long as a step
+            self.first = {f"gradient {name}": whole(p.grad) for name, p in self.model.named_parameters()}
+            self.first["output"] = self._of_all(logits.detach())
         self.optimizer.step()
         return loss.detach()
 
     def train(self, steps: int = STEPS, *, start: int = 0, monitored: bool = True) -> dict[str, Any]:
-        """What training leaves: gradients of the first step, state, logits of this process, records."""
+        """What training leaves: output and gradients of the first step, then state, logits and records."""
         records = []
         monitor = Monitor(self.model, every=steps - 1, rows=None, alerts=None) if monitored else None
         for number in range(start, start + steps):
@@ -143,7 +145,7 @@ class Run:
         if monitor is not None:
             monitor.close()
         state = {name: whole(x) for name, x in self.model.state_dict().items()}
-        return {"gradients": self.gradients, "state": state, "logits": self.logits(), "records": records}
+        return {"first": self.first, "state": state, "logits": self.logits(), "records": records}
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -151,6 +153,10 @@ class Run:
         self.model.eval()
         own = self.wrapped(self.own(batch(1000)[0]), self.columns, **self.rules)
         self.model.train()
+        return self._of_all(own)
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """The logits of the whole batch from those that each process has."""
         found = own.new_zeros(BATCH, LENGTH, TOKENS)
         found[self.rows[:, None], self.columns] = own
         if self.mode not in ("alone", "tp"):

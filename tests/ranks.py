@@ -1,4 +1,4 @@
-"""A test in several processes that form a process group over gloo."""
+"""A test in several processes that form a process group over gloo, of our own or started by `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import os
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 RANKS = 2
+# What the server imports that forks all processes, which then need not import it. It has no threads.
 PRELOAD = [
     "pytest",
     "torch.distributed.fsdp",
@@ -30,12 +32,36 @@ def on_two_ranks(run: Callable[[int], Any], folder: Path) -> list[Any]:
 
 def on_ranks(run: Callable[[int], Any], folder: Path, ranks: int) -> list[Any]:
     """The same in any number of processes."""
-    # A server that has imported everything forks both, instead of each importing for itself. It has no threads.
     multiprocessing.set_forkserver_preload(PRELOAD)
     arguments = (inspect.getfile(run), run.__name__, str(folder), ranks)
     torch.multiprocessing.start_processes(_in_process, args=arguments, nprocs=ranks, start_method="forkserver")
     files = [folder / f"{rank}.pt" for rank in range(ranks)]
     return [torch.load(file) if file.exists() else None for file in files]  # None: it ended by itself
+
+
+def by_accelerate(script: Path, folder: Path) -> list[Any]:
+    """What a script, told the folder, saves in `0.pt` and `1.pt` when `accelerate launch` runs it in two processes."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    launcher = multiprocessing.get_context("forkserver").Process(target=_launch, args=(str(script), str(folder)))
+    launcher.start()
+    launcher.join()
+    assert launcher.exitcode == 0, (folder / "launch.log").read_text()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def _launch(script: str, folder: str) -> None:
+    """`accelerate launch` in this process. Without MPI its `--cpu` starts one process, so the script asks for the CPU."""
+    import transformers.trainer  # here, and not in each of the processes that are forked  # noqa: F401
+    from accelerate.commands import launch
+
+    with Path(folder, "launch.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HOME": folder}  # where no configuration of accelerate's lies
+    # Options of torchrun, which accelerate calls: processes are forked and run the script, importing nothing anew.
+    os.environ |= {"PET_RUN_PATH": "1", "PET_START_METHOD": "fork"}
+    sys.argv = ["accelerate", "--multi_gpu", "--num_processes", str(RANKS), "--main_process_port", "0", script, folder]
+    launch.main()
 
 
 def join(folder: Path | str, rank: int = 0, ranks: int = 1) -> None:

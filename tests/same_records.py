@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
 
 def assert_same(found, expected, *, scalars=("angle_ratio",), tolerance=1e-4):
@@ -15,7 +15,8 @@ def assert_same(found, expected, *, scalars=("angle_ratio",), tolerance=1e-4):
             for name, summary in theirs.items():
                 assert summary.rows == others[name].rows, name
                 for part in ("mean", "p10", "p50", "p90", "min", "max"):
-                    wanted = getattr(others[name], part)
-                    assert getattr(summary, part) == pytest.approx(wanted, rel=tolerance, abs=tolerance), (name, part)
+                    both = getattr(summary, part), getattr(others[name], part)
+                    assert math.isclose(*both, rel_tol=tolerance, abs_tol=tolerance), (name, part, both)
         for name in scalars:
-            assert one.scalars[name] == pytest.approx(other.scalars[name], rel=1e-4, abs=1e-6), name
+            both = one.scalars[name], other.scalars[name]
+            assert math.isclose(*both, rel_tol=1e-4, abs_tol=1e-6), (name, both)

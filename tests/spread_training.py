@@ -79,6 +79,14 @@ def tensor_parallel(rank: int) -> dict:
         found["dtensor"] = str(error)
     HeadParallel()._apply(attention, mesh)
     found["shape"] = list(attention(heads, heads, heads, is_causal=True).shape)
+    x, of_each = heads.to_local(), [None, None]
+    stats = attnscale.attention_with_stats(x, x, x, policy=attention.policy).stats
+    distributed.all_gather_object(of_each, stats)
+    found["heads"] = [list(one.heads) for one in of_each]
+    try:
+        of_each[0].merge(of_each[1])
+    except ArgumentError as error:
+        found["merged"] = str(error)
     return found
 
 
@@ -98,7 +106,7 @@ def half_precision(rank: int, mesh: Any) -> dict:
             shard_policies(model, mesh=mesh)
         if kind == "mixed":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        rows = slice(None) if kind == "alone" else slice(2 * rank, 2 * rank + 2)
+        rows = slice(None) if kind == "alone" else slice(rank, rank + 1)
         if kind != "alone":
             fully_shard(model.block, **options)
             fully_shard(model, **options)
@@ -133,7 +141,7 @@ SHARDED = [(mode, policy) for mode in ("fsdp2", "tp") for policy in ("ssmax", "g
 
 
 def checkpoints(rank: int) -> dict:
-    """Ten steps, a checkpoint, a restart from it, ten more; and twenty in one go."""
+    """Ten steps, a checkpoint, a restart from it, ten more; and the same ten without the restart."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -152,7 +160,7 @@ def checkpoints(rank: int) -> dict:
             again.model, again.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         restarted = again.train(10, start=10, monitored=False)["state"]
-        whole = Run(mode, policy, packed=False).train(20, monitored=False)["state"]
+        whole = run.train(10, start=10, monitored=False)["state"]
         found[mode, policy] = {"restarted": restarted, "whole": whole}
     return found
 

@@ -96,9 +96,10 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention, size, policy = _ours(module), device_mesh.size(), _ours(module).policy
         attention.head_part = device_mesh.get_local_rank(), size
+        if isinstance(policy, LengthPolicy):
+            policy.keep(OwnHeads(*attention.head_part, device_mesh.get_group()))
         if isinstance(policy, PerHead):
             _check_heads(policy.num_heads, size)
-            policy.keep(OwnHeads(*attention.head_part, device_mesh.get_group()))
             _distribute(policy, device_mesh, Replicate())
         elif isinstance(policy, nn.Module):
             for tensor in (*policy.parameters(), *policy.buffers()):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.processes import OwnHeads
 from attnscale._util.yaml_files import write_yaml
 from attnscale.errors import FrozenPolicyError, reject, reject_type
 
@@ -54,6 +55,7 @@ class LengthPolicy(nn.Module):
     name: ClassVar[str]
     needs_query: ClassVar[bool] = False
     uses_position: ClassVar[bool] = False  # whether `formula` reads the position
+    own_heads: OwnHeads | None = dataclasses.field(init=False, default=None)  # set by `keep`
 
     def __post_init__(self) -> None:
         # Plain fields were set before this, which nn.Module allows; parameters may be set only after it.
@@ -112,6 +114,10 @@ class LengthPolicy(nn.Module):
         wide = any(parameter.dtype == torch.float64 for parameter in self.parameters())
         return torch.float64 if wide else torch.float32
 
+    def keep(self, own: OwnHeads) -> None:
+        """Say which heads of a layer this process has: β is given for these, and statistics carry their numbers."""
+        self.own_heads = own
+
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain data that `build_policy` takes back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
@@ -165,14 +171,15 @@ def _identity(policy: LengthPolicy) -> Hashable | None:
     state = policy.__dict__
     if any(state[kind] for kind in ("_parameters", "_buffers", "_modules")):
         return None
-    values = {name: value for name, value in state.items() if name not in _MODULE_STATE}
+    values = {name: value for name, value in state.items() if name not in _UNREAD}
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in values.values()):
         return None
     return type(policy), repr([(name, type(value), value) for name, value in values.items()])
 
 
-# What nn.Module keeps in every instance; `training` is an attribute like any other that a formula may read.
-_MODULE_STATE = frozenset(nn.Module().__dict__) - {"training"}
+# What nn.Module keeps in every instance, but for `training`, an attribute like any other that a formula may read; and
+# the numbers of heads, on which no β without parameters depends.
+_UNREAD = (frozenset(nn.Module().__dict__) | {"own_heads"}) - {"training"}
 
 
 def real(x: Tensor) -> Tensor:

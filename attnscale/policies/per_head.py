@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from attnscale._util.processes import OwnHeads
 from attnscale._util.ranges import read_range
 from attnscale.errors import reject, reject_type
 from attnscale.policies.base import LengthPolicy, Policy
@@ -39,8 +38,6 @@ class PerHead(LengthPolicy):
     num_heads: int = length(least=1)
     default: Any = "constant"
     heads: Mapping[str, Any]
-
-    _own: OwnHeads | None = field(init=False, default=None)  # set by `keep`
 
     def validate(self) -> None:
         if not isinstance(self.heads, Mapping):
@@ -85,11 +82,8 @@ class PerHead(LengthPolicy):
         lead = torch.broadcast_shapes(*(beta.shape[:-2] for beta in parts))  # type: ignore[no-untyped-call]
         parts = [beta.expand(*lead, *beta.shape[-2:]) for beta in parts]
         beta = take(torch.cat(parts, -2), self._parts_in_order)
-        return beta if self._own is None else self._own.of(beta)
-
-    def keep(self, own: OwnHeads) -> None:
-        """Give β for the own heads of this process only; parameters stay those of all heads, in every process."""
-        self._own = own
+        # Parameters stay those of all heads, in every process.
+        return beta if self.own_heads is None else self.own_heads.of(beta)
 
     def longest_beta(self) -> float:
         return max(part.longest_beta() for part in self._policies())

@@ -13,7 +13,7 @@ from attnscale.errors import ArgumentError
 
 
 class Span(NamedTuple):
-    """The places start … stop − 1 of a sequence."""
+    """The places start … stop − 1 of a sequence, or the heads of a layer."""
 
     start: int
     stop: int

@@ -18,7 +18,7 @@ from attnscale._util.tracing import is_watched
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.request import StatsRequest
-from attnscale.statistics.row_places import RowPlaces, join_places
+from attnscale.statistics.row_places import RowPlaces, Span, join_places
 from attnscale.statistics.shares import Shares, SoftmaxPart, join_parts
 
 
@@ -44,6 +44,7 @@ class RowStats(NamedTuple):
     with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
     visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
     places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
+    heads: Span | None = None  # their numbers in the whole layer, where `HeadParallel` has spread it over processes
 
     def only(self, request: StatsRequest) -> RowStats:
         """The same without those statistics of the softmax that are not asked for."""
@@ -54,7 +55,7 @@ class RowStats(NamedTuple):
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
 
-        Refused where `rows` or `places` tell that rows differ, or that both sides have seen the same keys. A sink is
+        Refused where `rows`, `places` or `heads` tell that rows differ, or that both sides have seen the same keys. A sink is
         one outcome for all keys together: compute one part with `sinks` and the others without, and merge them in any
         order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys already.
         Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
@@ -86,6 +87,7 @@ class RowStats(NamedTuple):
             with_sink=self.with_sink or other.with_sink,
             visible_given=self.visible_given,
             places=places,
+            heads=other.heads if self.heads is None else self.heads,
         )
 
     def _shares_beside(self, other: RowStats) -> Shares | None:
@@ -167,6 +169,12 @@ def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
         raise ArgumentError(
             f"statistics of {first} and of {second} are not accepted: expected those of the same rows (for sampled "
             "ones, the same StatsRequest.rows and seed, of as many queries)"
+        )
+    if a.heads is not None and b.heads is not None and a.heads != b.heads:
+        first, second = (f"{heads.start} … {heads.stop - 1}" for heads in (a.heads, b.heads))
+        raise ArgumentError(
+            f"statistics of the heads {first} and of {second} of a layer are not accepted: expected those of the same "
+            "heads over different keys"
         )
     if a.with_sink and b.with_sink:
         raise ArgumentError(

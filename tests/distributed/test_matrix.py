@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_within_budget
-from parallel_model import BATCH, Run
+from parallel_model import Run
 from ranks import on_ranks
 from same_records import assert_same
 
@@ -24,19 +24,28 @@ SCALARS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient"
 
 
 def run(mode: str, policy: str, packed: bool) -> dict[str, Any]:
-    """Twenty steps in fp64, and again in fp32 without a monitor; alone, with sequences in every order of turn.
-
-    After so many steps an error in fp32 is one of a wide distribution, of which one run would be a single draw.
-    """
-    turns = range(BATCH if mode == "alone" else 1)
-    narrow = [Run(mode, policy, packed, torch.float32, first).train(monitored=False) for first in turns]
-    return Run(mode, policy, packed).train() | {"fp32": [numbers(one) for one in narrow]}
+    """Twenty steps in fp64, and again in fp32 without a monitor."""
+    narrow = Run(mode, policy, packed, torch.float32).train(monitored=False)
+    return Run(mode, policy, packed).train() | {"fp32": rounded(narrow)}
 
 
 def numbers(trained: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Logits, gradients of the first step and the state after the last, by name."""
-    found = {"logits": trained["logits"]}
-    return found | {f"{part} {name}": x for part in ("gradients", "state") for name, x in trained[part].items()}
+    """Every number of a run by name."""
+    return {"logits": trained["logits"]} | trained["first"] | trained["state"]
+
+
+def rounded(trained: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Output and gradients of the first step, and all that is learned after the last, each as one vector.
+
+    The error of one run in fp32 measures that of another where it is the mean of many roundings that are made
+    independently: over all numbers of a kind, not over a tensor, of which one with four numbers may be right by chance.
+    So it is after twenty steps, too, as long as a step does not amplify the errors of those before: the learning rate
+    is one with which they stay a few roundings of the parameters, which `assert_equal` checks. Where training amplifies
+    them, they all point in one direction, and their size is a single draw.
+    """
+    gradients = [x.flatten() for name, x in trained["first"].items() if name != "output"]
+    learned = [x.flatten().double() for x in trained["state"].values()]  # running estimates are fp64
+    return {"output": trained["first"]["output"], "gradients": torch.cat(gradients), "learned": torch.cat(learned)}
 
 
 def train(cases: list[tuple[str, str, bool]]) -> dict[tuple[str, str, bool], dict[str, Any]]:
@@ -67,22 +76,24 @@ def four(tmp_path_factory) -> list[dict]:
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any], mode: str) -> None:
-    true = numbers(expected)
-    for name, value in numbers(found).items():
-        torch.testing.assert_close(value, true[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    true, values = numbers(expected), numbers(found)
+    assert values.keys() == true.keys()
+    for name, value in values.items():
+        assert (value - true[name]).abs().max() <= 1e-10, name
     records = [[Record.from_dict(record) for record in run["records"]] for run in (found, expected)]
     assert [record.step for record in records[0]] == [record.step for record in records[1]]
     # The angle ratio is that of pairs of rows in one process.
     angles = () if mode in ("cp-gather", "cp-ring") else ("angle_ratio",)
     assert_same(*records, scalars=(*SCALARS, *angles), tolerance=1e-5)
-    # In fp32 errors are at most twice those of one process. Running estimates are fp64 sums of fp32 numbers.
-    (parts,) = found["fp32"]
-    own = {name: max(error(one[name], x) for one in expected["fp32"]) for name, x in true.items()}
-    assert_within_budget({name: x.float() for name, x in parts.items()}, true, own, times=2)
+    # In fp32 errors are at most twice those of one process, plus one rounding.
+    wide = rounded(expected)
+    own = {name: size(x - wide[name]) for name, x in expected["fp32"].items()}
+    assert own["learned"] <= 4 * torch.finfo(torch.float32).eps * size(wide["learned"])
+    assert_within_budget({name: x.float() for name, x in found["fp32"].items()}, wide, own, times=2)
 
 
-def error(x: torch.Tensor, true: torch.Tensor) -> float:
-    return (x.double() - true).square().mean().sqrt().item()
+def size(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
 
 
 @pytest.mark.parametrize("case", TWO, ids=str)

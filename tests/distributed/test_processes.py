@@ -108,7 +108,7 @@ def test_a_policy_per_head_is_that_of_one_process_where_heads_are_spread(ranks):
     expected = Run("alone", "per_head", packed=False).train(5)
     for rank in ranks:
         found = rank["tensor parallel"]["per_head"]
-        for part in ("gradients", "state"):
+        for part in ("first", "state"):
             for name, value in expected[part].items():
                 torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-10, msg=name)
         torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-10)
@@ -129,6 +129,12 @@ def test_heads_that_are_spread_unsaid_are_right_or_refused_with_what_to_pass(ran
         assert taps == [None]
         assert "the heads of this process" in found["dtensor"]
         assert found["shape"] == [1, 2, 8, 4]
+
+
+def test_statistics_of_spread_heads_carry_their_numbers_and_are_not_merged(ranks):
+    for rank in ranks:
+        assert rank["tensor parallel"]["heads"] == [[0, 2], [2, 4]]
+        assert "statistics of the heads 0 … 1 and of 2 … 3 of a layer" in rank["tensor parallel"]["merged"]
 
 
 def test_the_plan_counts_the_bytes_that_are_sent(ranks):

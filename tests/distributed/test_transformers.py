@@ -4,23 +4,22 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
-from ranks import RANKS, on_two_ranks
+import launched_training
+from ranks import RANKS, by_accelerate, on_two_ranks
 from tiny_models import llama
 from torch import distributed
 
 import attnscale
 import attnscale.hf
 from attnscale import BackendError, Monitor
-from attnscale.diagnostics.sinks import MemorySink
 
 LAWS = {"log": {"name": "log", "reference_length": 4}, "ssmax": {"name": "ssmax", "reference_length": 8}}
 LENGTH = 16
@@ -70,7 +69,6 @@ def together(rank: int) -> dict:
     found["refused"] = refused(mesh)
     found["sharded"] = sharded_in_half_precision(rank)
     found["heads"] = with_spread_heads()
-    found |= {f"trainer {rotation}": in_trainer(rank, rotation) for rotation in (None, "allgather", "alltoall")}
     return found
 
 
@@ -131,62 +129,6 @@ def with_spread_heads() -> dict:
     }
 
 
-def in_trainer(rank: int | None, rotation: str | None = None) -> dict:
-    """Two steps with a monitor's callback: what was learned and logged, and the rows that the reports are of.
-
-    In this process alone (None); data parallel, as `accelerate launch` sets it up; or with FSDP2 and the sequence split
-    by accelerate's own `ParallelismConfig`.
-    """
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    if rank is not None:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-    model = llama().float().train()
-    handle = attnscale.hf.apply(model, LAWS["ssmax"], override=True)
-    tokens = torch.randint(1, 64, (8, LENGTH), generator=torch.Generator().manual_seed(0))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            folder, max_steps=2, per_device_train_batch_size=1, use_cpu=True, report_to=[], save_strategy="no",
-            ddp_backend=None if rank is None else "gloo", logging_steps=1, disable_tqdm=True, learning_rate=0.05,
-            lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0,
-        )  # fmt: skip
-        data = [{"input_ids": row, "labels": row} for row in tokens]
-        trainer = transformers.Trainer(model, arguments, train_dataset=data)
-        trainer.remove_callback(transformers.PrinterCallback)
-        if rotation is not None:
-            split_by_accelerate(trainer, rotation)
-        memory = MemorySink()
-        monitor = Monitor(model, every=1, rows=None, sinks=[memory], alerts=None)
-        attnscale.hf.AttnScaleCallback(monitor).attach(trainer)
-        trainer.train()
-    world = arguments.world_size
-    AcceleratorState._reset_state(reset_partial_state=True)  # no other Trainer of this process is to find it
-    logged = [log for log in trainer.state.log_history if any("w_max" in name for name in log)]
-    learned = [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in handle.parameters()]
-    seen = [(record.layer, record.head, *record.forward["visible"]) for record in memory.records]
-    steps = [(log["loss"], log["grad_norm"]) for log in logged]
-    kind = type(trainer.model_wrapped).__name__
-    return {"world": world, "learned": learned, "steps": steps, "seen": seen, "kind": kind}
-
-
-def split_by_accelerate(trainer: transformers.Trainer, rotation: str) -> None:
-    """What `TrainingArguments(parallelism_config=...)` does under FSDP2, but on a CPU, where accelerate has no FSDP.
-
-    Its configuration, mesh and check are accelerate's own, and so is all that happens afterwards.
-    """
-    from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-    from accelerate.utils import DistributedType, TorchContextParallelConfig
-
-    config = ParallelismConfig(cp_size=RANKS, cp_handler=TorchContextParallelConfig(cp_comm_strategy=rotation))
-    accelerator, state = trainer.accelerator, trainer.accelerator.state
-    state.distributed_type, trainer.is_fsdp_enabled = DistributedType.FSDP, True
-    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    state.parallelism_config, state.device_mesh = config, config.get_device_mesh("cpu")
-    config._validate_accelerator(accelerator)
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return on_two_ranks(together, tmp_path_factory.mktemp("pair"))
@@ -231,28 +173,39 @@ def test_a_learned_policy_of_a_bf16_model_is_sharded_like_the_rest(ranks):
         assert (one != 0).all()
 
 
-def test_trainer_trains_a_learned_policy_alike_in_every_process(ranks):
-    first, second = (rank["trainer None"] for rank in ranks)
-    assert first["world"] == second["world"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(first["learned"], second["learned"], strict=True))
-    assert len(first["steps"]) == 2
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    return by_accelerate(Path(launched_training.__file__), tmp_path_factory.mktemp("launched"))
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    return in_trainer(None)
+def test_two_processes_of_accelerate_launch_train_and_report_as_one_does(launched):
+    alone = launched_training.train(batch=2)
+    for rank in launched:
+        assert rank["data parallel"]["kind"] == "DistributedDataParallel"
+        assert_trained_alike(rank["data parallel"], alone)
+    assert_reported_alike([rank["data parallel"] for rank in launched], alone)
 
 
-def test_trainer_with_a_split_sequence_trains_and_reports_as_one_process_does(alone, ranks):
-    for rotation in ("allgather", "alltoall"):
-        for rank in ranks:
-            found = rank[f"trainer {rotation}"]
-            assert found["kind"] == "FSDPLlamaForCausalLM"
-            assert found["steps"] == [pytest.approx(step, rel=1e-5) for step in alone["steps"]]
-            for one, other in zip(found["learned"], alone["learned"], strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-        reported = ranks[0][f"trainer {rotation}"]["seen"]  # by the first process
-        assert [row[:2] for row in reported] == [row[:2] for row in alone["seen"]]
-        assert [row[2:] for row in reported] == [pytest.approx(row[2:]) for row in alone["seen"]]
-        assert not ranks[1][f"trainer {rotation}"]["seen"]
+def test_a_parallelism_config_of_accelerate_trains_and_reports_as_one_process_does(launched):
+    alone = launched_training.train(batch=1)
+    for rotation in launched_training.ROTATIONS:
+        for rank in launched:
+            assert rank[rotation]["kind"] == "FSDPLlamaForCausalLM"
+            assert_trained_alike(rank[rotation], alone)
+        assert_reported_alike([rank[rotation] for rank in launched], alone)
+
+
+def assert_trained_alike(found, alone):
+    assert (found["world"], alone["world"]) == (RANKS, 1)
+    assert len(found["steps"]) == launched_training.STEPS
+    assert found["steps"] == [pytest.approx(step, rel=1e-5) for step in alone["steps"]]
+    for one, other in zip(found["learned"], alone["learned"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def assert_reported_alike(found, alone):
+    """By the first process; n is that of whole sequences."""
+    first, second = (rank["seen"] for rank in found)
+    assert [row[:2] for row in first] == [row[:2] for row in alone["seen"]]
+    assert [row[2:] for row in first] == [pytest.approx(row[2:]) for row in alone["seen"]]
+    assert not second
