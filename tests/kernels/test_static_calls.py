@@ -13,7 +13,7 @@ from attnscale.bench.static.per_score import edge, over_all_hot, per_score, per_
 from attnscale.bench.static.phases import Phases
 from attnscale.bench.static.table import Row
 from attnscale.bench.static.variant import phases_of
-from attnscale_kernels.device import first_phase, key_range, phase_edges, phase_range, query_range
+from attnscale_kernels.phases import first_phase, key_range, phase_edges, phase_range, query_range
 from attnscale_kernels.visibility import Visibility, key_ranges, query_ranges
 
 

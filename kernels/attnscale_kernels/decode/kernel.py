@@ -20,16 +20,11 @@ from ..device import (
     LOG2E,
     SEEN_ABOVE,
     attention_scores,
-    end_phase,
     finish_softmax,
-    first_phase,
-    is_broken,
-    key_range,
-    phase_edges,
-    phase_range,
     row_bounds,
     row_temperature,
 )
+from ..phases import end_phase, first_phase, is_broken, key_range, phase_edges, phase_range
 from ..tiles import load_beta, load_tile, load_whole
 
 

@@ -26,9 +26,10 @@ from ..launch import (
     row_view,
     view,
 )
-from ..visibility import Visibility, key_ranges, query_ranges
+from ..visibility import Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
+from .mask import key_rule, mask_squares, query_rule
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # of a program of the kernel that prepares the backward
@@ -188,12 +189,13 @@ def forward_launches(
     seed: Tensor | None = None,
     entropy: bool = False,
     tile: Tile | None = None,
-) -> tuple[tuple[Launch], Forward]:
+) -> tuple[tuple[Launch, ...], Forward]:
     """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
 
     Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype, β [B|1, H|1, Tq|1] in fp32. A row
     that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
-    the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`.
+    the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`. The last
+    launch is attention itself.
     """
     batch, heads, queries, dim = query.shape
     value_dim = value.shape[-1]
@@ -214,6 +216,8 @@ def forward_launches(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
         boxed=boxed, busy=busy, dropout=dropout_p > 0.0,
     )  # fmt: skip
+    before, squares = mask_squares(visibility, (batch, heads, queries, key.shape[2]))
+    listing, rule = key_rule(visibility, squares, queries, key.shape[2], tile)
     arguments = {
         **attention_arguments(query, key, scale, softcap),
         "v": view(value),
@@ -226,7 +230,7 @@ def forward_launches(
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
-        "rule": visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m)),
+        "rule": rule,
         "dropout_p": dropout_p,
     }
     constants = {
@@ -237,7 +241,8 @@ def forward_launches(
         "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
     }
     grid = batch * heads * cdiv(queries, tile.m)
-    return (Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
+    attend = Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages)
+    return (*before, *listing, attend), result
 
 
 flash_forward = launched(forward_launches)
@@ -260,7 +265,7 @@ def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, *
     for launch in launches:
         launch.run(gradient)
     if sinks is not None:
-        lse, delta = given[6], launches[0].arguments["rows_ptr"][..., 3]  # type: ignore[index]
+        lse, delta = given[6], launches[-3].arguments["rows_ptr"][..., 3]  # type: ignore[index]
         share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
         result = result._replace(sinks=-(share * delta).sum((0, 2)))
     return result
@@ -283,10 +288,11 @@ def backward_launches(
     dbeta: bool = False,
     query_tile: Tile | None = None,
     key_tile: Tile | None = None,
-) -> tuple[tuple[Launch, Launch, Launch], Backward]:
+) -> tuple[tuple[Launch, ...], Backward]:
     """Gradients for that of the output of `flash_forward`, given its arguments, its output and its lse.
 
-    Deterministic: no two programs add to the same element.
+    Deterministic: no two programs add to the same element. The last three launches are what is said of each row, the
+    gradient of queries, and those of keys and values.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
@@ -299,6 +305,9 @@ def backward_launches(
     key_tile = key_tile or backward_key_tile(*shape, padded=padded, masked=masked, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
+    before, squares = mask_squares(visibility, (batch, heads, queries, keys))
+    listed_keys, query_side = key_rule(visibility, squares, queries, keys, query_tile)
+    listed_rows, key_side = query_rule(visibility, squares, queries, keys, key_tile)
     value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
     constants: dict[str, object] = {**value_constants, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
     per_row = Launch(
@@ -333,7 +342,7 @@ def backward_launches(
             **shared,
             "grad_q": view(result.query),
             "dbeta_ptr": result.beta,
-            "rule": visibility.rule(key_ranges(visibility, queries, keys, query_tile.m)),
+            "rule": query_side,
         },
         {**attention_constants(query, query_tile), **constants},
         query_tile.warps,
@@ -346,13 +355,13 @@ def backward_launches(
             **shared,
             "grad_k": view(result.key),
             "grad_v": view(result.value),
-            "rule": visibility.rule(query_ranges(visibility, queries, keys, key_tile.n)),
+            "rule": key_side,
         },
         {**attention_constants(query, key_tile), **constants, "DRAW_FOURS": draws_fours(shape[-1])},
         key_tile.warps,
         key_tile.stages,
     )
-    return (per_row, to_query, to_key), result
+    return (*before, *listed_keys, *listed_rows, per_row, to_query, to_key), result
 
 
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
