@@ -40,11 +40,14 @@ class Variant(NamedTuple):
             return self.build()
 
 
-def phases_of(rule: str) -> tuple[str, ...]:
-    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/device.py has it."""
+def phases_of(rule: str, *, listed: bool = True) -> tuple[str, ...]:
+    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/phases.py has it.
+
+    Kernels that do not have the tiles of a mask `listed` take each of them for an edge.
+    """
     if rule in ("window", "bounds", "padding"):
         return ("before", "hot", "after")
-    return ("after",) if rule in MASKED else ("hot", "after")
+    return ("after",) if rule in MASKED and not listed else ("hot", "after")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
