@@ -200,6 +200,7 @@ def flash_backward_key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
+    EDGE_STAGES: tl.constexpr,  # tiles in flight in the last phase; None: as in the others
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -237,7 +238,7 @@ def flash_backward_key_kernel(
                 tiles_at = tile_list(rule, batch, head, tile)
                 low, high = phase_range(listed_edges(tiles_at, tl.cdiv(queries, BLOCK_M)), phase)
                 following = tl.load(tiles_at + low)
-            for at in tl.range(low, high, STEP):
+            for at in tl.range(low, high, STEP, num_stages=EDGE_STAGES if phase == 2 else None):
                 top = at
                 if LISTED:
                     top = following * BLOCK_M
@@ -250,9 +251,10 @@ def flash_backward_key_kernel(
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
-                seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # Keys by rows: the next products take the weights in this layout, and a transposition costs more.
                 y = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BN, BM]
+                # A mask is read here: before the product, sm_80 and sm_120 would spill 32 and 72 bytes.
+                seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
                 # What is hidden is left out before it is multiplied: LLVM moves a selection of products behind their
                 # rounding, where it takes four instructions for a score in place of one.

@@ -138,7 +138,6 @@ def backward_key_tile(
     resources: Resources,
     *,
     padded: bool = False,
-    masked: bool = False,
     busy: bool = False,
 ) -> Tile:
     """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
@@ -146,7 +145,7 @@ def backward_key_tile(
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
     three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Head dimensions that are padded
-    need a mask, for which sm_80 has room with fewer rows, or with one step at a time; so has it for a bool mask.
+    need a mask, for which sm_80 has room with fewer rows, or with one step at a time.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -163,8 +162,16 @@ def backward_key_tile(
     if widest <= 128:
         if large:
             return Tile(16 if busy else 32, 128, 8, 3)
-        return Tile(16, 128, 8, 1 if padded or masked else 2 if busy else 3)
+        return Tile(16, 128, 8, 1 if padded else 2 if busy else 3)
     return Tile(32, 64, 8, 1) if large else Tile(32, 32, 4, 1)
+
+
+def edge_stages(dim: int, value_dim: int, resources: Resources, *, masked: bool) -> int | None:
+    """Steps in flight where the gradients of keys and values read a bool mask, if fewer than elsewhere.
+
+    With two at 128 dimensions, sm_80 would spill 176 bytes.
+    """
+    return 1 if masked and max(dim, value_dim) > 64 and resources.shared_memory <= 200_000 else None
 
 
 def draws_fours(resources: Resources) -> bool:
@@ -302,7 +309,7 @@ def backward_launches(
     busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
     padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
     query_tile = query_tile or backward_query_tile(*shape, padded=padded, dropout=dropout_p > 0.0)
-    key_tile = key_tile or backward_key_tile(*shape, padded=padded, masked=masked, busy=busy)
+    key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
     before, squares = mask_squares(visibility, (batch, heads, queries, keys))
@@ -357,7 +364,12 @@ def backward_launches(
             "grad_v": view(result.value),
             "rule": key_side,
         },
-        {**attention_constants(query, key_tile), **constants, "DRAW_FOURS": draws_fours(shape[-1])},
+        {
+            **attention_constants(query, key_tile),
+            **constants,
+            "DRAW_FOURS": draws_fours(shape[-1]),
+            "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked),
+        },
         key_tile.warps,
         key_tile.stages,
     )
