@@ -222,7 +222,8 @@ def attention_scores(
 ):
     """Scores y [BM, BN] for the online softmax, HIDDEN where they do not count, and the values.
 
-    Of tiles q [BM, BD], k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop, queries and keys.
+    Of tiles q [BM, BD], by the sign of β, k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop, queries
+    and keys.
 
     In the phase that repairs, a value that is not finite becomes 0 and makes the scores of its key NaN instead, so that
     it reaches the rows that see it and no others.
@@ -230,17 +231,15 @@ def attention_scores(
     y = tl.dot(q, k, input_precision=PRECISION)
     if softcap is not None:
         y = softcap * tanh(y * (scale / softcap))
-    elif rule.bias_ptr is not None:
-        y *= scale
     if PHASE != 1:
         batch, head, rows, start, stop, queries, keys = place
         seen, bias = visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, True)
         if rule.bias_ptr is not None:
-            y += bias
+            y = (y * scale if softcap is None else y) + bias * sign[:, None]
+    elif softcap is None and rule.bias_ptr is not None:
+        y *= scale
     if PHASE == 3:
         y += broken[None, :]
-    if softcap is not None or rule.bias_ptr is not None:
-        y *= sign[:, None]
     if PHASE != 1:
         y = tl.where(seen, y, HIDDEN)
     return y

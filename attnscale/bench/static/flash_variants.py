@@ -18,7 +18,7 @@ def forward_variants() -> Iterator[Variant]:
     for dim in (64, 128):
         for level in ("plain", "entropy"):
             yield _forward(dim, half, "causal", level)
-    for rule in ("everything", "window", "bounds", "padding", "bool mask", "bias"):
+    for rule in ("everything", "window", "bounds", "padding", "bool mask", "block-sparse", "bias"):
         yield _forward(128, half, rule, "entropy")
     for extra in ("softcap", "sinks", "dropout"):
         yield _forward(128, half, "causal", "entropy", extra)
@@ -56,7 +56,7 @@ def backward_variants() -> Iterator[Variant]:
         yield _backward(1, dim, half, "causal", "dbeta")
         yield _backward(2, dim, half, "causal")
     for kernel, asked in ((1, ("dbeta",)), (2, ())):
-        for rule in ("window", "bounds", "padding", "bool mask"):
+        for rule in ("window", "bounds", "padding", "bool mask", "block-sparse"):
             yield _backward(kernel, 128, half, rule, *asked)
         yield _backward(kernel, 128, half, "bias", "softcap", "dropout", *asked)
         for dim in (32, 40, 80, 104, 256):

@@ -67,12 +67,14 @@ def heads_of(dim: int, dtype: torch.dtype, queries: int = LENGTH) -> tuple[Tenso
 def seen_by(rule: str) -> Visibility:
     """What rows see, by the name of a rule; all but `everything`, `bounds` and masks are causal."""
     table = meta(BATCH, LENGTH, dtype=torch.int32)
+    mask = meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     return {
         "everything": Visibility(),
         "causal": Visibility(right=0),
         "window": Visibility(right=0, left=1023),
         "bounds": Visibility(start=table, stop=table),
         "padding": Visibility(right=0, padding=meta(BATCH, LENGTH, dtype=torch.bool)),
-        "bool mask": Visibility(mask=meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)),
+        "bool mask": Visibility(mask=mask),
+        "block-sparse": Visibility(mask=mask),
         "bias": Visibility(mask=meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
     }[rule]

@@ -108,8 +108,8 @@ def decode_split_kernel(
     q_at = q.ptr + batch * q.strides[0] + row_offset[:, None] + d[None, :]
     q_tile = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
     sign, c = row_temperature(load_beta(beta, batch, head, row, exists))
+    q_tile = q_tile * sign[:, None].to(q_tile.dtype)
     if softcap is None and rule.bias_ptr is None:
-        q_tile = q_tile * sign[:, None].to(q_tile.dtype)
         c *= scale
 
     start, stop = row_bounds(rule, batch, row + slot, queries + slot, keys)

@@ -63,8 +63,8 @@ def flash_forward_kernel(
     dv = tl.arange(0, BLOCK_DV)
     q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
     sign, c = row_temperature(load_beta(beta, batch, head, rows, exists))
+    q_tile = q_tile * sign[:, None].to(q_tile.dtype)
     if softcap is None and rule.bias_ptr is None:
-        q_tile = q_tile * sign[:, None].to(q_tile.dtype)
         c *= scale
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
