@@ -21,10 +21,12 @@ class Rule(NamedTuple):
     padding_ptr: Tensor | None  # [B|1, Tk], uint8
     mask_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], uint8
     bias_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], in place of the mask
+    list_ptr: Tensor | None  # [B|1, H|1, tiles, steps + 2], int32: `tile_list` of flash/mask.py
     stride_bound: int  # from sequence to sequence, and so the next two
     stride_table: int
     stride_padding: int
     stride_mask: tuple[int, ...]  # of the four axes of mask or bias
+    stride_list: tuple[int, ...]  # of the first three axes
     slot: int
     left: int | None
     right: int | None
@@ -54,8 +56,8 @@ class Visibility(NamedTuple):
         """Whether raw scores are the products q·k times the scale."""
         return softcap is None and not self.biased
 
-    def rule(self, table: Tensor | None = None) -> Rule:
-        """What kernels are given, with the `key_ranges` or `query_ranges` of the launch."""
+    def rule(self, table: Tensor | None = None, listed: Tensor | None = None) -> Rule:
+        """What kernels are given, with the `key_ranges` or `query_ranges` of the launch, and the tiles it visits."""
         if self.start is None and self.padding is None and self.mask is None:
             return _plain_rule(self.slot, self.left, self.right)
         start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
@@ -68,10 +70,12 @@ class Visibility(NamedTuple):
             padding,
             mask,
             self.mask if self.biased else None,
+            listed,
             _stride(start, 0),
             _stride(table, 0),
             _stride(padding, 0),
             tuple(_stride(self.mask, axis) for axis in range(4)),
+            tuple(_stride(listed, axis) for axis in range(3)),
             self.slot,
             self.left,
             self.right,
@@ -81,7 +85,7 @@ class Visibility(NamedTuple):
 # Of most calls: to make one takes as long as an allocation.
 @functools.lru_cache(maxsize=64)
 def _plain_rule(slot: int, left: int | None, right: int | None) -> Rule:
-    return Rule(None, None, None, None, None, None, 0, 0, 0, (0, 0, 0, 0), slot, left, right)
+    return Rule(None, None, None, None, None, None, None, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0), slot, left, right)
 
 
 def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Tensor | None:

@@ -10,7 +10,8 @@ from corrected_interpreter import corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnscale_kernels.device import all_edge, first_phase, key_range, phase_edges, phase_range, query_range, row_bounds
+from attnscale_kernels.device import row_bounds
+from attnscale_kernels.phases import first_phase, key_range, phase_edges, phase_range, query_range
 from attnscale_kernels.visibility import Visibility, key_ranges, query_ranges
 
 
@@ -31,7 +32,7 @@ def _walk_kernel(found_ptr, rule, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N:
         last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries)
         edges = phase_edges(rule, key_range(rule, 0, tile, tile * BLOCK_M, last, keys), BLOCK_N)
     # The loops of the kernels: the one over query tiles leaves out fewer phases.
-    for phase in tl.static_range((2 if all_edge(rule) else 0) if BY_KEY else first_phase(rule), 3):
+    for phase in tl.static_range(first_phase(rule, BY_KEY), 3):
         low, high = phase_range(edges, phase)
         tl.store(found_ptr + tile * 6 + 2 * phase, low)
         tl.store(found_ptr + tile * 6 + 2 * phase + 1, high)

@@ -1,7 +1,7 @@
 """How many tiles a call of attention runs in each phase of a kernel, by its rule of visibility and its length.
 
-As the kernels do it (`key_range`, `query_range` and `phase_edges` of attnscale_kernels/device.py), for one head and as
-many queries as keys: a program takes a block of rows, or of keys, and steps through tiles of the other.
+As the kernels do it (attnscale_kernels/phases.py, and flash/mask_kernel.py for masks), for one head and as many queries
+as keys: a program takes a block of rows, or of keys, and steps through tiles of the other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 LENGTHS = (1024, 4096, 16384)
 WINDOW = 1024  # keys that a row sees under the rule "window", its own included
-RULES = ("everything", "causal", "window", "bounds", "padding", "bool mask", "bias")
-MASKED = ("bool mask", "bias")  # rules that no interval of keys tells
+BLOCK = 512  # rows and keys of a block under the rule "block-sparse"
+RULES = ("everything", "causal", "window", "bounds", "padding", "bool mask", "block-sparse", "bias")
+MASKED = ("bool mask", "block-sparse", "bias")  # rules that kernels are told by a mask
 
 
 class Sequence(NamedTuple):
@@ -32,7 +33,8 @@ class Sequence(NamedTuple):
 
     def stop(self, row: int) -> int:
         """The key after the last that a row sees."""
-        last = row + 1 if self.causal else self.length
+        document = self.document or self.length
+        last = row + 1 if self.causal else min(row // document * document + document, self.length)
         return last if self.keys is None else min(last, self.keys)
 
     @property
@@ -53,6 +55,8 @@ class Passes(NamedTuple):
 def sequences(rule: str, length: int) -> tuple[Sequence, ...]:
     """What stands for a rule: two documents of equal length, a padded sequence beside a full one, a causal mask.
 
+    A block-sparse mask is one that shows the blocks on its diagonal: each of its tiles is seen whole, or not at all.
+
     >>> sequences("padding", 1024)[1].keys
     512
     """
@@ -63,6 +67,7 @@ def sequences(rule: str, length: int) -> tuple[Sequence, ...]:
         "bounds": (Sequence(length, document=length // 2),),
         "padding": (Sequence(length), Sequence(length, keys=length // 2)),
         "bool mask": (Sequence(length),),
+        "block-sparse": (Sequence(length, document=BLOCK, causal=False),),
         "bias": (Sequence(length),),
     }[rule]
 
@@ -81,7 +86,8 @@ def visible_scores(rule: str, length: int) -> int:
 def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = False, classified: bool = True) -> Passes:
     """Tiles [rows, keys] of a call, where a program takes a block of rows or, `by_keys`, of keys.
 
-    A kernel that has not `classified` the tiles of a masked rule goes through all of them, as if each were at an edge.
+    A kernel that has not `classified` the tiles of a mask goes through all of them, as if each were at an edge; one that
+    has goes through those at an edge after the others.
 
     >>> passes("causal", 1024, (128, 64))
     Passes(before=0, hot=56, after=16, needed=72)
@@ -96,7 +102,8 @@ def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = Fal
         for first in range(0, length, block):
             end = min(first + block, length)
             needed = sum(_phases(_range(sequence, first, end, by_keys), step, whole=True))
-            found.append((*_phases(_range(walked, first, end, by_keys), step, whole=classified), needed))
+            before, hot, after = _phases(_range(walked, first, end, by_keys), step, whole=classified)
+            found.append((0, hot, before + after, needed) if rule in MASKED else (before, hot, after, needed))
     return Passes(*(sum(column) for column in zip(*found, strict=True)))
 
 

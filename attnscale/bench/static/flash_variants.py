@@ -18,7 +18,7 @@ def forward_variants() -> Iterator[Variant]:
     for dim in (64, 128):
         for level in ("plain", "entropy"):
             yield _forward(dim, half, "causal", level)
-    for rule in ("everything", "window", "bounds", "padding", "bool mask", "bias"):
+    for rule in ("everything", "window", "bounds", "padding", "bool mask", "block-sparse", "bias"):
         yield _forward(128, half, rule, "entropy")
     for extra in ("softcap", "sinks", "dropout"):
         yield _forward(128, half, "causal", "entropy", extra)
@@ -41,7 +41,7 @@ def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) 
             query, key, key, beta, seen_by(rule), scale=SCALE, softcap=30.0 if "softcap" in extras else None,
             sinks=meta(HEADS) if "sinks" in extras else None, dropout_p=0.1 if dropout else 0.0,
             seed=meta(1, dtype=torch.int64) if dropout else None, entropy=level == "entropy",
-        )[0][0]  # fmt: skip
+        )[0][-1]  # fmt: skip
 
     structure = Structure(phases_of(rule), repairs=True)
     return Variant("forward", ", ".join((rule, *extras, level)), NAMES[dtype], dim, 2, structure, build)
@@ -56,7 +56,7 @@ def backward_variants() -> Iterator[Variant]:
         yield _backward(1, dim, half, "causal", "dbeta")
         yield _backward(2, dim, half, "causal")
     for kernel, asked in ((1, ("dbeta",)), (2, ())):
-        for rule in ("window", "bounds", "padding", "bool mask"):
+        for rule in ("window", "bounds", "padding", "bool mask", "block-sparse"):
             yield _backward(kernel, 128, half, rule, *asked)
         yield _backward(kernel, 128, half, "bias", "softcap", "dropout", *asked)
         for dim in (32, 40, 80, 104, 256):
@@ -75,12 +75,12 @@ def _backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str
             query, query, key, key, beta, seen_by(rule), query, beta, scale=SCALE,
             softcap=30.0 if "softcap" in extras else None, dropout_p=0.1 if dropout else 0.0,
             seed=meta(1, dtype=torch.int64) if dropout else None, dbeta="dbeta" in extras,
-        )[0][kernel]  # fmt: skip
+        )[0][kernel - 3]  # fmt: skip
 
     family = ("backward rows", "backward dQ", "backward dK dV")[kernel]
     structure = (
         Structure(),
         Structure(phases_of(rule), repairs=True),
-        Structure(("after",) if rule in MASKED else ("before", "hot", "after"), heads_around=True),
+        Structure(("hot", "after") if rule in MASKED else ("before", "hot", "after"), heads_around=True),
     )[kernel]
     return Variant(family, ", ".join((rule, *extras)), NAMES[dtype], dim, (0, 3, 4)[kernel], structure, build)

@@ -40,11 +40,14 @@ class Variant(NamedTuple):
             return self.build()
 
 
-def phases_of(rule: str) -> tuple[str, ...]:
-    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/device.py has it."""
+def phases_of(rule: str, *, listed: bool = True) -> tuple[str, ...]:
+    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/phases.py has it.
+
+    Kernels that do not have the tiles of a mask `listed` take each of them for an edge.
+    """
     if rule in ("window", "bounds", "padding"):
         return ("before", "hot", "after")
-    return ("after",) if rule in MASKED else ("hot", "after")
+    return ("after",) if rule in MASKED and not listed else ("hot", "after")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,12 +67,14 @@ def heads_of(dim: int, dtype: torch.dtype, queries: int = LENGTH) -> tuple[Tenso
 def seen_by(rule: str) -> Visibility:
     """What rows see, by the name of a rule; all but `everything`, `bounds` and masks are causal."""
     table = meta(BATCH, LENGTH, dtype=torch.int32)
+    mask = meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     return {
         "everything": Visibility(),
         "causal": Visibility(right=0),
         "window": Visibility(right=0, left=1023),
         "bounds": Visibility(start=table, stop=table),
         "padding": Visibility(right=0, padding=meta(BATCH, LENGTH, dtype=torch.bool)),
-        "bool mask": Visibility(mask=meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)),
+        "bool mask": Visibility(mask=mask),
+        "block-sparse": Visibility(mask=mask),
         "bias": Visibility(mask=meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)),
     }[rule]

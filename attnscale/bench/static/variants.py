@@ -105,7 +105,7 @@ def _gap_bracket(dim: int, rule: str) -> Variant:
         query, key, _ = heads_of(dim, torch.bfloat16)
         return bracket_launches(query, key, seen_by(rule), scale=SCALE)[0][0]
 
-    structure = Structure(phases_of(rule), sweeps=2)
+    structure = Structure(phases_of(rule, listed=False), sweeps=2)
     return Variant("gap bracket", f"{rule}, 15 bins", "bf16", dim, 2, structure, build)
 
 

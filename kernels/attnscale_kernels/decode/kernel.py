@@ -20,16 +20,11 @@ from ..device import (
     LOG2E,
     SEEN_ABOVE,
     attention_scores,
-    end_phase,
     finish_softmax,
-    first_phase,
-    is_broken,
-    key_range,
-    phase_edges,
-    phase_range,
     row_bounds,
     row_temperature,
 )
+from ..phases import end_phase, first_phase, is_broken, key_range, phase_edges, phase_range
 from ..tiles import load_beta, load_tile, load_whole
 
 
@@ -113,8 +108,8 @@ def decode_split_kernel(
     q_at = q.ptr + batch * q.strides[0] + row_offset[:, None] + d[None, :]
     q_tile = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
     sign, c = row_temperature(load_beta(beta, batch, head, row, exists))
+    q_tile = q_tile * sign[:, None].to(q_tile.dtype)
     if softcap is None and rule.bias_ptr is None:
-        q_tile = q_tile * sign[:, None].to(q_tile.dtype)
         c *= scale
 
     start, stop = row_bounds(rule, batch, row + slot, queries + slot, keys)

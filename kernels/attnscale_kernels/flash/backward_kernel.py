@@ -12,22 +12,16 @@ import triton.language as tl
 from ..device import (
     HIDDEN,
     LOG2E,
-    all_edge,
     bounds_of_keys,
     capped_scores,
-    end_phase,
-    first_phase,
-    is_broken,
     keep,
     keep_by_slot,
-    phase_edges,
-    phase_range,
     program_rows,
-    query_range,
     visible,
     visible_from,
     visible_keys,
 )
+from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, query_range, tile_list
 from ..tiles import head_strides, load_beta, load_rows, load_tile, load_whole, store_rows
 
 
@@ -124,7 +118,13 @@ def flash_backward_query_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dbeta = tl.zeros([BLOCK_M], tl.float32)
 
-    edges = phase_edges(rule, ranges, BLOCK_N)
+    LISTED: tl.constexpr = rule.list_ptr is not None
+    STEP: tl.constexpr = 1 if LISTED else BLOCK_N
+    if LISTED:
+        tiles_at = tile_list(rule, batch, head, tile)
+        edges = listed_edges(tiles_at, tl.cdiv(keys, BLOCK_N))
+    else:
+        edges = phase_edges(rule, ranges, BLOCK_N)
     for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
         if phase == 3:
@@ -132,7 +132,13 @@ def flash_backward_query_kernel(
             high = tl.where(broken, high, low)
             acc = tl.where(broken, 0.0, acc)
             dbeta = tl.where(broken, 0.0, dbeta)
-        for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
+        if LISTED:
+            following = tl.load(tiles_at + low)
+        for at in tl.range(low, high, STEP, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
+            left_key = at
+            if LISTED:
+                left_key = following * BLOCK_N
+                following = tl.load(tiles_at + at + 1)  # as in the forward
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             first = tl.cast(left_key, tl.int64)
             k_at = k_ptr + first * k_row + (columns[:, None] * k_row + d[None, :])  # [BN, BD]
@@ -143,7 +149,7 @@ def flash_backward_query_kernel(
             y = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BM, BN]
             if phase == 3:
                 y = tl.where(seen, y + broken_keys[None, :], 0.0)
-            y, slope = capped_scores(y, bias, rule, scale, softcap)
+            y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
             x = y * c[:, None] - lse[:, None]
             if phase != 1:
                 x = tl.where(seen, x, HIDDEN)
@@ -194,6 +200,7 @@ def flash_backward_key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
+    EDGE_STAGES: tl.constexpr,  # tiles in flight in the last phase; None: as in the others
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -213,18 +220,29 @@ def flash_backward_key_kernel(
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     # The last keys of a tile may not exist: their gradients are computed and not stored.
+    LISTED: tl.constexpr = rule.list_ptr is not None
+    STEP: tl.constexpr = 1 if LISTED else BLOCK_M
     edges = phase_edges(rule, ranges, BLOCK_M)
     # The loop over heads is inside the phases, and nothing is moved out of it: each phase then keeps only its own
     # values in registers. The other order spilled 264 bytes on sm_100.
-    for phase in tl.static_range(2 if all_edge(rule) else 0, 3):
-        low, high = phase_range(edges, phase)
+    for phase in tl.static_range(first_phase(rule, True), 3):
+        if not LISTED:
+            low, high = phase_range(edges, phase)
         for member in tl.range(0, group, disable_licm=True):
             head = kv_head * group + member
             head_index = batch * heads + head
             q_ptr = q.ptr + batch * q_batch + head * q_head
             do_ptr = grad_out.ptr + batch * do_batch + head * do_head
             rows_head = rows_ptr + head_index * queries * 4
-            for top in tl.range(low, high, BLOCK_M):
+            if LISTED:  # for each head, since masks may differ
+                tiles_at = tile_list(rule, batch, head, tile)
+                low, high = phase_range(listed_edges(tiles_at, tl.cdiv(queries, BLOCK_M)), phase)
+                following = tl.load(tiles_at + low)
+            for at in tl.range(low, high, STEP, num_stages=EDGE_STAGES if phase == 2 else None):
+                top = at
+                if LISTED:
+                    top = following * BLOCK_M
+                    following = tl.load(tiles_at + at + 1)
                 rows = top + tl.arange(0, BLOCK_M)  # [BM]
                 exists = rows < queries
                 row = rows.to(tl.int64)
@@ -233,10 +251,11 @@ def flash_backward_key_kernel(
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
-                seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # Keys by rows: the next products take the weights in this layout, and a transposition costs more.
                 y = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BN, BM]
-                y, slope = capped_scores(y, bias, rule, scale, softcap)
+                # A mask is read here: before the product, sm_80 and sm_120 would spill 32 and 72 bytes.
+                seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
+                y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
                 # What is hidden is left out before it is multiplied: LLVM moves a selection of products behind their
                 # rounding, where it takes four instructions for a score in place of one.
                 x = y * c[None, :] - lse[None, :]

@@ -14,18 +14,14 @@ from ..device import (
     LN2,
     SEEN_ABOVE,
     attention_scores,
-    end_phase,
     finish_softmax,
-    first_phase,
-    is_broken,
     keep,
-    phase_edges,
-    phase_range,
     program_rows,
     row_temperature,
     sum_in_parts,
     visible_keys,
 )
+from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, tile_list
 from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_rows
 
 
@@ -67,8 +63,8 @@ def flash_forward_kernel(
     dv = tl.arange(0, BLOCK_DV)
     q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
     sign, c = row_temperature(load_beta(beta, batch, head, rows, exists))
+    q_tile = q_tile * sign[:, None].to(q_tile.dtype)
     if softcap is None and rule.bias_ptr is None:
-        q_tile = q_tile * sign[:, None].to(q_tile.dtype)
         c *= scale
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
@@ -86,7 +82,13 @@ def flash_forward_kernel(
         seed = tl.load(seed_ptr)
 
     columns = tl.arange(0, BLOCK_N)
-    edges = phase_edges(rule, ranges, BLOCK_N)
+    LISTED: tl.constexpr = rule.list_ptr is not None
+    STEP: tl.constexpr = 1 if LISTED else BLOCK_N
+    if LISTED:
+        tiles_at = tile_list(rule, batch, head, tile)
+        edges = listed_edges(tiles_at, tl.cdiv(keys, BLOCK_N))
+    else:
+        edges = phase_edges(rule, ranges, BLOCK_N)
     for phase in tl.static_range(first_phase(rule), end_phase(rule)):
         low, high = phase_range(edges, phase)
         if phase == 3:
@@ -96,7 +98,13 @@ def flash_forward_kernel(
             total = tl.where(broken, 0.0, total)
             moment = tl.where(broken, 0.0, moment)
             acc = tl.where(broken, 0.0, acc)
-        for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
+        if LISTED:
+            following = tl.load(tiles_at + low)
+        for at in tl.range(low, high, STEP, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
+            left_key = at
+            if LISTED:
+                left_key = following * BLOCK_N
+                following = tl.load(tiles_at + at + 1)  # a tile ahead, as keys are read; after the last it is no tile
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             if k_box is not None:
                 k_tile = tl.trans(load_box(k_box, batch, kv_head, left_key))

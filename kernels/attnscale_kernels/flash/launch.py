@@ -26,9 +26,10 @@ from ..launch import (
     row_view,
     view,
 )
-from ..visibility import Visibility, key_ranges, query_ranges
+from ..visibility import Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
+from .mask import key_rule, mask_squares, query_rule
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # of a program of the kernel that prepares the backward
@@ -137,7 +138,6 @@ def backward_key_tile(
     resources: Resources,
     *,
     padded: bool = False,
-    masked: bool = False,
     busy: bool = False,
 ) -> Tile:
     """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
@@ -145,7 +145,7 @@ def backward_key_tile(
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
     three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Head dimensions that are padded
-    need a mask, for which sm_80 has room with fewer rows, or with one step at a time; so has it for a bool mask.
+    need a mask, for which sm_80 has room with fewer rows, or with one step at a time.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -162,8 +162,16 @@ def backward_key_tile(
     if widest <= 128:
         if large:
             return Tile(16 if busy else 32, 128, 8, 3)
-        return Tile(16, 128, 8, 1 if padded or masked else 2 if busy else 3)
+        return Tile(16, 128, 8, 1 if padded else 2 if busy else 3)
     return Tile(32, 64, 8, 1) if large else Tile(32, 32, 4, 1)
+
+
+def edge_stages(dim: int, value_dim: int, resources: Resources, *, masked: bool) -> int | None:
+    """Steps in flight where the gradients of keys and values read a bool mask, if fewer than elsewhere.
+
+    With two at 128 dimensions, sm_80 would spill 176 bytes.
+    """
+    return 1 if masked and max(dim, value_dim) > 64 and resources.shared_memory <= 200_000 else None
 
 
 def draws_fours(resources: Resources) -> bool:
@@ -188,12 +196,13 @@ def forward_launches(
     seed: Tensor | None = None,
     entropy: bool = False,
     tile: Tile | None = None,
-) -> tuple[tuple[Launch], Forward]:
+) -> tuple[tuple[Launch, ...], Forward]:
     """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
 
     Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype, β [B|1, H|1, Tq|1] in fp32. A row
     that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
-    the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`.
+    the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`. The last
+    launch is attention itself.
     """
     batch, heads, queries, dim = query.shape
     value_dim = value.shape[-1]
@@ -214,6 +223,8 @@ def forward_launches(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
         boxed=boxed, busy=busy, dropout=dropout_p > 0.0,
     )  # fmt: skip
+    before, squares = mask_squares(visibility, (batch, heads, queries, key.shape[2]))
+    listing, rule = key_rule(visibility, squares, queries, key.shape[2], tile)
     arguments = {
         **attention_arguments(query, key, scale, softcap),
         "v": view(value),
@@ -226,7 +237,7 @@ def forward_launches(
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
-        "rule": visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m)),
+        "rule": rule,
         "dropout_p": dropout_p,
     }
     constants = {
@@ -237,7 +248,8 @@ def forward_launches(
         "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
     }
     grid = batch * heads * cdiv(queries, tile.m)
-    return (Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
+    attend = Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages)
+    return (*before, *listing, attend), result
 
 
 flash_forward = launched(forward_launches)
@@ -260,7 +272,7 @@ def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, *
     for launch in launches:
         launch.run(gradient)
     if sinks is not None:
-        lse, delta = given[6], launches[0].arguments["rows_ptr"][..., 3]  # type: ignore[index]
+        lse, delta = given[6], launches[-3].arguments["rows_ptr"][..., 3]  # type: ignore[index]
         share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
         result = result._replace(sinks=-(share * delta).sum((0, 2)))
     return result
@@ -283,10 +295,11 @@ def backward_launches(
     dbeta: bool = False,
     query_tile: Tile | None = None,
     key_tile: Tile | None = None,
-) -> tuple[tuple[Launch, Launch, Launch], Backward]:
+) -> tuple[tuple[Launch, ...], Backward]:
     """Gradients for that of the output of `flash_forward`, given its arguments, its output and its lse.
 
-    Deterministic: no two programs add to the same element.
+    Deterministic: no two programs add to the same element. The last three launches are what is said of each row, the
+    gradient of queries, and those of keys and values.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
@@ -296,9 +309,12 @@ def backward_launches(
     busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
     padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
     query_tile = query_tile or backward_query_tile(*shape, padded=padded, dropout=dropout_p > 0.0)
-    key_tile = key_tile or backward_key_tile(*shape, padded=padded, masked=masked, busy=busy)
+    key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
+    before, squares = mask_squares(visibility, (batch, heads, queries, keys))
+    listed_keys, query_side = key_rule(visibility, squares, queries, keys, query_tile)
+    listed_rows, key_side = query_rule(visibility, squares, queries, keys, key_tile)
     value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
     constants: dict[str, object] = {**value_constants, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
     per_row = Launch(
@@ -333,7 +349,7 @@ def backward_launches(
             **shared,
             "grad_q": view(result.query),
             "dbeta_ptr": result.beta,
-            "rule": visibility.rule(key_ranges(visibility, queries, keys, query_tile.m)),
+            "rule": query_side,
         },
         {**attention_constants(query, query_tile), **constants},
         query_tile.warps,
@@ -346,13 +362,18 @@ def backward_launches(
             **shared,
             "grad_k": view(result.key),
             "grad_v": view(result.value),
-            "rule": visibility.rule(query_ranges(visibility, queries, keys, key_tile.n)),
+            "rule": key_side,
         },
-        {**attention_constants(query, key_tile), **constants, "DRAW_FOURS": draws_fours(shape[-1])},
+        {
+            **attention_constants(query, key_tile),
+            **constants,
+            "DRAW_FOURS": draws_fours(shape[-1]),
+            "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked),
+        },
         key_tile.warps,
         key_tile.stages,
     )
-    return (per_row, to_query, to_key), result
+    return (*before, *listed_keys, *listed_rows, per_row, to_query, to_key), result
 
 
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:

@@ -18,13 +18,11 @@ from ..device import (
     LN2,
     SEEN_ABOVE,
     capped_scores,
-    first_phase,
-    phase_edges,
-    phase_range,
     program_rows,
     visible,
     visible_keys,
 )
+from ..phases import first_phase, phase_edges, phase_range
 from ..tiles import load_rows, load_tile
 
 EPSILON = tl.constexpr(2.0**-10)
@@ -52,7 +50,7 @@ def gap_scores(
     k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, EDGE)
     y = tl.dot(q_tile, k_tile, input_precision=PRECISION)
     seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, EDGE)
-    y, _ = capped_scores(y, bias, rule, scale, softcap)
+    y, _ = capped_scores(y, bias, rule, scale, softcap, EDGE)
     return y, seen
 
 
