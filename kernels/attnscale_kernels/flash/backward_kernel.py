@@ -28,7 +28,7 @@ from ..device import (
     visible_from,
     visible_keys,
 )
-from ..tiles import head_strides, load_beta, load_rows, load_tile, load_whole, store_rows
+from ..tiles import head_strides, load_beta, load_block, load_rows, load_tile, load_whole, store_block
 
 
 @triton.jit
@@ -99,6 +99,8 @@ def flash_backward_query_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    K_ROW: tl.constexpr,  # strides of the rows of k and v
+    V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -113,8 +115,8 @@ def flash_backward_query_kernel(
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
-    k_batch, k_head, k_row = head_strides(k, ALIGN)
-    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_batch, k_head, _ = head_strides(k, ALIGN)
+    v_batch, v_head, _ = head_strides(v, ALIGN)
     k_ptr = k.ptr + batch * k_batch + kv_head * k_head
     v_ptr = v.ptr + batch * v_batch + kv_head * v_head
     columns = tl.arange(0, BLOCK_N)
@@ -135,8 +137,8 @@ def flash_backward_query_kernel(
         for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None, disable_licm=phase == 3):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             first = tl.cast(left_key, tl.int64)
-            k_at = k_ptr + first * k_row + (columns[:, None] * k_row + d[None, :])  # [BN, BD]
-            v_at = v_ptr + first * v_row + (columns[None, :] * v_row + dv[:, None])  # [BDV, BN]
+            k_at = k_ptr + first * K_ROW + (columns[:, None] * K_ROW + d[None, :])  # [BN, BD]
+            v_at = v_ptr + first * V_ROW + (columns[None, :] * V_ROW + dv[:, None])  # [BDV, BN]
             k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
             v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
             seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, phase != 1)
@@ -162,11 +164,13 @@ def flash_backward_query_kernel(
             acc = tl.dot(dlogit.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 
     acc *= scale
+    top = tile * BLOCK_M
     if dbeta_ptr is not None:
         if LINEAR:
-            dbeta = tl.sum(q_tile.to(tl.float32) * acc, axis=1)
-        tl.store(dbeta_ptr + row_at, dbeta, mask=exists)
-    store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None], ALIGN)
+            dbeta = tl.sum(load_block(q, batch, head, top, queries, d, D, BLOCK_M, ALIGN).to(tl.float32) * acc, axis=1)
+        places = tl.arange(0, BLOCK_M)
+        tl.store(dbeta_ptr + (head_index.to(tl.int64) * queries + top) + places, dbeta, mask=places < queries - top)
+    store_block(grad_q, batch, head, top, queries, d, D, acc * beta[:, None], ALIGN)
 
 
 @triton.jit
@@ -193,6 +197,8 @@ def flash_backward_key_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    Q_ROW: tl.constexpr,  # strides of the rows of q and grad_out
+    DO_ROW: tl.constexpr,
     DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -207,8 +213,8 @@ def flash_backward_key_kernel(
     ranges = query_range(rule, batch, tile, tile * BLOCK_N, right_key, queries)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    q_batch, q_head, q_row = head_strides(q, ALIGN)
-    do_batch, do_head, do_row = head_strides(grad_out, ALIGN)
+    q_batch, q_head, _ = head_strides(q, ALIGN)
+    do_batch, do_head, _ = head_strides(grad_out, ALIGN)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
@@ -228,8 +234,8 @@ def flash_backward_key_kernel(
                 rows = top + tl.arange(0, BLOCK_M)  # [BM]
                 exists = rows < queries
                 row = rows.to(tl.int64)
-                q_at = q_ptr + row[:, None] * q_row + d[None, :]  # [BM, BD]
-                do_at = do_ptr + row[:, None] * do_row + dv[None, :]  # [BM, BDV]
+                q_at = q_ptr + row[:, None] * Q_ROW + d[None, :]  # [BM, BD]
+                do_at = do_ptr + row[:, None] * DO_ROW + dv[None, :]  # [BM, BDV]
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
@@ -263,5 +269,5 @@ def flash_backward_key_kernel(
                 dscore = p * change
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
-    store_rows(grad_k, batch, kv_head, slots, keys, d, D, dk * scale, ALIGN)
-    store_rows(grad_v, batch, kv_head, slots, keys, dv, DV, dvalue, ALIGN)
+    store_block(grad_k, batch, kv_head, tile * BLOCK_N, keys, d, D, dk * scale, ALIGN)
+    store_block(grad_v, batch, kv_head, tile * BLOCK_N, keys, dv, DV, dvalue, ALIGN)
