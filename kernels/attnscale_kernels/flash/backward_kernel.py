@@ -66,8 +66,8 @@ def flash_backward_rows_kernel(
 def _row_numbers(at, exists, EDGE: tl.constexpr):
     """c, lse in units of ln 2, β and Δ of rows; at an edge some rows may not exist."""
     if EDGE:
-        c = tl.load(at, mask=exists, other=1.0)
-        lse = tl.load(at + 1, mask=exists, other=1e30)  # every weight 2^(y − lse) is 0
+        c = tl.load(at, mask=exists, other=0.0)
+        lse = tl.load(at + 1, mask=exists, other=0.0)
         beta = tl.load(at + 2, mask=exists, other=0.0)
         delta = tl.load(at + 3, mask=exists, other=0.0)
     else:
