@@ -36,6 +36,29 @@ def store_rows(x, batch, head, rows, count, columns, width, values, ALIGN: tl.co
 
 
 @triton.jit
+def load_block(x, batch, head, top, count, columns, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    of_batch, of_head, of_row = head_strides(x, ALIGN)
+    places = tl.arange(0, BLOCK)
+    inside = (places < count - top)[:, None] & (columns < width)[None, :]
+    at = x.ptr + batch * of_batch + head * of_head + tl.cast(top, tl.int64) * of_row
+    return tl.load(at + (places[:, None] * of_row + columns[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_block(x, batch, head, top, count, columns, width, values, ALIGN: tl.constexpr = 1):
+    """The same for the rows from `top` on, by their places in the block.
+
+    Nothing of it is known before the end of a program. Numbers of rows that were computed to load a block would be kept
+    in registers until then, which spilled 48 bytes on sm_80.
+    """
+    of_batch, of_head, of_row = head_strides(x, ALIGN)
+    places = tl.arange(0, values.shape[0])
+    inside = (places < count - top)[:, None] & (columns < width)[None, :]
+    at = x.ptr + batch * of_batch + head * of_head + tl.cast(top, tl.int64) * of_row
+    tl.store(at + (places[:, None] * of_row + columns[None, :]), values.to(x.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def load_beta(beta, batch, head, rows, exists):
     """β of each row; 1 for rows that do not exist."""
     at = beta.ptr + batch * beta.strides[0] + head * beta.strides[1] + rows.to(tl.int64) * beta.strides[2]

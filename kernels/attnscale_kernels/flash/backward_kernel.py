@@ -22,7 +22,7 @@ from ..device import (
     visible_keys,
 )
 from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, query_range, tile_list
-from ..tiles import head_strides, load_beta, load_rows, load_tile, load_whole, store_rows
+from ..tiles import head_strides, load_beta, load_block, load_rows, load_tile, load_whole, store_block
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def flash_backward_rows_kernel(
 def _row_numbers(at, exists, EDGE: tl.constexpr):
     """c, lse in units of ln 2, β and Δ of rows; at an edge some rows may not exist."""
     if EDGE:
-        c = tl.load(at, mask=exists, other=1.0)
-        lse = tl.load(at + 1, mask=exists, other=1e30)  # every weight 2^(y − lse) is 0
+        c = tl.load(at, mask=exists, other=0.0)
+        lse = tl.load(at + 1, mask=exists, other=0.0)
         beta = tl.load(at + 2, mask=exists, other=0.0)
         delta = tl.load(at + 3, mask=exists, other=0.0)
     else:
@@ -93,6 +93,8 @@ def flash_backward_query_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    K_ROW: tl.constexpr,  # strides of the rows of k and v
+    V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -107,8 +109,8 @@ def flash_backward_query_kernel(
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
-    k_batch, k_head, k_row = head_strides(k, ALIGN)
-    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_batch, k_head, _ = head_strides(k, ALIGN)
+    v_batch, v_head, _ = head_strides(v, ALIGN)
     k_ptr = k.ptr + batch * k_batch + kv_head * k_head
     v_ptr = v.ptr + batch * v_batch + kv_head * v_head
     columns = tl.arange(0, BLOCK_N)
@@ -141,8 +143,8 @@ def flash_backward_query_kernel(
                 following = tl.load(tiles_at + at + 1)  # as in the forward
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             first = tl.cast(left_key, tl.int64)
-            k_at = k_ptr + first * k_row + (columns[:, None] * k_row + d[None, :])  # [BN, BD]
-            v_at = v_ptr + first * v_row + (columns[None, :] * v_row + dv[:, None])  # [BDV, BN]
+            k_at = k_ptr + first * K_ROW + (columns[:, None] * K_ROW + d[None, :])  # [BN, BD]
+            v_at = v_ptr + first * V_ROW + (columns[None, :] * V_ROW + dv[:, None])  # [BDV, BN]
             k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
             v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
             seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, phase != 1)
@@ -168,11 +170,13 @@ def flash_backward_query_kernel(
             acc = tl.dot(dlogit.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 
     acc *= scale
+    top = tile * BLOCK_M
     if dbeta_ptr is not None:
         if LINEAR:
-            dbeta = tl.sum(q_tile.to(tl.float32) * acc, axis=1)
-        tl.store(dbeta_ptr + row_at, dbeta, mask=exists)
-    store_rows(grad_q, batch, head, rows, queries, d, D, acc * beta[:, None], ALIGN)
+            dbeta = tl.sum(load_block(q, batch, head, top, queries, d, D, BLOCK_M, ALIGN).to(tl.float32) * acc, axis=1)
+        places = tl.arange(0, BLOCK_M)
+        tl.store(dbeta_ptr + (head_index.to(tl.int64) * queries + top) + places, dbeta, mask=places < queries - top)
+    store_block(grad_q, batch, head, top, queries, d, D, acc * beta[:, None], ALIGN)
 
 
 @triton.jit
@@ -199,6 +203,8 @@ def flash_backward_key_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    Q_ROW: tl.constexpr,  # strides of the rows of q and grad_out
+    DO_ROW: tl.constexpr,
     DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
     EDGE_STAGES: tl.constexpr,  # tiles in flight in the last phase; None: as in the others
     ALIGN: tl.constexpr,
@@ -214,8 +220,8 @@ def flash_backward_key_kernel(
     ranges = query_range(rule, batch, tile, tile * BLOCK_N, right_key, queries)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    q_batch, q_head, q_row = head_strides(q, ALIGN)
-    do_batch, do_head, do_row = head_strides(grad_out, ALIGN)
+    q_batch, q_head, _ = head_strides(q, ALIGN)
+    do_batch, do_head, _ = head_strides(grad_out, ALIGN)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
@@ -246,8 +252,8 @@ def flash_backward_key_kernel(
                 rows = top + tl.arange(0, BLOCK_M)  # [BM]
                 exists = rows < queries
                 row = rows.to(tl.int64)
-                q_at = q_ptr + row[:, None] * q_row + d[None, :]  # [BM, BD]
-                do_at = do_ptr + row[:, None] * do_row + dv[None, :]  # [BM, BDV]
+                q_at = q_ptr + row[:, None] * Q_ROW + d[None, :]  # [BM, BD]
+                do_at = do_ptr + row[:, None] * DO_ROW + dv[None, :]  # [BM, BDV]
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
@@ -282,5 +288,5 @@ def flash_backward_key_kernel(
                 dscore = p * change
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
-    store_rows(grad_k, batch, kv_head, slots, keys, d, D, dk * scale, ALIGN)
-    store_rows(grad_v, batch, kv_head, slots, keys, dv, DV, dvalue, ALIGN)
+    store_block(grad_k, batch, kv_head, tile * BLOCK_N, keys, d, D, dk * scale, ALIGN)
+    store_block(grad_v, batch, kv_head, tile * BLOCK_N, keys, dv, DV, dvalue, ALIGN)

@@ -22,7 +22,7 @@ from ..device import (
     visible_keys,
 )
 from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, tile_list
-from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_rows
+from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_block
 
 
 @triton.jit
@@ -53,8 +53,11 @@ def flash_forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    K_ROW: tl.constexpr,  # strides of the rows of k and v
+    V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
+    SUMS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -74,8 +77,8 @@ def flash_forward_kernel(
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     kv_head = head // group
-    k_batch, k_head, k_row = head_strides(k, ALIGN)
-    v_batch, v_head, v_row = head_strides(v, ALIGN)
+    k_batch, k_head, _ = head_strides(k, ALIGN)
+    v_batch, v_head, _ = head_strides(v, ALIGN)
     k_ptr = k.ptr + batch * k_batch + kv_head * k_head
     v_ptr = v.ptr + batch * v_batch + kv_head * v_head
     if seed_ptr is not None:
@@ -111,8 +114,8 @@ def flash_forward_kernel(
                 v_tile, broken_keys = load_whole_box(v_box, batch, kv_head, left_key, phase)
             else:
                 first = tl.cast(left_key, tl.int64)
-                k_at = k_ptr + first * k_row + (columns[None, :] * k_row + d[:, None])  # [BD, BN]
-                v_at = v_ptr + first * v_row + (columns[:, None] * v_row + dv[None, :])  # [BN, BDV]
+                k_at = k_ptr + ((first + columns[None, :]) * K_ROW + d[:, None])  # [BD, BN]
+                v_at = v_ptr + ((first + columns[:, None]) * V_ROW + dv[None, :])  # [BN, BDV]
                 k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
                 v_tile, broken_keys = load_whole(
                     v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase
@@ -135,7 +138,7 @@ def flash_forward_kernel(
                 moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
             total = total * fade[:, None] + sum_in_parts(p, PARTS)
             m = peak
-            if PARTS == 2:
+            if SUMS_FIRST:
                 # So that the sums are made before the product: else ptxas puts them behind it on sm_100 and keeps x and
                 # p of all scores until then, which spilled 240 bytes. A sum that is NaN makes its row NaN anyway.
                 sums = tl.sum(total + moment, axis=1)
@@ -147,10 +150,13 @@ def flash_forward_kernel(
 
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)
     seen = (m > SEEN_ABOVE) | (total != total)
-    row_at = head_index.to(tl.int64) * queries + rows
+    top = tile * BLOCK_M
+    places = tl.arange(0, BLOCK_M)
+    row_at = head_index.to(tl.int64) * queries + top + places
     factor = finish_softmax(
-        seen, m * c * LN2, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists
+        seen, m * c * LN2, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at,
+        places < queries - top
     )
     if seed_ptr is not None:
         factor /= 1 - dropout_p
-    store_rows(out, batch, head, rows, queries, dv, DV, acc * factor[:, None], ALIGN)
+    store_block(out, batch, head, top, queries, dv, DV, acc * factor[:, None], ALIGN)

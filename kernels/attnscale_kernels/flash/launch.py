@@ -109,6 +109,10 @@ def parts_of_sums(value_dim: int, resources: Resources, boxed: bool, entropy: bo
     return 8 if value_dim <= 64 or boxed or resources.warp_size == 64 else 2
 
 
+def sums_first(value_dim: int, resources: Resources, boxed: bool, entropy: bool) -> bool:
+    return parts_of_sums(value_dim, resources, boxed, entropy) == 2
+
+
 def backward_query_tile(
     dim: int, value_dim: int, size: int, resources: Resources, *, padded: bool = False, dropout: bool = False
 ) -> Tile:
@@ -244,8 +248,11 @@ def forward_launches(
         **attention_constants(query, tile),
         "DV": value_dim,
         "BLOCK_DV": block_of(value_dim),
+        "K_ROW": 0 if boxed else key.stride(2),
+        "V_ROW": 0 if boxed else value.stride(2),
         "ALIGN": alignment(query, key, value, result.out),
         "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
+        "SUMS_FIRST": sums_first(block_of(value_dim), resources, boxed, entropy),
     }
     grid = batch * heads * cdiv(queries, tile.m)
     attend = Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages)
@@ -351,7 +358,7 @@ def backward_launches(
             "dbeta_ptr": result.beta,
             "rule": query_side,
         },
-        {**attention_constants(query, query_tile), **constants},
+        {**attention_constants(query, query_tile), **constants, "K_ROW": key.stride(2), "V_ROW": value.stride(2)},
         query_tile.warps,
         query_tile.stages,
     )
@@ -367,6 +374,8 @@ def backward_launches(
         {
             **attention_constants(query, key_tile),
             **constants,
+            "Q_ROW": query.stride(2),
+            "DO_ROW": gradient.stride(2),
             "DRAW_FOURS": draws_fours(shape[-1]),
             "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked),
         },
