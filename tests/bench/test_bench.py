@@ -18,7 +18,7 @@ from attnscale.bench import ratio
 from attnscale.bench.cost import AttentionCost, ImportCost, Plan, cases, summarise
 from attnscale.bench.flex_attention import FlexAttentionCost
 from attnscale.bench.gpt import build_gpt
-from attnscale.bench.hf_cost import ModelCost
+from attnscale.bench.hf_cost import SHAPE, ModelCost
 from attnscale.bench.memory import peak_bytes
 from attnscale.bench.monitor_cost import MatrixCost, MonitorCost
 from attnscale.bench.ratio import in_both_roles, interleaved_ratio
@@ -425,6 +425,7 @@ def test_a_model_is_measured_with_a_policy_and_without(
 
     monkeypatch.setattr("attnscale.bench.hf_cost.interleaved_ratio", fake_ratio)
     monkeypatch.setattr("attnscale.bench.hf_cost.LAYERS", {"prefill": 1, "decode": 1})
+    monkeypatch.setitem(SHAPE, "vocab_size", 64)
     assert attnscale.hf  # which registers itself
     known = transformers.AttentionInterface._global_mapping
     for name, key in (("ours", "attnscale"), ("stock", "sdpa")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -32,7 +33,7 @@ COMMON = textwrap.dedent(
     """
 )
 
-NUMBERS = COMMON + textwrap.dedent(
+NUMBERS = textwrap.dedent(
     """
     def reported(model, recompute):
         model.recompute = recompute
@@ -57,7 +58,7 @@ NUMBERS = COMMON + textwrap.dedent(
     """
 )
 
-WAITS = COMMON + textwrap.dedent(
+WAITS = textwrap.dedent(
     """
     def waits_of(act):
         other_device.waits.clear()
@@ -72,7 +73,7 @@ WAITS = COMMON + textwrap.dedent(
     """
 )
 
-MEASURES = COMMON + textwrap.dedent(
+MEASURES = textwrap.dedent(
     """
     from dataclasses import replace
     from test_rows import RULES, call_of
@@ -107,8 +108,24 @@ MEASURES = COMMON + textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("script", [NUMBERS, WAITS, MEASURES], ids=["numbers", "waits", "measures"])
-def test_on_two_devices(script):
-    paths = f"import sys; sys.path[:0] = {[str(TESTS), str(TESTS / 'statistics')]!r}\n"
-    done = subprocess.run([sys.executable, "-c", paths + script], capture_output=True, text=True, timeout=300)
+SCRIPTS = {"numbers": NUMBERS, "waits": WAITS, "measures": MEASURES}
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """What each script raised, by its name: in one process of their own, as devices are registered for good."""
+    program = (
+        f"import json, sys, traceback\nsys.path[:0] = {[str(TESTS), str(TESTS / 'statistics')]!r}\n{COMMON}\n"
+        f"failures = {{}}\nfor name, script in {SCRIPTS!r}.items():\n"
+        "    try:\n        exec(script, dict(globals()))\n"
+        "    except BaseException:\n        failures[name] = traceback.format_exc()\n"
+        "print(json.dumps(failures))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_on_two_devices(name: str, failures: dict[str, str]) -> None:
+    assert failures.get(name, "") == ""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from attnscale.bench.static.building import jobs, row_of
+from attnscale.bench.static.compiling import Compiled
 from attnscale.bench.static.counts import Counts
 from attnscale.bench.static.goals import misses
 from attnscale.bench.static.phases import Phases
@@ -37,7 +39,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Table:
-    """Everything once, in a process that has triton as a compiler: here it interprets.
+    """Every variant once, for the targets in turn, in a process that has triton as a compiler: here it interprets.
 
     What triton compiled in an earlier run is kept with what pytest keeps; triton knows it by the text of a kernel.
     """
@@ -62,6 +64,28 @@ def test_nothing_got_worse_than_the_table_says(compiled: Table) -> None:
 
     assert [row.key for row in compiled.rows if row.key not in known] == []
     assert {row.key: found for row in compiled.rows if (found := differences(known[row.key], row))} == {}
+
+
+def test_every_family_is_compiled_and_the_large_ones_for_every_target(compiled: Table) -> None:
+    families: dict[str, set[str]] = {}
+    for row in compiled.rows:
+        families.setdefault(row.family, set()).add(row.target)
+
+    for family in ("forward", "backward dQ", "backward dK dV"):
+        assert families[family] == set(TARGETS)
+    assert families.keys() == {row.family for row in static_table()}
+
+
+def test_tiles_of_every_row_are_those_that_are_launched() -> None:
+    # Without a compiler, and so for all targets.
+    rows = static_table()
+
+    found = [
+        row_of(job, Compiled(row.registers, row.spills, row.shared_memory, row.phases))
+        for job, row in zip(jobs(), rows, strict=True)
+    ]
+
+    assert found == rows
 
 
 def test_every_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table) -> None:

@@ -15,7 +15,7 @@ def main() -> int:
     """The exit code is 1 where a kernel got worse than the table says."""
     parser = argparse.ArgumentParser(prog="python -m attnscale.bench.static", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
-    parser.add_argument("--quick", action="store_true", help="variants that differ in a flag for one target in turn")
+    parser.add_argument("--quick", action="store_true", help="each variant for one of the targets in turn")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--misses", action="store_true", help=f"only print which goals {FILE.name} misses")
     options = parser.parse_args()

@@ -7,34 +7,24 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from attnscale.bench.static.compiling import compile_launch, versions
+from attnscale.bench.static.compiling import Compiled, compile_launch, versions
 from attnscale.bench.static.table import Row, Table
 from attnscale.bench.static.targets import TARGETS
 from attnscale.bench.static.variant import Variant
 from attnscale.bench.static.variants import variants
 from attnscale_kernels.launch import Launch, block_of
 
-# Targets whose instructions differ; sm_89 and sm_120 multiply matrices with those of sm_80.
-DISTINCT = ["sm_80", "sm_90", "sm_100", "gfx942"]
-
 Job = tuple[int, str]  # a variant by its place in the list (functions do not travel), and a target
 
 
 def jobs(*, all_targets: bool = True) -> list[Job]:
-    """What to compile; without all targets, those in turn for variants that differ from others in a flag only."""
+    """What to compile: every variant for all targets, or each for one of them in turn."""
     names = list(TARGETS)
-    chosen = []
-    for index, variant in enumerate(variants()):
-        wanted = names if all_targets else DISTINCT if is_core(variant) else [names[index % len(names)]]
-        chosen += [(index, target) for target in wanted]
-    return chosen
-
-
-def is_core(variant: Variant) -> bool:
-    """Whether it is what most calls launch: bf16 at 64 or 128 dimensions, causal, without further flags."""
-    flash = variant.family in ("forward", "backward dQ", "backward dK dV")
-    plain = variant.name.removesuffix(", entropy").removesuffix(", plain")
-    return flash and variant.dtype == "bf16" and variant.dim in (64, 128) and plain == "causal"
+    return [
+        (index, target)
+        for index in range(len(variants()))
+        for target in (names if all_targets else [names[index % len(names)]])
+    ]
 
 
 def build_table(wanted: Iterable[Job], workers: int = 2) -> Table:
@@ -46,14 +36,23 @@ def build_table(wanted: Iterable[Job], workers: int = 2) -> Table:
 
 def build_row(job: Job) -> Row:
     """Compile one variant for one target."""
-    variant, target = variants()[job[0]], TARGETS[job[1]]
-    launch = variant.launch(target.resources)
-    compiled = compile_launch(launch, target, variant.structure)
+    variant, launch = _launch(job)
+    return row_of(job, compile_launch(launch, TARGETS[job[1]], variant.structure))
+
+
+def row_of(job: Job, compiled: Compiled) -> Row:
+    """The row of a variant and a target: how it is launched there, and what compiling it has given."""
+    variant, launch = _launch(job)
     return Row(
         variant.family, variant.name, variant.dtype, variant.dim, job[1], _tile(launch), launch.warps, launch.stages,
         compiled.registers, compiled.spills, compiled.shared_memory, _matrix_flops(variant, launch),
         _tile_bytes(variant, launch), compiled.phases,
     )  # fmt: skip
+
+
+def _launch(job: Job) -> tuple[Variant, Launch]:
+    variant = variants()[job[0]]
+    return variant, variant.launch(TARGETS[job[1]].resources)
 
 
 def _tile(launch: Launch) -> tuple[int, int]:

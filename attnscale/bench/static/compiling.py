@@ -85,13 +85,17 @@ def _compile(launch: Launch, target: Target) -> Any:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """The listing of a cubin and its use of registers."""
+    """The listing of a cubin and its use of registers.
+
+    Without the analysis of data flow, which finds where indirect jumps lead: there are none.
+    """
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        return _output(knobs.nvidia.nvdisasm.path, "-c", path), _output(knobs.nvidia.cuobjdump.path, "-res-usage", path)
+        listing = _output(knobs.nvidia.nvdisasm.path, "-c", "-ndf", path)
+        return listing, _output(knobs.nvidia.cuobjdump.path, "-res-usage", path)
 
 
 @functools.cache
