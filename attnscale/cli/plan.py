@@ -59,14 +59,12 @@ def _plan(console: Console, options: Namespace) -> int:
         console.print(f"ulysses cannot be used: {found.heads} heads are not a multiple of {found.processes} processes.")
     added = found.statistics_overhead(target)
     if added is None:
-        console.print(
-            f"The static table has no fused forward in {found.dtype} with heads of {found.head_dim} to compare."
-        )
+        console.print(f"The static table has no fused forward in {found.dtype} with heads of {found.head_dim}.")
         return 0
     console.print(
-        f"Statistics of all rows add {added.instructions:.0%} to the instructions of the fused forward, by its compiled "
-        f"loop for {target}, and at most {max(added.fastest, added.slowest):.1%} to its time where latencies are hidden. "
-        "The ring computes in the blockwise backend, which has no such loop."
+        f"Statistics of all rows add {added.instructions:.0%} to the instructions of the fused forward, by its "
+        f"compiled loop for {target}, and at most {max(added.fastest, added.slowest):.1%} to its time where latencies "
+        "are hidden. The ring computes in the blockwise backend, which has no such loop."
     )
     return 0
 
