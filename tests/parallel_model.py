@@ -26,16 +26,16 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    """Attention with projections of their own for q, k and v, so that heads can be spread over processes."""
+    """Attention with a projection that gives q, k and v head by head, so that heads can be spread over processes."""
 
     def __init__(self, policy: str) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.attention = ScaledDotProductAttention(build_policy(POLICIES[policy]))
 
     def forward(self, x: Tensor, **rules: Any) -> Tensor:
-        heads = [f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v)]
-        mixed = self.attention(*heads, is_causal=True, **rules)
+        heads = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2)  # [B, H, T, 3, D]
+        mixed = self.attention(*heads.unbind(-2), is_causal=True, **rules)
         return x + self.o(mixed.transpose(1, 2).flatten(2))
 
 
@@ -104,8 +104,8 @@ class Run:
                 fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other in fp32
         if self.mode == "tp":
-            plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
-            parallelize_module(self.model.block, mesh, {**plan, "attention": HeadParallel()})
+            plan = {"qkv": ColwiseParallel(), "attention": HeadParallel(), "o": RowwiseParallel()}
+            parallelize_module(self.model.block, mesh, plan)
         if self.mode.startswith("cp"):
             from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 

@@ -50,7 +50,7 @@ def by_accelerate(script: Path, folder: Path) -> list[Any]:
 
 
 def _launch(script: str, folder: str) -> None:
-    """`accelerate launch` in this process. Without MPI its `--cpu` starts one process, so the script asks for the CPU."""
+    """`accelerate launch` in this process; the script asks for the CPU, as `--cpu` needs MPI for two processes."""
     import transformers.trainer  # here, and not in each of the processes that are forked  # noqa: F401
     from accelerate.commands import launch
 

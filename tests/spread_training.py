@@ -58,7 +58,7 @@ def tensor_parallel(rank: int) -> dict:
 
     found: dict[str, Any] = {"per_head": Run("tp", "per_head", packed=False).train(5)}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+    plan = {"qkv": ColwiseParallel(), "o": RowwiseParallel()}
     for policy in ("ssmax", "gap_adaptive", "per_head", "log"):
         model = build(policy)
         parallelize_module(model.block, mesh, plan)

@@ -103,12 +103,21 @@ def sum_over_rows(x: Tensor, rows: RowGroup | None, number: Callable[[], int]) -
     if group is None or distributed.get_world_size(group) == 1:
         return x
     own = x.new_tensor([1.0, number(), number() ** 2])
-    total, (size, mean, square) = torch.split(_sum(torch.cat([x.flatten(), own]), group), [x.numel(), 3])
+    try:
+        summed = _sum(torch.cat([x.flatten(), own]), group)
+    except RuntimeError as error:
+        raise BackendError(f"{_ALONE}: {error}") from error
+    total, (size, mean, square) = torch.split(summed, [x.numel(), 3])
     # All numbers are equal if the square of their sum is as large as it can be.
     _assert(size * square == mean * mean, _OUT_OF_STEP)
     return total.view_as(x)
 
 
+_ALONE = (
+    "the running estimate of this layer could not be added up over the processes: one has ended, or has skipped the "
+    "layer while the others waited for it (let every process call every layer, or call "
+    "attnscale.distributed.share_rows(model, None), with which each process learns from its own rows)"
+)
 _OUT_OF_STEP = (
     "the processes have come to different layers, whose running estimates cannot be added up: let every process call "
     "every layer (no LayerDrop), or call attnscale.distributed.share_rows(model, None), with which each process learns "

@@ -54,6 +54,9 @@ class ContextPlan:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             reject("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        for name in ("heads", "head_dim", "batch"):
+            if getattr(self, name) < 1:
+                reject(name, getattr(self, name), "a number ≥ 1")
         if self.length < 1 or self.processes < 1 or self.length % self.processes:
             reject("length", self.length, f"a multiple of the {self.processes} processes")
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):

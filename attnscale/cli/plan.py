@@ -10,6 +10,8 @@ from attnscale.cli.parser import Parser
 if TYPE_CHECKING:
     from rich.console import Console
 
+UNITS = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")
+
 
 def plan(parser: Parser) -> None:
     """Options of `attnscale plan`."""
@@ -41,20 +43,33 @@ def _plan(console: Console, options: Namespace) -> int:
             dtype=options.dtype,
             processes=read_parallel(options.parallel),
         )
-    columns = "method", "memory", "sent, forward", "sent, backward", "operations / byte", "forward at peak"
-    table = Table(
-        *columns, title=f"A model, not a measurement: per process and layer, {card.name}", title_justify="left"
+    console.print(
+        f"A model, not a measurement: one causal attention of {found.length:,} tokens, batch {found.batch}, "
+        f"{found.heads} heads ({found.key_heads or found.heads} of keys) of {found.head_dim} in {found.dtype}, over "
+        f"{found.processes} × {card.name}. Per process and layer:"
     )
+    columns = "method", "memory", "sends, forward", "backward", "operations per byte sent", "forward at peak"
+    table = Table(*columns)
     peak = card.peak_tflops(found.dtype) * 1e12
     for cost in found.costs():
-        sizes = (f"{size / 2**20:,.1f} MiB" for size in (cost.memory, cost.sent_forward, cost.sent_backward))
+        sizes = (_bytes(size) for size in (cost.memory, cost.sent_forward, cost.sent_backward))
         table.add_row(cost.method, *sizes, f"{cost.intensity:,.0f}", f"{1e3 * cost.operations / peak:,.1f} ms")
     console.print(table)
+    if found.heads % found.processes:
+        console.print(f"ulysses cannot be used: {found.heads} heads are not a multiple of {found.processes} processes.")
     added = found.statistics_overhead(target)
-    if added is not None:
-        fastest, slowest = sorted((added.fastest, added.slowest))
-        console.print(
-            f"Statistics of all rows add {fastest:.1%} to {slowest:.1%} to the time of the fused forward, by its "
-            f"compiled loop for {target}; the ring computes in the blockwise backend."
-        )
+    if added is None:
+        console.print(f"The static table has no fused forward in {found.dtype} with heads of {found.head_dim}.")
+        return 0
+    console.print(
+        f"Statistics of all rows add {added.instructions:.0%} to the instructions of the fused forward, by its "
+        f"compiled loop for {target}, and at most {max(added.fastest, added.slowest):.1%} to its time where latencies "
+        "are hidden. The ring computes in the blockwise backend, which has no such loop."
+    )
     return 0
+
+
+def _bytes(size: int) -> str:
+    """In the largest unit that gives at least 1."""
+    unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), UNITS[-1])
+    return f"{size / unit:,.1f} {name}"

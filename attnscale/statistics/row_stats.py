@@ -55,11 +55,11 @@ class RowStats(NamedTuple):
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
         """Statistics of the same rows over the keys of both, which must be disjoint.
 
-        Refused where `rows`, `places` or `heads` tell that rows differ, or that both sides have seen the same keys. A sink is
-        one outcome for all keys together: compute one part with `sinks` and the others without, and merge them in any
-        order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys already.
-        Gap counts add up only if both sides counted from the maximum over all keys: say so with `common_maximum`. Λ
-        cannot be merged.
+        Refused where `rows`, `places` or `heads` tell that rows differ, or that both sides have seen the same keys. A
+        sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge them
+        in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys
+        already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
+        `common_maximum`. Λ cannot be merged.
 
         >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)

@@ -44,8 +44,7 @@ def spread(model: Model, mesh: DeviceMesh, options: argparse.Namespace) -> nn.Mo
     if options.parallel == "cp":
         parallelize_module(model, mesh, {"attention": ContextParallel(method=options.method)})
     if options.parallel == "fsdp":
-        fully_shard(model, mesh=mesh)
-        return model
+        return fully_shard(model, mesh=mesh)
     return nn.parallel.DistributedDataParallel(model)  # gradients of cp are averaged like those of ddp
 
 
@@ -56,15 +55,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options, device = parser.parse_args(), "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"} | os.environ)
-    mesh = init_device_mesh(device, (size := int(os.environ["WORLD_SIZE"]),), mesh_dim_names=(options.parallel,))
-    rank, _ = mesh.get_local_rank(), torch.manual_seed(0)
+    if BATCH % (size := int(os.environ["WORLD_SIZE"])):
+        parser.error(f"{size} processes are not accepted: expected 1, 2, 4 or 8, to divide sequences, heads and tokens")
+    mesh, _ = init_device_mesh(device, (size,), mesh_dim_names=(options.parallel,)), torch.manual_seed(0)
+    rank, places = mesh.get_local_rank(), torch.arange(LENGTH, device=device)
     model = spread(Model().to(device), mesh, options)
-    by_data, places = options.parallel in ("ddp", "fsdp"), torch.arange(LENGTH, device=device)
-    rows = slice(rank * BATCH // size, (rank + 1) * BATCH // size) if by_data else slice(None)
+    rows = slice(rank, None, size) if options.parallel in ("ddp", "fsdp") else slice(None)
     if options.parallel == "cp":  # a chunk from the beginning and one from the end: as much work for all
         places = places.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    for _ in track(range(options.steps), disable=rank > 0):
+    for _ in track(range(options.steps), f"{options.parallel}, {size} processes", disable=rank > 0):
         tokens = torch.randint(VOCABULARY, (BATCH, PERIOD)).repeat(1, LENGTH // PERIOD + 1).to(device)[rows]
         loss = nn.functional.cross_entropy(model(tokens[:, places], places).mT, tokens[:, places + 1])
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def main() -> None:
         optimizer.step()
     distributed.all_reduce(mean := loss.detach())
     if rank == 0:
-        print(f"{options.parallel}, {size} processes: loss {mean.item() / size:.4f}")
+        print(f"{options.parallel}, {size} processes: loss {mean.item() / size:.4f} in step {options.steps}")
     distributed.destroy_process_group()
 
 

@@ -1,7 +1,5 @@
 """transformers models in two processes: context parallelism as accelerate sets it up, and Trainer with its callback."""
 
-# ruff: noqa: E402  (transformers is not there for Python 3.10)
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,0 +1,36 @@
+"""`attnscale plan`: what it prints is what its options say."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnscale.cli import main
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["plan", "--length", "1M", "--parallel", "cp=8", *options]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_it_is_labelled_a_model_and_says_of_what(capsys):
+    found = printed(capsys, "--heads", "32", "--key-heads", "8", "--device", "h100")
+    assert found.startswith("A model, not a measurement: one causal attention of 1,048,576 tokens, batch 1, 32 heads")
+    assert "(8 of keys) of 128 in bf16, over 8 × H100. Per process and layer:" in found
+
+
+def test_memory_and_messages_are_those_of_the_tensors(capsys):
+    found = printed(capsys, "--heads", "32", "--device", "h100")
+    # 2^17 tokens of 32 heads of 128 in bf16 are 1 GiB: q, k, v, output, and what is held or sent besides.
+    assert "│ gather │ 20.0 GiB │ 14.0 GiB │ 14.0 GiB │" in found
+    assert "│ ulysses │ 8.0 GiB │ 3.5 GiB │ 3.5 GiB │" in found
+    assert "│ ring │ 10.0 GiB │ 14.0 GiB │ 46.0 GiB │" in found
+    assert "Statistics of all rows add 11% to the instructions" in found
+
+
+def test_what_cannot_be_said_is_said(capsys):
+    found = printed(capsys, "--heads", "12", "--dtype", "fp32")
+    assert "ulysses cannot be used: 12 heads are not a multiple of 8 processes." in found
+    assert "The static table has no fused forward in fp32 with heads of 128." in found
+    with pytest.raises(SystemExit):
+        main(["plan", "--length", "1M", "--heads", "0"])
+    assert "heads=0 is not accepted" in capsys.readouterr().err
