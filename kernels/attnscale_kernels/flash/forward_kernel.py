@@ -58,6 +58,7 @@ def flash_forward_kernel(
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     SUMS_FIRST: tl.constexpr,
+    KEEP_POINTERS: tl.constexpr,  # of a tile of keys, in registers
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -113,9 +114,13 @@ def flash_forward_kernel(
                 k_tile = tl.trans(load_box(k_box, batch, kv_head, left_key))
                 v_tile, broken_keys = load_whole_box(v_box, batch, kv_head, left_key, phase)
             else:
-                first = tl.cast(left_key, tl.int64)
-                k_at = k_ptr + ((first + columns[None, :]) * K_ROW + d[:, None])  # [BD, BN]
-                v_at = v_ptr + ((first + columns[:, None]) * V_ROW + dv[None, :])  # [BN, BDV]
+                if KEEP_POINTERS:
+                    first = tl.cast(left_key, tl.int64)
+                    k_at = k_ptr + first * K_ROW + (columns[None, :] * K_ROW + d[:, None])  # [BD, BN]
+                    v_at = v_ptr + first * V_ROW + (columns[:, None] * V_ROW + dv[None, :])  # [BN, BDV]
+                else:
+                    k_at = k_ptr + d[:, None] + slots[None, :].to(tl.int64) * K_ROW
+                    v_at = v_ptr + dv[None, :] + slots[:, None].to(tl.int64) * V_ROW
                 k_tile = load_tile(k_at, (d < D)[:, None], (slots < keys)[None, :], D != BLOCK_D, phase != 1)
                 v_tile, broken_keys = load_whole(
                     v_at, (dv < DV)[None, :], (slots < keys)[:, None], DV != BLOCK_DV, phase
@@ -139,8 +144,8 @@ def flash_forward_kernel(
             total = total * fade[:, None] + sum_in_parts(p, PARTS)
             m = peak
             if SUMS_FIRST:
-                # So that the sums are made before the product: else ptxas puts them behind it on sm_100 and keeps x and
-                # p of all scores until then, which spilled 240 bytes. A sum that is NaN makes its row NaN anyway.
+                # The product waits for the sums: else x and p of all scores are kept until it is made. A sum that is
+                # NaN makes its row NaN anyway.
                 sums = tl.sum(total + moment, axis=1)
                 fade = tl.where(sums == sums, fade, sums)
             acc *= fade[:, None]
@@ -154,8 +159,17 @@ def flash_forward_kernel(
     places = tl.arange(0, BLOCK_M)
     row_at = head_index.to(tl.int64) * queries + top + places
     factor = finish_softmax(
-        seen, m * c * LN2, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at,
-        places < queries - top
+        seen,
+        m * c * LN2,
+        total,
+        moment,
+        sinks_ptr,
+        lse_ptr,
+        top_ptr,
+        entropy_ptr,
+        head,
+        row_at,
+        places < queries - top,
     )
     if seed_ptr is not None:
         factor /= 1 - dropout_p
