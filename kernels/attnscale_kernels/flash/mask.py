@@ -27,9 +27,7 @@ def pays(mask: Tensor, scores: tuple[int, int, int, int]) -> bool:
     return count >= max(LEAST_SCORES, batch * heads * rows * keys * mask.element_size())
 
 
-def mask_squares(
-    visibility: Visibility, scores: tuple[int, int, int, int]
-) -> tuple[tuple[Launch, ...], Tensor | None]:
+def mask_squares(visibility: Visibility, scores: tuple[int, int, int, int]) -> tuple[tuple[Launch, ...], Tensor | None]:
     """What the squares of a mask hold, [B|1, H|1, rows, keys] in uint8, and the launch that finds it.
 
     Nothing where there is no mask, or it does not pay.
