@@ -101,6 +101,11 @@ def assert_reads_inside(launch: Recorded, tensors: list[Tensor]) -> None:
     assert not outside.any(), f"{outside.sum()} elements outside of the arguments are read"
 
 
+def is_read(launch: Recorded, x: Tensor) -> Tensor:
+    """Which elements of a tensor are read."""
+    return torch.from_numpy(np.isin(_addresses(x), launch.accesses("read")[0])).view(x.shape)
+
+
 def _addresses(x: Tensor) -> Array:
     """Of every element."""
     offsets = torch.zeros((), dtype=torch.int64)

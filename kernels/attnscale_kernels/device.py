@@ -99,7 +99,7 @@ def visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, ED
 def visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, EDGE: tl.constexpr):
     """The same for a tile of keys, transposed [slots, rows]; `bounds` are the `bounds_of_keys`, `top` the first row.
 
-    Rows that do not exist are not left out: they have weights of 0.
+    Rows that do not exist are left out only where a row that does sees none of the keys: they have weights of 0.
     """
     seen = (slots >= 0)[:, None]
     bias = 0.0
@@ -121,12 +121,16 @@ def visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, EDG
 
 
 @triton.jit
-def bounds_of_keys(rule, batch, slots, keys):
-    """For each slot the first row that may see it and the one after the last, by `left`, `right` and padding alone."""
+def bounds_of_keys(rule, batch, slots, queries, keys):
+    """For each slot the first row that may see it and the one after the last, by `left`, `right` and padding alone.
+
+    NO_ROW comes first if none does. A row that does not exist must not see it either: the slot may hold a NaN.
+    """
     first = tl.zeros_like(slots)
     end = first
     if rule.right is not None:
         first = slots - rule.slot - rule.right
+        first = tl.where(first < queries, first, NO_ROW)
     if rule.left is not None:
         end = slots + rule.left - rule.slot + 1
     if rule.padding_ptr is not None:
@@ -145,7 +149,7 @@ def _unmasked(rule, batch, head, rows, slots, seen, queries, keys):
         seen &= tl.load(at, mask=exists, other=0) != 0
     if rule.bias_ptr is not None:
         at = mask_pointers(rule.bias_ptr, rule.stride_mask, batch, head, rows, slots)
-        bias = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        bias = tl.load(at, mask=exists, other=-float("inf")).to(tl.float32)
         seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
         bias = tl.where(seen, bias, 0.0)
     return seen, bias
@@ -222,8 +226,8 @@ def attention_scores(
 ):
     """Scores y [BM, BN] for the online softmax, HIDDEN where they do not count, and the values.
 
-    Of tiles q [BM, BD], by the sign of β, k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop, queries
-    and keys.
+    Of tiles q [BM, BD] times the sign of β, k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop,
+    queries and keys.
 
     In the phase that repairs, a value that is not finite becomes 0 and makes the scores of its key NaN instead, so that
     it reaches the rows that see it and no others.

@@ -402,6 +402,22 @@ def test_what_no_row_sees_may_be_anything(sees, where, value):
     assert (got["dv"][:, :, BROKEN_KEYS] == 0).all()
 
 
+@pytest.mark.parametrize("sees", ["causal_from_the_start", "bias_that_hides"])
+def test_nor_do_rows_that_do_not_exist_see_it(sees):
+    x = inputs_of(Case(sees=sees, queries=33, keys=65, heads=1))
+    if sees == "bias_that_hides":  # key 40 from all rows, as the causal rule does
+        x.seen.visibility.mask[..., 40] = -math.inf
+        x = replace(x, seen=x.seen._replace(table=x.seen.table & (torch.arange(65) != 40)))
+    clean = forward(x)
+    expected = gradients(backward(x, clean))
+    k, v = guarded(x.k), guarded(x.v)
+    k[:, :, 40], v[:, :, 40] = math.nan, math.nan
+    with np.errstate(invalid="ignore"):
+        got = gradients(backward(replace(x, k=k, v=v), clean))
+    for name, result in got.items():
+        assert torch.equal(result, expected[name]), name
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # the interpreter's maximum of NaN alone
 @pytest.mark.parametrize(
     ("sees", "where"),

@@ -20,6 +20,7 @@ from recorded_memory import assert_no_race, assert_reads_inside, recording
 from torch import Tensor
 
 from attnscale_kernels.decode.launch import decode_launches
+from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.flash.launch import backward_launches, flash_forward, forward_launches
 from attnscale_kernels.gaps.launch import bracket_launches, count_launches
 from attnscale_kernels.launch import Launch, Tile, View
@@ -32,6 +33,8 @@ TILE, WIDE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
 # What each kernel writes, by the names of its arguments.
 STATISTICS = ("lse_ptr", "top_ptr", "entropy_ptr")
 OUTPUTS = {
+    "mask_squares_kernel": ("squares_ptr",),
+    "mask_tiles_kernel": ("lists_ptr",),
     "flash_forward_kernel": ("out", *STATISTICS),
     "flash_backward_rows_kernel": ("rows_ptr",),
     "flash_backward_query_kernel": ("grad_q", "dbeta_ptr"),
@@ -98,7 +101,6 @@ FLASH = (
     Case(sees="window_5_and_9", dtype=FP16, value_dim=40, **SHAPE),
     Case(sees="any_intervals", dropout_p=0.3, dtype=BF16, **SHAPE),
     Case(sees="documents_with_padding", softcap=3.0, **SHAPE),
-    Case(sees="mask_per_batch_and_head", **SHAPE | {"heads": 4, "kv_heads": 2, "batch": 1}),
     Case(sees="bias_that_hides", beta="any_sign", **SHAPE | {"batch": 1}),
 )
 
@@ -133,6 +135,12 @@ def gaps(x: Inputs) -> set[str]:
 @pytest.mark.parametrize("case", FLASH, ids=str)
 def test_programs_of_flash_attention_do_not_race(case: Case) -> None:
     assert len(flash(inputs_of(case))) == 4
+
+
+def test_nor_do_those_that_find_the_tiles_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "LEAST_SCORES", 0)  # else a call as small as this does not look for them
+    case = Case(sees="mask_per_batch_and_head", **SHAPE | {"heads": 4, "kv_heads": 2, "batch": 1})
+    assert len(flash(inputs_of(case))) == 6
 
 
 def inside_rows(x: Tensor) -> Tensor:
@@ -173,7 +181,10 @@ def test_programs_of_the_softmax_do_not_race(keys: int) -> None:
 
 def test_every_kernel_is_among_them() -> None:
     # A new kernel has to be entered above, with what it writes, and run by one of these tests.
-    modules = ("flash.forward_kernel", "flash.backward_kernel", "decode.kernel", "gaps.kernel", "softmax.kernel")
+    modules = (
+        "flash.forward_kernel", "flash.backward_kernel", "flash.mask_kernel", "decode.kernel", "gaps.kernel",
+        "softmax.kernel",
+    )  # fmt: skip
     found = set()
     for name in modules:
         module = __import__(f"attnscale_kernels.{name}", fromlist=["*"])

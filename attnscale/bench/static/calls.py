@@ -86,8 +86,8 @@ def visible_scores(rule: str, length: int) -> int:
 def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = False, classified: bool = True) -> Passes:
     """Tiles [rows, keys] of a call, where a program takes a block of rows or, `by_keys`, of keys.
 
-    A kernel that has not `classified` the tiles of a mask goes through all of them, as if each were at an edge; one that
-    has goes through those at an edge after the others.
+    A kernel that has not `classified` the tiles of a mask goes through all of them, as if each were at an edge; one
+    that has goes through those at an edge after the others.
 
     >>> passes("causal", 1024, (128, 64))
     Passes(before=0, hot=56, after=16, needed=72)

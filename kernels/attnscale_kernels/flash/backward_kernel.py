@@ -216,7 +216,7 @@ def flash_backward_key_kernel(
     k_tile = load_rows(k, batch, kv_head, slots, keys, d, D, ALIGN)
     v_tile = load_rows(v, batch, kv_head, slots, keys, dv, DV, ALIGN)
     right_key = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
-    bounds = bounds_of_keys(rule, batch, slots, keys)
+    bounds = bounds_of_keys(rule, batch, slots, queries, keys)
     ranges = query_range(rule, batch, tile, tile * BLOCK_N, right_key, queries)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
@@ -257,10 +257,14 @@ def flash_backward_key_kernel(
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
+                if rule.bias_ptr is not None:
+                    seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # Keys by rows: the next products take the weights in this layout, and a transposition costs more.
                 y = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BN, BM]
-                # A mask is read here: before the product, sm_80 and sm_120 would spill 32 and 72 bytes.
-                seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
+                # A bias is read before the product and a bool mask behind it: the other way around sm_90 spilled 32
+                # bytes with the one, and sm_80 and sm_120 32 and 72 with the other.
+                if rule.bias_ptr is None:
+                    seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
                 # What is hidden is left out before it is multiplied: LLVM moves a selection of products behind their
                 # rounding, where it takes four instructions for a score in place of one.

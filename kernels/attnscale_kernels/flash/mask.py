@@ -27,9 +27,7 @@ def pays(mask: Tensor, scores: tuple[int, int, int, int]) -> bool:
     return count >= max(LEAST_SCORES, batch * heads * rows * keys * mask.element_size())
 
 
-def mask_squares(
-    visibility: Visibility, scores: tuple[int, int, int, int]
-) -> tuple[tuple[Launch, ...], Tensor | None]:
+def mask_squares(visibility: Visibility, scores: tuple[int, int, int, int]) -> tuple[tuple[Launch, ...], Tensor | None]:
     """What the squares of a mask hold, [B|1, H|1, rows, keys] in uint8, and the launch that finds it.
 
     Nothing where there is no mask, or it does not pay.
@@ -41,7 +39,7 @@ def mask_squares(
     across = cdiv(keys, SQUARE)
     squares = torch.empty((batch, heads, cdiv(rows, SQUARE), across), dtype=torch.uint8, device=mask.device)
     rule = visibility.rule()
-    arguments = {
+    arguments: dict[str, object] = {
         "squares_ptr": squares,
         "mask_ptr": rule.mask_ptr,
         "bias_ptr": rule.bias_ptr,
@@ -51,7 +49,8 @@ def mask_squares(
         "keys": keys,
     }
     grid = batch * heads * cdiv(rows, SQUARE) * cdiv(across, ACROSS)
-    return (Launch(mask_squares_kernel, grid, arguments, {"ACROSS": ACROSS}, 4, 1),), squares
+    constants: dict[str, object] = {"ACROSS": ACROSS}
+    return (Launch(mask_squares_kernel, grid, arguments, constants, 4, 1),), squares
 
 
 def key_rule(
@@ -91,7 +90,7 @@ def _tile_lists(
     heads = squares.shape[1]
     batch = max(squares.shape[0], 1 if ranges is None else ranges.shape[0])
     lists = torch.empty((batch, heads, tiles, steps + 2), dtype=torch.int32, device=squares.device)
-    arguments = {
+    arguments: dict[str, object] = {
         "lists_ptr": lists,
         "squares_ptr": squares,
         "stride_squares": tuple([0 if n == 1 else s for n, s in zip(squares.shape, squares.stride(), strict=True)]),
@@ -100,7 +99,7 @@ def _tile_lists(
         "queries": queries,
         "keys": keys,
     }
-    constants = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BY_KEYS": by_keys, "CHUNK": CHUNK}
+    constants: dict[str, object] = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BY_KEYS": by_keys, "CHUNK": CHUNK}
     return Launch(mask_tiles_kernel, batch * heads * tiles, arguments, constants, 4, 1), lists
 
 
