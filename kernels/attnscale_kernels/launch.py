@@ -105,6 +105,8 @@ class Launch(NamedTuple):
     constants: dict[str, object]
     warps: int
     stages: int
+    # By device, what launches are run by that are alike in all that triton compiles for; they share this object.
+    compiled: dict[int, Any] | None = None
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
@@ -144,9 +146,14 @@ def view(x: Tensor) -> View:
     return View(x, x.stride())
 
 
+def in_fp32(x: Tensor) -> Tensor:
+    """The tensor in fp32; `to` would take longer to find that there is nothing to do."""
+    return x if x.dtype is torch.float32 else x.to(torch.float32)
+
+
 def row_view(beta: Tensor, batch: int, heads: int, rows: int) -> View:
     """β [B|1, H|1, T|1] in fp32 as [B, H, T]: broadcast axes have a stride of 0."""
-    beta = beta if beta.dtype == torch.float32 else beta.to(torch.float32)
+    beta = in_fp32(beta)
     return View(beta, _broadcast_strides(beta.shape, beta.stride(), (batch, heads, rows)))
 
 

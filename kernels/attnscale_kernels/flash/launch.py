@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import state
 from ..launch import (
     Launch,
     Resources,
     Tile,
+    View,
     alignment,
     attention_arguments,
     attention_constants,
@@ -19,42 +21,33 @@ from ..launch import (
     cdiv,
     empty_like_layout,
     fits_box,
+    in_fp32,
     launched,
+    multiplies_in_tf32,
     near_rows,
     positive_scale,
     resources_of,
     row_view,
     view,
 )
+from ..plans import layout, remember
 from ..visibility import Visibility, key_ranges, query_ranges
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
+from .results import Backward, Forward, new_forward
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # of a program of the kernel that prepares the backward
 
 
-class Forward(NamedTuple):
-    """The output of attention, and statistics per row in fp32 and nats."""
+class Plan(NamedTuple):
+    """What forwards of one signature have in common."""
 
-    out: Tensor  # [B, H, Tq, DV]
-    lse: Tensor  # [B, H, Tq]
-    max_logit: Tensor  # [B, H, Tq]
-    entropy: Tensor | None  # [B, H, Tq]; None: not asked for
-
-    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
-        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
-
-
-class Backward(NamedTuple):
-    """What `flash_backward` returns; None where not asked for."""
-
-    query: Tensor  # [B, H, Tq, D]
-    key: Tensor  # [B, Hkv, Tk, D]
-    value: Tensor  # [B, Hkv, Tk, DV]
-    beta: Tensor | None  # [B, H, Tq] fp32
-    sinks: Tensor | None  # [H] fp32
+    tile: Tile
+    boxed: bool  # keys and values come by descriptors
+    copies: bool  # of query, key or value
+    constants: dict[str, object]
+    compiled: dict[int, Any]  # see `Launch`
 
 
 def forward_tile(
@@ -195,40 +188,86 @@ def forward_launches(
     that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
     the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`.
     """
-    batch, heads, queries, dim = query.shape
-    value_dim = value.shape[-1]
+    batch, heads, queries, _ = query.shape
+    kv_heads, keys = key.shape[1:3]
     result = new_forward(query, value, entropy)
-    query, key, value = near_rows(query), near_rows(key), near_rows(value)
-    if visibility.linear_in_products(softcap):
+    if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
+    beta, scale, dropout_p = in_fp32(beta), float(scale), float(dropout_p)
+    softcap = None if softcap is None else float(softcap)
+    sinks = None if sinks is None else sinks.contiguous()
+    seed = _seed(seed, dropout_p)
     resources = resources_of(query.device)
+    signature = (
+        "forward", layout(query), layout(key), layout(value), layout(beta), layout(sinks), layout(seed),
+        visibility.layout(), softcap is None, entropy, tile, resources,
+        query.dtype is torch.float32 and multiplies_in_tf32(),
+    )  # fmt: skip
+    plan: Plan | None = state.PLANS.get(signature)
+    if plan is None:
+        made = _forward_plan(query, key, value, result, visibility, softcap, dropout_p > 0.0, tile, resources)
+        plan = remember(signature, made)
+    if plan.copies:
+        query, key, value = near_rows(query), near_rows(key), near_rows(value)
+    arguments: dict[str, object] = {
+        "q": View(query, query.stride()),
+        "k": View(key, key.stride()),
+        "v": View(value, value.stride()),
+        "k_box": box(key, plan.tile.n) if plan.boxed else None,
+        "v_box": box(value, plan.tile.n) if plan.boxed else None,
+        "beta": row_view(beta, batch, heads, queries),
+        "out": View(result.out, result.out.stride()),
+        "sinks_ptr": sinks,
+        "seed_ptr": seed,
+        "lse_ptr": result.lse,
+        "top_ptr": result.max_logit,
+        "entropy_ptr": result.entropy,
+        "rule": visibility.rule(key_ranges(visibility, queries, keys, plan.tile.m)),
+        "heads": heads,
+        "group": heads // kv_heads,
+        "queries": queries,
+        "keys": keys,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+    }
+    grid = batch * heads * cdiv(queries, plan.tile.m)
+    launch = Launch(
+        flash_forward_kernel, grid, arguments, plan.constants, plan.tile.warps, plan.tile.stages, plan.compiled
+    )
+    return (launch,), result
+
+
+flash_forward = launched(forward_launches)
+
+
+def _forward_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Forward,
+    visibility: Visibility,
+    softcap: float | None,
+    dropout: bool,
+    tile: Tile | None,
+    resources: Resources,
+) -> Plan:
+    """How to launch a forward, by nothing that is not in its signature."""
+    given = query, key, value
+    query, key, value = near_rows(query), near_rows(key), near_rows(value)
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    entropy = result.entropy is not None
     boxed = fits_box(key, resources) and fits_box(value, resources)
-    busy = dropout_p > 0.0
+    busy = dropout
     if not resources.has_tensor_memory:
         busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
     if resources.capability >= 120:
         busy |= entropy and max(dim, value_dim) <= 64  # sm_120 would spill 120 bytes
     if not boxed:
-        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
+        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
     tile = tile or forward_tile(
-        block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=busy, dropout=dropout_p > 0.0,
-    )  # fmt: skip
-    arguments = {
-        **attention_arguments(query, key, scale, softcap),
-        "v": view(value),
-        "k_box": box(key, tile.n) if boxed else None,
-        "v_box": box(value, tile.n) if boxed else None,
-        "beta": row_view(beta, batch, heads, queries),
-        "out": view(result.out),
-        "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "seed_ptr": _seed(seed, dropout_p),
-        "lse_ptr": result.lse,
-        "top_ptr": result.max_logit,
-        "entropy_ptr": result.entropy,
-        "rule": visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m)),
-        "dropout_p": dropout_p,
-    }
+        block_of(dim), block_of(value_dim), query.element_size(), resources, boxed=boxed, busy=busy, dropout=dropout
+    )
     constants = {
         **attention_constants(query, tile),
         "DV": value_dim,
@@ -236,22 +275,8 @@ def forward_launches(
         "ALIGN": alignment(query, key, value, result.out),
         "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
     }
-    grid = batch * heads * cdiv(queries, tile.m)
-    return (Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages),), result
-
-
-flash_forward = launched(forward_launches)
-
-
-def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
-    """Memory for the result of a forward; the output in the layout of the query."""
-    rows = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    return Forward(
-        empty_like_layout(query, value.shape[-1]),
-        rows,
-        torch.empty_like(rows),
-        torch.empty_like(rows) if entropy else None,
-    )
+    copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
+    return Plan(tile, boxed, copies, constants, {})
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
@@ -293,7 +318,7 @@ def backward_launches(
     of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
     query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
     shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
-    busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
+    busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p > 0.0)
     padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
     query_tile = query_tile or backward_query_tile(*shape, padded=padded, dropout=dropout_p > 0.0)
     key_tile = key_tile or backward_key_tile(*shape, padded=padded, masked=masked, busy=busy)
@@ -362,9 +387,9 @@ def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     return seed if dropout_p > 0.0 else None
 
 
-def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:
+def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout: bool) -> bool:
     """Whether a score needs more registers than usual; see `forward_tile`."""
-    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout_p > 0.0
+    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout
 
 
 def _is_padded(dim: int, value_dim: int) -> bool:

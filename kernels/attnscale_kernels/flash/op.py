@@ -11,7 +11,8 @@ from ..derivatives import refuse_others, refuse_second
 from ..launch import empty_like_layout
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
-from .launch import Forward, flash_backward, flash_forward, new_forward
+from .launch import flash_backward, flash_forward
+from .results import Forward, new_forward
 
 
 def flash_attention(
