@@ -19,19 +19,19 @@ from . import state
 
 
 def launch(
+    device: int,
     kernel: Any,
     grid: int,
     arguments: dict[str, Any],
     constants: dict[str, Any],
     warps: int,
     stages: int,
-    alike: dict[int, Any] | None = None,
+    alike: dict[int, Any] | None,
 ) -> None:
     """Launch a kernel on the current device.
 
     `alike` holds by device what launches are run by that are alike in all that triton compiles for; it is filled here.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     known = None if alike is None else alike.get(device)
     if known is None:
         # The interpreter compiles nothing; for AMD triton also compiles for the size of tensors.
@@ -43,12 +43,14 @@ def launch(
         if known is None:
             compiled = kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
             if hasattr(compiled, "packed_metadata"):  # not one that is still being compiled
-                state.COMPILED[key] = compiled, operator.itemgetter(*kernel.arg_names)
+                names = kernel.arg_names
+                pick = operator.itemgetter(*names[: len(arguments)])
+                state.COMPILED[key] = compiled, pick, [constants[name] for name in names[len(arguments) :]]
             return
         if alike is not None:
             alike[device] = known
-    compiled, in_order = known
-    compiled[grid, 1, 1](*in_order(arguments | constants))
+    compiled, in_order, constexprs = known
+    compiled[grid, 1, 1](*in_order(arguments), *constexprs)
 
 
 def class_of(value: Any) -> Any:

@@ -22,7 +22,8 @@ from ..launch import (
     multiplies_in_tf32,
     positive_scale,
     resources_of,
-    row_view,
+    row_strides,
+    target,
     unit_stride,
 )
 from ..plans import layout, layout_of_any_length, remember
@@ -37,7 +38,9 @@ class Plan(NamedTuple):
     """What decoding steps of one signature have in common, whatever the number of keys."""
 
     tile: Tile
+    multiprocessors: int
     programs: int  # of one split
+    beta_strides: tuple[int, ...]
     copies: bool  # of query, key or value
     constants: dict[str, object]
     compiled: dict[int, Any]  # see `Launch`
@@ -83,7 +86,7 @@ def decode_launches(
     Correct for any Tq, and meant for 16 or fewer.
     """
     batch, heads, queries, _ = query.shape
-    kv_heads, keys, value_dim = value.shape[1:]
+    _, kv_heads, keys, value_dim = value.shape
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
     result = new_forward(query, value, entropy)
@@ -93,19 +96,18 @@ def decode_launches(
     beta, scale = in_fp32(beta), float(scale)
     softcap = None if softcap is None else float(softcap)
     sinks = None if sinks is None else sinks.contiguous()
-    resources = resources_of(query.device)
     signature = (
-        "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), layout(beta), layout(sinks),
-        visibility.layout()[1:], softcap is None, entropy, tile, resources,
+        "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), kv_heads, value_dim,
+        layout(beta), layout(sinks), visibility.layout()[1:], softcap is None, entropy, tile, target(query),
         query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: Plan | None = state.PLANS.get(signature)
     if plan is None:
-        plan = remember(signature, _decode_plan(query, key, value, tile, resources))
+        plan = remember(signature, _decode_plan(query, key, value, beta, tile))
     if plan.copies:
         query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     tile = plan.tile
-    splits = splits or decode_splits(plan.programs, cdiv(keys, tile.n), resources.multiprocessors)
+    splits = splits or decode_splits(plan.programs, cdiv(keys, tile.n), plan.multiprocessors)
     merging = splits > 1
     out, lse = result.out, result.lse
     rows = batch * heads * queries
@@ -113,7 +115,7 @@ def decode_launches(
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
         "rows_ptr": lse.new_empty(splits, rows, 3) if merging else lse,
         "acc_ptr": lse.new_empty(splits, rows, value_dim) if merging else lse,
-        "beta": row_view(beta, batch, heads, queries),
+        "beta": View(beta, plan.beta_strides),
         "out": View(out, out.stride()),
         "sinks_ptr": sinks,
         "lse_ptr": lse,
@@ -149,18 +151,21 @@ def decode_launches(
 decode = launched(decode_launches)
 
 
-def _decode_plan(query: Tensor, key: Tensor, value: Tensor, tile: Tile | None, resources: Resources) -> Plan:
+def _decode_plan(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, tile: Tile | None) -> Plan:
     """How to launch decoding, by nothing that is not in its signature."""
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
+    resources = resources_of(query.device)
     group_rows = heads // kv_heads * queries
     tile = tile or decode_tile(group_rows, block_of(dim), block_of(value_dim), query.element_size(), resources)
     constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
     return Plan(
         tile,
+        resources.multiprocessors,
         batch * kv_heads * cdiv(group_rows, tile.m),
+        row_strides(beta, batch, heads, queries),
         any(unit_stride(x) is not x for x in (query, key, value)),
         {**attention_constants(query, tile), **constants},
         {},

@@ -27,7 +27,9 @@ from ..launch import (
     near_rows,
     positive_scale,
     resources_of,
+    row_strides,
     row_view,
+    target,
     view,
 )
 from ..plans import layout, remember
@@ -46,6 +48,7 @@ class Plan(NamedTuple):
     tile: Tile
     boxed: bool  # keys and values come by descriptors
     copies: bool  # of query, key or value
+    beta_strides: tuple[int, ...]
     constants: dict[str, object]
     compiled: dict[int, Any]  # see `Launch`
 
@@ -189,7 +192,7 @@ def forward_launches(
     the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`.
     """
     batch, heads, queries, _ = query.shape
-    kv_heads, keys = key.shape[1:3]
+    _, kv_heads, keys, _ = key.shape
     result = new_forward(query, value, entropy)
     if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
@@ -197,15 +200,14 @@ def forward_launches(
     softcap = None if softcap is None else float(softcap)
     sinks = None if sinks is None else sinks.contiguous()
     seed = _seed(seed, dropout_p)
-    resources = resources_of(query.device)
     signature = (
         "forward", layout(query), layout(key), layout(value), layout(beta), layout(sinks), layout(seed),
-        visibility.layout(), softcap is None, entropy, tile, resources,
+        visibility.layout(), softcap is None, entropy, tile, target(query),
         query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: Plan | None = state.PLANS.get(signature)
     if plan is None:
-        made = _forward_plan(query, key, value, result, visibility, softcap, dropout_p > 0.0, tile, resources)
+        made = _forward_plan(query, key, value, beta, result, visibility, softcap, dropout_p > 0.0, tile)
         plan = remember(signature, made)
     if plan.copies:
         query, key, value = near_rows(query), near_rows(key), near_rows(value)
@@ -215,7 +217,7 @@ def forward_launches(
         "v": View(value, value.stride()),
         "k_box": box(key, plan.tile.n) if plan.boxed else None,
         "v_box": box(value, plan.tile.n) if plan.boxed else None,
-        "beta": row_view(beta, batch, heads, queries),
+        "beta": View(beta, plan.beta_strides),
         "out": View(result.out, result.out.stride()),
         "sinks_ptr": sinks,
         "seed_ptr": seed,
@@ -245,18 +247,18 @@ def _forward_plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    beta: Tensor,
     result: Forward,
     visibility: Visibility,
     softcap: float | None,
     dropout: bool,
     tile: Tile | None,
-    resources: Resources,
 ) -> Plan:
     """How to launch a forward, by nothing that is not in its signature."""
     given = query, key, value
     query, key, value = near_rows(query), near_rows(key), near_rows(value)
     dim, value_dim = query.shape[-1], value.shape[-1]
-    entropy = result.entropy is not None
+    entropy, resources = result.entropy is not None, resources_of(query.device)
     boxed = fits_box(key, resources) and fits_box(value, resources)
     busy = dropout
     if not resources.has_tensor_memory:
@@ -276,7 +278,7 @@ def _forward_plan(
         "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
-    return Plan(tile, boxed, copies, constants, {})
+    return Plan(tile, boxed, copies, row_strides(beta, *query.shape[:3]), constants, {})
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:

@@ -37,9 +37,5 @@ def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
     """Memory for the result of a forward; the output in the layout of the query."""
     batch, heads, queries, _ = query.shape
     rows = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    return Forward(
-        empty_like_layout(query, value.shape[-1]),
-        rows,
-        torch.empty_like(rows),
-        torch.empty_like(rows) if entropy else None,
-    )
+    top = torch.empty_like(rows)
+    return Forward(empty_like_layout(query, value.shape[-1]), rows, top, torch.empty_like(rows) if entropy else None)
