@@ -171,19 +171,6 @@ def row_strides(beta: Tensor, *full: int) -> tuple[int, ...]:
     return tuple([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
-def fits_box(x: Tensor, resources: Resources) -> bool:
-    """Whether a descriptor can tell where [B, H, T, D] lies: in half precision, in steps of 16 bytes."""
-    aligned = all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return resources.copies_boxes and x.element_size() == 2 and x.numel() > 0 and aligned
-
-
-def box(x: Tensor, rows: int) -> Any:
-    """A descriptor of [B, H, T, D], by which so many rows of one head are copied at once."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_of(x.shape[-1])])
-
-
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:
     """What every kernel that computes scores is given."""
     heads, kv_heads = query.shape[1], key.shape[1]

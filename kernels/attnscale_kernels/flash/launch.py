@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import state
+from ..boxes import box, fits_box
 from ..launch import (
     Launch,
     Resources,
@@ -17,10 +18,8 @@ from ..launch import (
     attention_arguments,
     attention_constants,
     block_of,
-    box,
     cdiv,
     empty_like_layout,
-    fits_box,
     in_fp32,
     launched,
     multiplies_in_tf32,
@@ -46,7 +45,8 @@ class Plan(NamedTuple):
     """What forwards of one signature have in common."""
 
     tile: Tile
-    boxed: bool  # keys and values come by descriptors
+    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
+    value_block: list[int] | None
     copies: bool  # of query, key or value
     beta_strides: tuple[int, ...]
     constants: dict[str, object]
@@ -215,8 +215,8 @@ def forward_launches(
         "q": View(query, query.stride()),
         "k": View(key, key.stride()),
         "v": View(value, value.stride()),
-        "k_box": box(key, plan.tile.n) if plan.boxed else None,
-        "v_box": box(value, plan.tile.n) if plan.boxed else None,
+        "k_box": None if plan.key_block is None else box(key, plan.key_block),
+        "v_box": None if plan.value_block is None else box(value, plan.value_block),
         "beta": View(beta, plan.beta_strides),
         "out": View(result.out, result.out.stride()),
         "sinks_ptr": sinks,
@@ -278,7 +278,8 @@ def _forward_plan(
         "PARTS": parts_of_sums(block_of(value_dim), resources, boxed, entropy),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
-    return Plan(tile, boxed, copies, row_strides(beta, *query.shape[:3]), constants, {})
+    blocks = [[1, 1, tile.n, block_of(width)] if boxed else None for width in (dim, value_dim)]
+    return Plan(tile, *blocks, copies, row_strides(beta, *query.shape[:3]), constants, {})
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
