@@ -17,7 +17,7 @@ from attnscale.statistics.gaps import Accumulation
 from attnscale_kernels import Visibility, interpreting, why_unavailable
 
 if TYPE_CHECKING:
-    from attnscale_kernels.flash.launch import Forward
+    from attnscale_kernels.flash.results import Forward
 
 WIDEST_HEAD = 256
 FEW_ROWS = 16  # queries of a sequence up to which keys are split over programs: one program per head would be too few

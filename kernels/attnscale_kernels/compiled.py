@@ -3,12 +3,14 @@
 In each launch triton binds and classifies all arguments anew and asks its settings, which for the arguments of
 attention takes three times as long as everything here (`scripts/launch_cost.py`). What it compiles for is dtypes,
 alignment of pointers, and of integers their width, divisibility by 16 and whether they are 1: the key here has all of
-that, for every argument, and is never coarser than triton's own.
+that, for every argument, and is never coarser than triton's own. Where a call is known to be like an earlier one in all
+of that, by the plan of a launch, not even a key is made.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -17,24 +19,38 @@ from . import state
 
 
 def launch(
-    kernel: Any, grid: int, arguments: dict[str, Any], constants: dict[str, Any], warps: int, stages: int
+    device: int,
+    kernel: Any,
+    grid: int,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    alike: dict[int, Any] | None,
 ) -> None:
-    """Launch a kernel on the current device."""
-    # The interpreter compiles nothing; for AMD triton also compiles for the size of tensors.
-    if not hasattr(kernel, "device_caches") or torch.version.hip is not None:
-        kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
-        return
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-    key = (id(kernel), device, warps, stages, *constants.values(), *map(class_of, arguments.values()))
-    known = state.COMPILED.get(key)
+    """Launch a kernel on the current device.
+
+    `alike` holds by device what launches are run by that are alike in all that triton compiles for; it is filled here.
+    """
+    known = None if alike is None else alike.get(device)
     if known is None:
-        compiled = kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
-        if hasattr(compiled, "packed_metadata"):  # not one that is still being compiled
-            state.COMPILED[key] = compiled, tuple(kernel.arg_names)
-        return
-    compiled, names = known
-    given = arguments | constants
-    compiled[grid, 1, 1](*[given[name] for name in names])
+        # The interpreter compiles nothing; for AMD triton also compiles for the size of tensors.
+        if not hasattr(kernel, "device_caches") or torch.version.hip is not None:
+            kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
+            return
+        key = (id(kernel), device, warps, stages, *constants.values(), *map(class_of, arguments.values()))
+        known = state.COMPILED.get(key)
+        if known is None:
+            compiled = kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
+            if hasattr(compiled, "packed_metadata"):  # not one that is still being compiled
+                names = kernel.arg_names
+                pick = operator.itemgetter(*names[: len(arguments)])
+                state.COMPILED[key] = compiled, pick, [constants[name] for name in names[len(arguments) :]]
+            return
+        if alike is not None:
+            alike[device] = known
+    compiled, in_order, constexprs = known
+    compiled[grid, 1, 1](*in_order(arguments), *constexprs)
 
 
 def class_of(value: Any) -> Any:

@@ -68,6 +68,11 @@ def assuming(resources: Resources) -> Iterator[None]:
         _assumed.reset(token)
 
 
+def target(x: Tensor) -> tuple[torch.device, Resources | None]:
+    """What `resources_of` the device of a tensor depend on."""
+    return x.device, _assumed.get()
+
+
 def resources_of(device: torch.device) -> Resources:
     """What the device of a tensor has; an A100 stands for the CPU of the interpreter."""
     return _assumed.get() or (SM_80 if device.type == "cpu" else _query(device.index or 0))
@@ -105,16 +110,19 @@ class Launch(NamedTuple):
     constants: dict[str, object]
     warps: int
     stages: int
+    # By device, what launches are run by that are alike in all that triton compiles for; they share this object.
+    compiled: dict[int, Any] | None = None
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
         if not self.grid:
             return
-        if like.is_cuda and like.device.index != torch.cuda.current_device():
-            with torch.cuda.device(like.device):
-                compiled.launch(*self)
+        device = like.get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                compiled.launch(device, *self)
         else:
-            compiled.launch(*self)
+            compiled.launch(device, *self)
 
 
 def launched(
@@ -144,31 +152,23 @@ def view(x: Tensor) -> View:
     return View(x, x.stride())
 
 
+def in_fp32(x: Tensor) -> Tensor:
+    """The tensor in fp32; `to` would take longer to find that there is nothing to do."""
+    return x if x.dtype is torch.float32 else x.to(torch.float32)
+
+
 def row_view(beta: Tensor, batch: int, heads: int, rows: int) -> View:
     """β [B|1, H|1, T|1] in fp32 as [B, H, T]: broadcast axes have a stride of 0."""
-    beta = beta if beta.dtype == torch.float32 else beta.to(torch.float32)
-    return View(beta, _broadcast_strides(beta.shape, beta.stride(), (batch, heads, rows)))
+    beta = in_fp32(beta)
+    return View(beta, row_strides(beta, batch, heads, rows))
 
 
-# A view by `expand` would take longer than all the rest of an argument.
-@functools.lru_cache(maxsize=256)
-def _broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...]:
+def row_strides(beta: Tensor, *full: int) -> tuple[int, ...]:
+    """The strides of a `row_view`."""
+    shape, strides = beta.shape, beta.stride()
     if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
         raise ValueError(f"beta of shape {tuple(shape)} is not accepted: expected one that broadcasts to {full}")
     return tuple([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
-
-
-def fits_box(x: Tensor, resources: Resources) -> bool:
-    """Whether a descriptor can tell where [B, H, T, D] lies: in half precision, in steps of 16 bytes."""
-    aligned = all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return resources.copies_boxes and x.element_size() == 2 and x.numel() > 0 and aligned
-
-
-def box(x: Tensor, rows: int) -> Any:
-    """A descriptor of [B, H, T, D], by which so many rows of one head are copied at once."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_of(x.shape[-1])])
 
 
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
@@ -37,9 +39,9 @@ def is_eager(*tensors: Tensor | None) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_tracing_state() is None
+        and _len_torch_dispatch_stack() == 0
+        and maybe_current_level() is None
+        and _get_tracing_state() is None
         and forward_ad._current_level < 0
         and ORDINARY.issuperset(map(type, tensors))
     )
@@ -47,4 +49,4 @@ def is_eager(*tensors: Tensor | None) -> bool:
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd is to record a call with these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and True in [x.requires_grad for x in tensors if x is not None]

@@ -5,3 +5,4 @@ from __future__ import annotations
 from typing import Any
 
 COMPILED: dict[Any, Any] = {}  # compiled: kernels that triton has compiled, by what it compiled them for
+PLANS: dict[Any, Any] = {}  # plans: what calls of a signature are launched with, at most MOST_PLANS

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .plans import layout
 
 # The fields of `Visibility` in the schema of an operator.
 SCHEMA = "SymInt slot, SymInt? left, SymInt? right, Tensor? start, Tensor? stop, Tensor? padding, Tensor? mask"
@@ -56,10 +58,20 @@ class Visibility(NamedTuple):
         """Whether raw scores are the products q·k times the scale."""
         return softcap is None and not self.biased
 
-    def rule(self, table: Tensor | None = None, listed: Tensor | None = None) -> Rule:
-        """What kernels are given, with the `key_ranges` or `query_ranges` of the launch, and the tiles it visits."""
+    def layout(self) -> tuple[Any, ...]:
+        """All that can be told without looking into tensors, for the signature of a call."""
+        slot, left, right, start, stop, padding, mask = self
+        if start is None and padding is None and mask is None:
+            return slot, left, right
+        return slot, left, right, layout(start), layout(stop), layout(padding), layout(mask)
+
+    def rule(self, table: Tensor | None = None, listed: Tensor | None = None, slot: int | None = None) -> Rule:
+        """What kernels are given, with the `key_ranges` or `query_ranges` of the launch, the tiles it visits, or another
+        slot.
+        """
+        slot = self.slot if slot is None else slot
         if self.start is None and self.padding is None and self.mask is None:
-            return _plain_rule(self.slot, self.left, self.right)
+            return _plain_rule(slot, self.left, self.right)
         start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
         padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()
         mask = None if self.mask is None or self.biased else self.mask.view(torch.uint8)
@@ -76,7 +88,7 @@ class Visibility(NamedTuple):
             _stride(padding, 0),
             tuple(_stride(self.mask, axis) for axis in range(4)),
             tuple(_stride(listed, axis) for axis in range(3)),
-            self.slot,
+            slot,
             self.left,
             self.right,
         )

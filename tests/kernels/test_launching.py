@@ -20,8 +20,6 @@ from attnscale_kernels.compiled import class_of
 from attnscale_kernels.operators import is_eager
 
 STUBS = """
-import itertools
-
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -101,35 +99,92 @@ for dim in (64, 128):
 """
 
 CHOICES = """
+import itertools
+import random
+
+from attnscale_kernels import state
 from attnscale_kernels.flash import mask
 from attnscale_kernels.flash.launch import forward_launches
+from attnscale_kernels.launch import SM_80, SM_90, View, assuming
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
 
 mask.LEAST_SCORES = 0  # so that tiles of a mask are looked for in calls as small as these
-memory = torch.zeros(2**16)
-cases = []
-for dtype, offset, dim, rows, right in itertools.product(
-    (torch.float32, torch.bfloat16), (0, 1), (16, 24, 40), (1, 5, 16), (None, 0, 1, 16)
-):
-    q = memory.to(dtype)[offset : offset + 2 * rows * dim].view(1, 2, rows, dim)
-    for x in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
-        padding = torch.zeros(1, rows, dtype=torch.bool) if right == 0 else None
-        rule = Visibility(right=right, padding=padding)
-        if right == 1:
-            rule = rule._replace(mask=torch.ones(1, 1, rows, rows, dtype=torch.bool))
-        for launch in forward_launches(x, q, q, one, rule, scale=0.1, entropy=rows == 5)[0]:
-            cases.append((x, launch))
-        cases.append((x, decode_launches(x, q, q, one, rule, scale=0.1)[0][0]))
-        cases.append((x, softmax_launches(x, one, mask=None, bias=None, thresholds=None)[0][0]))
+memory = torch.zeros(2**17)
+# In elements, and axes that lie in memory the other way round; or elements apart from each other.
+PLACES = [(0, None), (1, None), (0, (1, 2)), (0, (2, 3)), (0, "apart")]
+SHAPES = {
+    "dtype": [torch.bfloat16, torch.float32], "dim": [16, 24, 40], "value_dim": [16, 32, 24], "batch": [2, 1],
+    "heads": [4, 2], "kv_heads": [1, 2], "rows": [1, 5, 16], "keys": [6, 1, 32],
+    "beta_dtype": [torch.float32, torch.bfloat16], "beta_heads": [False, True], "beta_rows": [False, True],
+    "q": PLACES, "k": PLACES, "v": PLACES, "beta": PLACES[:2], "padding_at": PLACES[:2], "mask_at": PLACES,
+    "bounds": [False, True], "one_bound": [False, True], "padding": [False, True],
+    "mask": [None, torch.bool, torch.float32, torch.bfloat16], "mask_heads": [False, True],
+    "slot": [0, 1, 3, 16], "left": [None, 0, 1, 16], "right": [0, None, 1, 3], "dropout": [None, 0, 1],
+    "device": [SM_80, SM_90], "splits": [1, 3], "sinks": [False, True], "scale": [0.1, 1, -0.3],
+    "softcap": [None, 30, 16, 1.5], "precision": ["ieee", "tf32"], "entropy": [False, True],
+}
+
+
+def tensor(shape, dtype, place=(0, None)):
+    offset, axes = place
+    shape = list(shape)
+    if axes == "apart":
+        return memory.to(dtype)[: 16 * torch.Size(shape).numel()].view(*shape, 16)[..., 0]
+    if axes is not None:
+        shape[axes[0]], shape[axes[1]] = shape[axes[1]], shape[axes[0]]
+    x = memory.to(dtype)[offset : offset + torch.Size(shape).numel()].view(shape)
+    return x if axes is None else x.transpose(*axes)
+
+
+def launches_of(c):
+    heads = c["heads"]
+    torch.backends.cuda.matmul.fp32_precision = c["precision"]
+    q = tensor((c["batch"], heads, c["rows"], c["dim"]), c["dtype"], c["q"])
+    k = tensor((c["batch"], c["kv_heads"], c["keys"], c["dim"]), c["dtype"], c["k"])
+    v = tensor((c["batch"], c["kv_heads"], c["keys"], c["value_dim"]), c["dtype"], c["v"])
+    of_beta = 1, heads if c["beta_heads"] else 1, c["rows"] if c["beta_rows"] else 1
+    rule = [c["slot"], c["left"], c["right"], None, None, None, None]
+    if c["bounds"]:
+        bounds = tensor((1 if c["one_bound"] else c["batch"], c["rows"]), torch.int32)
+        rule = [0, None, None, bounds, bounds, None, None]
+    if c["padding"]:
+        rule[5] = tensor((c["batch"], c["keys"]), torch.bool, c["padding_at"])
+    if c["mask"]:
+        rule[6] = tensor((1, heads if c["mask_heads"] else 1, c["rows"], c["keys"]), c["mask"], c["mask_at"])
+    given = q, k, v, tensor(of_beta, c["beta_dtype"], c["beta"]), Visibility(*rule)
+    options = {name: c[name] for name in ("scale", "softcap", "entropy")}
+    options["sinks"] = tensor((heads,), torch.float32) if c["sinks"] else None
+    dropout = {} if c["dropout"] is None else {"dropout_p": 0.5, "seed": tensor((2,), torch.int64)[c["dropout"]]}
+    with assuming(c["device"]):
+        decoding, _ = decode_launches(*given, **options, splits=c["splits"])
+        forward, _ = forward_launches(*given, **options, **dropout)
+    softmax, _ = softmax_launches(q, one, mask=None, bias=None, thresholds=None)
+    return [(q, launch) for launch in (*decoding, *forward, *softmax)]
+
+
+def choices(launch):
+    strides = [x.strides for x in launch.arguments.values() if isinstance(x, View)]
+    return launch.grid, launch.constants, launch.warps, launch.stages, strides
+
+
+# Calls that differ in one thing: what the signature of a plan forgot would be launched as the other is.
+draw, calls = random.Random(0), []
+for number in range(8):
+    base = {name: draw.choice(values) if number else values[0] for name, values in SHAPES.items()}
+    calls += [base, *({**base, name: value} for name, values in SHAPES.items() for value in values)]
+cases = [launches_of(call) for call in calls]
+for call, made in zip(calls, cases, strict=True):
+    state.PLANS.clear()
+    assert [choices(launch) for _, launch in launches_of(call)] == [choices(launch) for _, launch in made], call
 for _ in range(2):  # the first time triton compiles, the second it is known here
-    for like, launch in cases:
+    for like, launch in itertools.chain(*cases):
         launch.run(like)
         ours = launched[-1]
         launch.kernel[(launch.grid,)](
             **launch.arguments, **launch.constants, num_warps=launch.warps, num_stages=launch.stages
         )
         assert launched[-1] is ours, launch
-assert len(set(launched)) > 30
+assert len(set(launched)) > 300
 """
 
 

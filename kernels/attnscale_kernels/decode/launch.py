@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
-from ..flash.launch import Forward, new_forward
+from .. import state
+from ..flash.results import Forward, new_forward
 from ..launch import (
     Launch,
     Resources,
     Tile,
-    attention_arguments,
+    View,
     attention_constants,
     block_of,
     cdiv,
+    in_fp32,
     launched,
+    multiplies_in_tf32,
     positive_scale,
     resources_of,
-    row_view,
+    row_strides,
+    target,
     unit_stride,
-    view,
 )
+from ..plans import layout, layout_of_any_length, remember
 from ..visibility import Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
 MERGED_AT_ONCE = 16  # splits
 MOST_REGISTERS = 255  # shared memory decides how many blocks a multiprocessor has
+
+
+class Plan(NamedTuple):
+    """What decoding steps of one signature have in common, whatever the number of keys."""
+
+    tile: Tile
+    multiprocessors: int
+    programs: int  # of one split
+    beta_strides: tuple[int, ...]
+    copies: bool  # of query, key or value
+    constants: dict[str, object]
+    compiled: dict[int, Any]  # see `Launch`
+    merge_constants: dict[str, object]
+    merge_compiled: dict[int, Any]
 
 
 def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
@@ -64,69 +85,90 @@ def decode_launches(
 
     Correct for any Tq, and meant for 16 or fewer.
     """
-    batch, heads, queries, dim = query.shape
-    kv_heads, keys, value_dim = value.shape[1:]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
+    batch, heads, queries, _ = query.shape
+    _, kv_heads, keys, value_dim = value.shape
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
     result = new_forward(query, value, entropy)
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     linear = visibility.linear_in_products(softcap)
-    if linear:
+    if scale <= 0.0 and linear:
         beta, scale = positive_scale(beta, scale)
-    group_rows, shape = heads // kv_heads * queries, (block_of(dim), block_of(value_dim), query.element_size())
-    resources = resources_of(query.device)
-    tile = tile or decode_tile(group_rows, *shape, resources)
-    programs = batch * kv_heads * cdiv(group_rows, tile.m)
-    splits = splits or decode_splits(programs, cdiv(keys, tile.n), resources.multiprocessors)
-
+    beta, scale = in_fp32(beta), float(scale)
+    softcap = None if softcap is None else float(softcap)
+    sinks = None if sinks is None else sinks.contiguous()
+    signature = (
+        "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), kv_heads, value_dim,
+        layout(beta), layout(sinks), visibility.layout()[1:], softcap is None, entropy, tile, target(query),
+        query.dtype is torch.float32 and multiplies_in_tf32(),
+    )  # fmt: skip
+    plan: Plan | None = state.PLANS.get(signature)
+    if plan is None:
+        plan = remember(signature, _decode_plan(query, key, value, beta, tile))
+    if plan.copies:
+        query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    tile = plan.tile
+    splits = splits or decode_splits(plan.programs, cdiv(keys, tile.n), plan.multiprocessors)
+    merging = splits > 1
+    out, lse = result.out, result.lse
     rows = batch * heads * queries
-    outputs = {
-        "out": view(result.out),
-        "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "lse_ptr": result.lse,
+    shared: dict[str, object] = {
+        # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
+        "rows_ptr": lse.new_empty(splits, rows, 3) if merging else lse,
+        "acc_ptr": lse.new_empty(splits, rows, value_dim) if merging else lse,
+        "beta": View(beta, plan.beta_strides),
+        "out": View(out, out.stride()),
+        "sinks_ptr": sinks,
+        "lse_ptr": lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
-    }
-    merging = splits > 1
-    shared = {
-        # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
-        "rows_ptr": result.lse.new_empty(splits, rows, 3) if merging else result.lse,
-        "acc_ptr": result.lse.new_empty(splits, rows, value_dim) if merging else result.lse,
-        "beta": row_view(beta, batch, heads, queries),
-        **outputs,
         "heads": heads,
         "queries": queries,
         "rows": rows,
         "splits": splits,
     }
-    constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
+    arguments: dict[str, object] = {
+        **shared,
+        "q": View(query, query.stride()),
+        "k": View(key, key.stride()),
+        "v": View(value, value.stride()),
+        "rule": visibility.rule(slot=0),
+        "slot": visibility.slot if visibility.start is None else 0,
+        "group": heads // kv_heads,
+        "keys": keys,
+        "scale": scale,
+        "softcap": softcap,
+    }
     split = Launch(
-        decode_split_kernel,
-        programs * splits,
-        {
-            **attention_arguments(query, key, scale, softcap),
-            "v": view(value),
-            "rule": visibility._replace(slot=0).rule(),
-            "slot": visibility.slot if visibility.start is None else 0,
-            **shared,
-        },
-        {**attention_constants(query, tile), **constants},
-        tile.warps,
-        tile.stages,
+        decode_split_kernel, plan.programs * splits, arguments, plan.constants, tile.warps, tile.stages, plan.compiled
     )
     if not merging:
         return (split,), result
-    merged = Launch(
-        decode_merge_kernel,
-        rows,
-        {**shared, "factor": scale if linear else 1.0},
-        {**constants, "BLOCK_S": MERGED_AT_ONCE},
-        4,
-        1,
-    )
+    shared["factor"] = scale if linear else 1.0
+    merged = Launch(decode_merge_kernel, rows, shared, plan.merge_constants, 4, 1, plan.merge_compiled)
     return (split, merged), result
 
 
 decode = launched(decode_launches)
+
+
+def _decode_plan(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, tile: Tile | None) -> Plan:
+    """How to launch decoding, by nothing that is not in its signature."""
+    batch, heads, queries, dim = query.shape
+    kv_heads, value_dim = value.shape[1], value.shape[-1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
+    resources = resources_of(query.device)
+    group_rows = heads // kv_heads * queries
+    tile = tile or decode_tile(group_rows, block_of(dim), block_of(value_dim), query.element_size(), resources)
+    constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
+    return Plan(
+        tile,
+        resources.multiprocessors,
+        batch * kv_heads * cdiv(group_rows, tile.m),
+        row_strides(beta, batch, heads, queries),
+        any(unit_stride(x) is not x for x in (query, key, value)),
+        {**attention_constants(query, tile), **constants},
+        {},
+        {**constants, "BLOCK_S": MERGED_AT_ONCE},
+        {},
+    )

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ..derivatives import refuse_others
-from ..flash.launch import Forward, new_forward
+from ..flash.results import Forward, new_forward
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
 from .launch import decode

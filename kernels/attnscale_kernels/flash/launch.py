@@ -7,56 +7,52 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import state
+from ..boxes import box, fits_box
 from ..launch import (
     Launch,
     Resources,
     Tile,
+    View,
     alignment,
     attention_arguments,
     attention_constants,
     block_of,
-    box,
     cdiv,
     empty_like_layout,
-    fits_box,
+    in_fp32,
     launched,
+    multiplies_in_tf32,
     near_rows,
     positive_scale,
     resources_of,
+    row_strides,
     row_view,
+    target,
     view,
 )
+from ..plans import layout, remember
 from ..visibility import Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
 from .mask import key_rule, mask_squares, query_rule
+from .results import Backward, Forward, new_forward
 
 LOG2E = 1.4426950408889634
 LARGE_TILE = 8192  # elements of a tile of keys; those of a larger one fill the registers of sm_80
 ROWS = 32  # of a program of the kernel that prepares the backward
 
 
-class Forward(NamedTuple):
-    """The output of attention, and statistics per row in fp32 and nats."""
+class Plan(NamedTuple):
+    """What forwards of one signature have in common."""
 
-    out: Tensor  # [B, H, Tq, DV]
-    lse: Tensor  # [B, H, Tq]
-    max_logit: Tensor  # [B, H, Tq]
-    entropy: Tensor | None  # [B, H, Tq]; None: not asked for
-
-    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
-        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
-
-
-class Backward(NamedTuple):
-    """What `flash_backward` returns; None where not asked for."""
-
-    query: Tensor  # [B, H, Tq, D]
-    key: Tensor  # [B, Hkv, Tk, D]
-    value: Tensor  # [B, Hkv, Tk, DV]
-    beta: Tensor | None  # [B, H, Tq] fp32
-    sinks: Tensor | None  # [H] fp32
+    tile: Tile
+    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
+    value_block: list[int] | None
+    copies: bool  # of query, key or value
+    beta_strides: tuple[int, ...]
+    constants: dict[str, object]
+    compiled: dict[int, Any]  # see `Launch`
 
 
 def forward_tile(
@@ -222,41 +218,87 @@ def forward_launches(
     the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`. The last
     launch is attention itself.
     """
-    batch, heads, queries, dim = query.shape
-    value_dim = value.shape[-1]
+    batch, heads, queries, _ = query.shape
+    _, kv_heads, keys, _ = key.shape
     result = new_forward(query, value, entropy)
-    query, key, value = near_rows(query), near_rows(key), near_rows(value)
-    if visibility.linear_in_products(softcap):
+    if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
-    resources = resources_of(query.device)
-    boxed = fits_box(key, resources) and fits_box(value, resources)
-    busy = dropout_p > 0.0
-    if not resources.has_tensor_memory:
-        busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
-    if not boxed:
-        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
-    tile = tile or forward_tile(
-        block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout_p > 0.0, entropy=entropy,
+    beta, scale, dropout_p = in_fp32(beta), float(scale), float(dropout_p)
+    softcap = None if softcap is None else float(softcap)
+    sinks = None if sinks is None else sinks.contiguous()
+    seed = _seed(seed, dropout_p)
+    signature = (
+        "forward", layout(query), layout(key), layout(value), layout(beta), layout(sinks), layout(seed),
+        visibility.layout(), softcap is None, entropy, tile, target(query),
+        query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
-    before, squares = mask_squares(visibility, (batch, heads, queries, key.shape[2]))
-    listing, rule = key_rule(visibility, squares, queries, key.shape[2], tile)
-    first = sums_first(block_of(value_dim), tile, resources, boxed=boxed, entropy=entropy)
-    arguments = {
-        **attention_arguments(query, key, scale, softcap),
-        "v": view(value),
-        "k_box": box(key, tile.n) if boxed else None,
-        "v_box": box(value, tile.n) if boxed else None,
-        "beta": row_view(beta, batch, heads, queries),
-        "out": view(result.out),
-        "sinks_ptr": None if sinks is None else sinks.contiguous(),
-        "seed_ptr": _seed(seed, dropout_p),
+    plan: Plan | None = state.PLANS.get(signature)
+    if plan is None:
+        made = _forward_plan(query, key, value, beta, result, visibility, softcap, dropout_p > 0.0, tile)
+        plan = remember(signature, made)
+    if plan.copies:
+        query, key, value = near_rows(query), near_rows(key), near_rows(value)
+    before, squares = mask_squares(visibility, (batch, heads, queries, keys))
+    listing, rule = key_rule(visibility, squares, queries, keys, plan.tile)
+    arguments: dict[str, object] = {
+        "q": View(query, query.stride()),
+        "k": View(key, key.stride()),
+        "v": View(value, value.stride()),
+        "k_box": None if plan.key_block is None else box(key, plan.key_block),
+        "v_box": None if plan.value_block is None else box(value, plan.value_block),
+        "beta": View(beta, plan.beta_strides),
+        "out": View(result.out, result.out.stride()),
+        "sinks_ptr": sinks,
+        "seed_ptr": seed,
         "lse_ptr": result.lse,
         "top_ptr": result.max_logit,
         "entropy_ptr": result.entropy,
         "rule": rule,
+        "heads": heads,
+        "group": heads // kv_heads,
+        "queries": queries,
+        "keys": keys,
+        "scale": scale,
+        "softcap": softcap,
         "dropout_p": dropout_p,
     }
+    grid = batch * heads * cdiv(queries, plan.tile.m)
+    attend = Launch(
+        flash_forward_kernel, grid, arguments, plan.constants, plan.tile.warps, plan.tile.stages, plan.compiled
+    )
+    return (*before, *listing, attend), result
+
+
+flash_forward = launched(forward_launches)
+
+
+def _forward_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    result: Forward,
+    visibility: Visibility,
+    softcap: float | None,
+    dropout: bool,
+    tile: Tile | None,
+) -> Plan:
+    """How to launch a forward, by nothing that is not in its signature."""
+    given = query, key, value
+    query, key, value = near_rows(query), near_rows(key), near_rows(value)
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    entropy, resources = result.entropy is not None, resources_of(query.device)
+    boxed = fits_box(key, resources) and fits_box(value, resources)
+    busy = dropout
+    if not resources.has_tensor_memory:
+        busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
+    if not boxed:
+        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
+    tile = tile or forward_tile(
+        block_of(dim), block_of(value_dim), query.element_size(), resources,
+        boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout, entropy=entropy,
+    )  # fmt: skip
+    first = sums_first(block_of(value_dim), tile, resources, boxed=boxed, entropy=entropy)
     constants = {
         **attention_constants(query, tile),
         "DV": value_dim,
@@ -268,23 +310,9 @@ def forward_launches(
         "SUMS_FIRST": first,
         "KEEP_POINTERS": resources.warp_size == 32 and tile.n * max(block_of(dim), block_of(value_dim)) <= LARGE_TILE,
     }
-    grid = batch * heads * cdiv(queries, tile.m)
-    attend = Launch(flash_forward_kernel, grid, arguments, constants, tile.warps, tile.stages)
-    return (*before, *listing, attend), result
-
-
-flash_forward = launched(forward_launches)
-
-
-def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
-    """Memory for the result of a forward; the output in the layout of the query."""
-    rows = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    return Forward(
-        empty_like_layout(query, value.shape[-1]),
-        rows,
-        torch.empty_like(rows),
-        torch.empty_like(rows) if entropy else None,
-    )
+    copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
+    blocks = [[1, 1, tile.n, block_of(width)] if boxed else None for width in (dim, value_dim)]
+    return Plan(tile, *blocks, copies, row_strides(beta, *query.shape[:3]), constants, {})
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
@@ -327,7 +355,7 @@ def backward_launches(
     of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
     query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
     shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
-    busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p)
+    busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p > 0.0)
     padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
     query_tile = query_tile or backward_query_tile(*shape, dropout=dropout_p > 0.0)
     key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
@@ -406,9 +434,9 @@ def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     return seed if dropout_p > 0.0 else None
 
 
-def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout_p: float) -> bool:
+def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout: bool) -> bool:
     """Whether a score needs more registers than usual; see `forward_tile`."""
-    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout_p > 0.0
+    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout
 
 
 def _is_padded(dim: int, value_dim: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from ..derivatives import refuse_others, refuse_second
 from ..launch import empty_like_layout
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
-from .launch import Forward, flash_backward, flash_forward, new_forward
+from .launch import flash_backward, flash_forward
+from .results import Forward, new_forward
 
 
 def flash_attention(
@@ -40,13 +42,17 @@ def flash_attention(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
             seed=seed, entropy=entropy,
         )  # fmt: skip
-    arguments = (query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy)
     if eager:
-        out, lse, top, disorder = _EagerAttention.apply(*arguments)
-    else:
-        refuse_others(*tensors)
-        out, *stats = flash_forward_op(*arguments)
-        lse, top, disorder = (x.detach() for x in stats)
+        if visibility.mask is not None and visibility.mask.requires_grad:
+            raise RuntimeError(NO_GRADIENT_OF_MASK)
+        numbers = float(scale), softcap, float(dropout_p)
+        out, found = _EagerAttention.apply(query, key, value, beta, sinks, visibility, seed, numbers, entropy)
+        return Forward(out, found.lse, found.max_logit, found.entropy)
+    refuse_others(*tensors)
+    out, *stats = flash_forward_op(
+        query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
+    )
+    lse, top, disorder = (x.detach() for x in stats)
     return Forward(out, lse, top, disorder if entropy else None)
 
 
@@ -105,23 +111,20 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
     )
 
 
-INPUTS, MASK = 17, 10  # of the forward: how many, and the place of the mask
+NO_GRADIENT_OF_MASK = "flash_attention has no gradient of an additive mask: detach it, or use plain torch"
+MASK = 10  # the place of the mask among the inputs of the forward
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    if ctx.needs_input_grad[MASK]:
-        raise RuntimeError("flash_attention has no gradient of an additive mask: detach it, or use plain torch")
-    query, key, value, beta, *row_rule = inputs[:7]
-    *tensors, scale, softcap, dropout_p, _ = inputs[7:]
-    ctx.save_for_backward(query, key, value, beta, *tensors, output[0], output[1])
-    ctx.row_rule, ctx.numbers = row_rule, (scale, softcap, dropout_p)
-    ctx.mark_non_differentiable(*output[1:])
+def _save(ctx: Any, tensors: Sequence[Tensor | None], row_rule: Sequence[int | None], numbers: Sequence[Any]) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.row_rule, ctx.numbers = row_rule, numbers
     ctx.set_materialize_grads(False)  # of the statistics there are none
 
 
-def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value, β and sinks, in their dtypes and shapes."""
     if gradient is None:
-        return (None,) * INPUTS
+        return (None,) * 5
     query, key, value, beta, *tensors = ctx.saved_tensors
     sinks, needs_beta = tensors[4], ctx.needs_input_grad[3]
     given = gradient, query, key, value, beta, sinks
@@ -132,21 +135,51 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | N
         gradient, query, key, value, beta, *ctx.row_rule, *tensors, *ctx.numbers, needs_beta
     )
     dbeta = dbeta.sum_to_size(beta.shape).to(beta.dtype) if needs_beta else None
-    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-    return (dq, dk, dv, dbeta, *(None,) * 7, dsinks, *(None,) * 5)
+    return dq, dk, dv, dbeta, None if sinks is None else dsinks.to(sinks.dtype)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    if ctx.needs_input_grad[MASK]:
+        raise RuntimeError(NO_GRADIENT_OF_MASK)
+    *tensors, scale, softcap, dropout_p, _ = inputs[7:]
+    _save(ctx, (*inputs[:4], *tensors, *output[:2]), inputs[4:7], (scale, softcap, dropout_p))
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    *others, dsinks = _differentiate(ctx, gradient)
+    return (*others, *(None,) * 7, dsinks, *(None,) * 5)
+
+
+flash_forward_op.register_autograd(_backward, setup_context=_save_inputs)
+flash_backward_op.register_autograd(refuse_second)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The same for autograd alone."""
+    """The same for autograd alone, which sees what has a gradient and nothing else: each tensor more takes its time."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        beta: Tensor,
+        sinks: Tensor | None,
+        visibility: Visibility,
+        seed: Tensor | None,
+        numbers: tuple[float, float | None, float],
+        entropy: bool,
+    ) -> tuple[Tensor, Forward]:
+        scale, softcap, dropout_p = numbers
+        found = flash_forward(
+            query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
+            seed=seed, entropy=entropy,
+        )  # fmt: skip
+        saved = query, key, value, beta, *visibility[3:], sinks, seed, found.out, found.lse
+        _save(ctx, saved, visibility[:3], numbers)
+        return found.out, found
 
-    backward = staticmethod(_backward)
-
-
-flash_forward_op.register_autograd(_backward, setup_context=_save)
-flash_backward_op.register_autograd(refuse_second)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, _: object) -> Any:
+        return *_differentiate(ctx, gradient), None, None, None, None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..flash.launch import Forward
 from ..flash.op import flash_attention
+from ..flash.results import Forward
 from ..operators import operator
 from ..visibility import SCHEMA, Visibility
 from .launch import GapBracket, gap_bracket, gap_count
