@@ -89,7 +89,7 @@ class Run:
             self._spread(init_device_mesh("cpu", (size,), mesh_dim_names=(self.mode[:2],)), rank, size)
         # Several parameters at a time, unless some are DTensors and some are not.
         together = self.mode != "tp"
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9, foreach=together)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=together)
 
     def _spread(self, mesh: Any, rank: int, size: int) -> None:
         from torch.distributed.fsdp import fully_shard

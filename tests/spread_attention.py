@@ -124,11 +124,13 @@ class BytesSent(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.gathered = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()
         if name.startswith("_c10d_functional::all_gather"):
             self.total += args[0].nbytes  # to one other process
+            self.gathered = True
         elif name.startswith("_c10d_functional::reduce_scatter"):
             self.total += args[0].nbytes // 2
         elif name.startswith("_c10d_functional::all_to_all"):
@@ -138,7 +140,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def bytes_sent(rank: int, mesh: Any) -> dict:
-    """Forward and backward of each method, in fp32."""
+    """Forward and backward of each method, in fp32; of a ring with Λ of every row, forward and whether it gathers."""
     shards = TokenShards.of(places(2), mesh, TOKENS // 2)
     found = {}
     for method in METHODS:
@@ -149,4 +151,9 @@ def bytes_sent(rank: int, mesh: Any) -> dict:
         with BytesSent() as backward:
             out.sum().backward()
         found[method] = forward.total, backward.total
+    for kind, exact in (("bracket", False), ("exact", True)):
+        with BytesSent() as sent:
+            law = attnscale.build_policy("gap_adaptive", exact=exact)
+            context_parallel_attention(q, k, v, mesh=mesh, positions=shards, **(options | {"policy": law}))
+        found[kind] = sent.total, sent.gathered
     return found

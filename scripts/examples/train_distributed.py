@@ -41,11 +41,11 @@ def spread(model: Model, mesh: DeviceMesh, options: argparse.Namespace) -> nn.Mo
     if options.parallel == "tp":
         plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
         return parallelize_module(model, mesh, {**plan, "attention": HeadParallel()})
-    if options.parallel == "cp":
+    if options.parallel == "cp":  # its gradients are averaged like those of ddp
         parallelize_module(model, mesh, {"attention": ContextParallel(method=options.method)})
     if options.parallel == "fsdp":
-        return fully_shard(model, mesh=mesh)
-    return nn.parallel.DistributedDataParallel(model)  # gradients of cp are averaged like those of ddp
+        fully_shard(model, mesh=mesh)
+    return model if options.parallel == "fsdp" else nn.parallel.DistributedDataParallel(model)
 
 
 def main() -> None:

@@ -142,7 +142,15 @@ def test_the_plan_counts_the_bytes_that_are_sent(ranks):
         length=TOKENS, heads=HEADS, key_heads=2, head_dim=DIM, batch=2, dtype="fp32", processes=2, row_beta=True
     )
     for rank in ranks:
-        assert rank["bytes"] == {cost.method: (cost.sent_forward, cost.sent_backward) for cost in plan.costs()}
+        for cost in plan.costs():
+            assert rank["bytes"][cost.method] == (cost.sent_forward, cost.sent_backward)
+
+
+def test_an_adaptive_policy_lets_keys_go_round_the_ring_twice_more_and_gathers_them_only_to_sort(ranks):
+    for rank in ranks:
+        forward, _ = rank["bytes"]["ring"]  # of keys, and of values of the same size
+        assert rank["bytes"]["bracket"] == (forward + forward, False)
+        assert rank["bytes"]["exact"] == (forward + forward // 2, True)
 
 
 def test_a_report_is_one_message_whose_size_does_not_depend_on_the_length(ranks):
