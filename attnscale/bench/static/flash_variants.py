@@ -12,6 +12,25 @@ from attnscale.bench.static.variant import HEADS, NAMES, SCALE, Variant, heads_o
 from attnscale_kernels.launch import Launch
 
 
+def mask_variants() -> Iterator[Variant]:
+    """What finds the tiles of a mask before the forward and, by keys, before dK and dV."""
+    for name, dtype in (("bool", "bool"), ("additive", "bf16")):
+        yield _mask("mask squares", name, dtype, Structure(), 0)
+    for name, place in (("for rows", 1), ("for keys", 2)):
+        yield _mask("mask tiles", name, "bool", Structure(("hot",), sweeps=2), place)
+
+
+def _mask(family: str, name: str, dtype: str, structure: Structure, place: int) -> Variant:
+    def build() -> Launch:
+        from attnscale_kernels.flash.launch import backward_launches
+
+        query, key, beta = heads_of(128, torch.bfloat16)
+        visibility = seen_by("bias" if name == "additive" else "bool mask")
+        return backward_launches(query, query, key, key, beta, visibility, query, beta, scale=SCALE)[0][place]
+
+    return Variant(family, name, dtype, 0, 0, structure, build)
+
+
 def forward_variants() -> Iterator[Variant]:
     """The forward with and without entropy, and with each flag."""
     half, full = torch.bfloat16, torch.float32

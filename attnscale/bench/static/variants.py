@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attnscale.bench.static.flash_variants import backward_variants, forward_variants
+from attnscale.bench.static.flash_variants import backward_variants, forward_variants, mask_variants
 from attnscale.bench.static.phases import Structure
 from attnscale.bench.static.table import REFERENCE
 from attnscale.bench.static.variant import (
@@ -27,7 +27,8 @@ from attnscale_kernels.visibility import Visibility
 
 def variants() -> list[Variant]:
     """All of them, in the order of the table."""
-    return [*forward_variants(), *_reference(), *backward_variants(), *_softmax(), *_gaps(), *_decode()]
+    flash = [*forward_variants(), *_reference(), *backward_variants(), *mask_variants()]
+    return [*flash, *_softmax(), *_gaps(), *_decode()]
 
 
 def _reference() -> Iterator[Variant]:

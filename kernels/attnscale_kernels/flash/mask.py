@@ -86,7 +86,8 @@ def _tile_lists(
     by_keys: bool,
 ) -> tuple[Launch, Tensor]:
     """The tiles that each tile visits, [B|1, H|1, tiles, steps + 2] in int32 as `mask_tiles_kernel` has them."""
-    tiles, steps = (cdiv(queries, tile.m), cdiv(keys, tile.n))[:: -1 if by_keys else 1]
+    (rows, own), (columns, step) = ((queries, tile.m), (keys, tile.n))[:: -1 if by_keys else 1]
+    tiles, steps = cdiv(rows, own), cdiv(columns, step)
     heads = squares.shape[1]
     batch = max(squares.shape[0], 1 if ranges is None else ranges.shape[0])
     lists = torch.empty((batch, heads, tiles, steps + 2), dtype=torch.int32, device=squares.device)
@@ -99,7 +100,7 @@ def _tile_lists(
         "queries": queries,
         "keys": keys,
     }
-    constants: dict[str, object] = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BY_KEYS": by_keys, "CHUNK": CHUNK}
+    constants: dict[str, object] = {"OWN": own, "STEP": step, "BY_KEYS": by_keys, "CHUNK": CHUNK}
     return Launch(mask_tiles_kernel, batch * heads * tiles, arguments, constants, 4, 1), lists
 
 

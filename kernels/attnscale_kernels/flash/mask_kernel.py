@@ -71,8 +71,8 @@ def mask_tiles_kernel(
     heads,  # of the lists
     queries,
     keys,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    OWN: tl.constexpr,  # rows of a program's tile
+    STEP: tl.constexpr,  # keys of the tiles that it goes over
     BY_KEYS: tl.constexpr,  # a program takes a tile of keys and goes over rows
     CHUNK: tl.constexpr,  # tiles at a time
 ):
@@ -81,8 +81,6 @@ def mask_tiles_kernel(
     At the end stands how many are in the first part, and how many in the first two.
     """
     own_count, step_count = queries, keys
-    OWN: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
-    STEP: tl.constexpr = BLOCK_M if BY_KEYS else BLOCK_N
     if BY_KEYS:
         own_count, step_count = keys, queries
     tiles = tl.cdiv(own_count, OWN)
