@@ -37,25 +37,30 @@ def store_rows(x, batch, head, rows, count, columns, width, values, ALIGN: tl.co
 
 @triton.jit
 def load_block(x, batch, head, top, count, columns, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    of_batch, of_head, of_row = head_strides(x, ALIGN)
-    places = tl.arange(0, BLOCK)
-    inside = (places < count - top)[:, None] & (columns < width)[None, :]
-    at = x.ptr + batch * of_batch + head * of_head + tl.cast(top, tl.int64) * of_row
-    return tl.load(at + (places[:, None] * of_row + columns[None, :]), mask=inside, other=0.0)
+    """BLOCK rows from `top` on, as `load_rows` gives them, at the end of a program; see `store_block`."""
+    at, inside = _block(x, batch, head, top, count, columns, width, BLOCK, ALIGN)
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_block(x, batch, head, top, count, columns, width, values, ALIGN: tl.constexpr = 1):
-    """The same for the rows from `top` on, by their places in the block.
+    """Stores rows from `top` on, as `store_rows` does, at the end of a program.
 
-    Nothing of it is known before the end of a program. Numbers of rows that were computed to load a block would be kept
-    in registers until then, which spilled 48 bytes on sm_80.
+    By their places in the block: the numbers that rows were loaded by at the beginning would be the same ones, and be
+    kept in registers until the end, which spilled 48 bytes on sm_80.
     """
+    at, inside = _block(x, batch, head, top, count, columns, width, values.shape[0], ALIGN)
+    tl.store(at, values.to(x.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _block(x, batch, head, top, count, columns, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to [BLOCK, columns] of one head from row `top` on, and which of them exist."""
     of_batch, of_head, of_row = head_strides(x, ALIGN)
-    places = tl.arange(0, values.shape[0])
+    places = tl.arange(0, BLOCK)
     inside = (places < count - top)[:, None] & (columns < width)[None, :]
     at = x.ptr + batch * of_batch + head * of_head + tl.cast(top, tl.int64) * of_row
-    tl.store(at + (places[:, None] * of_row + columns[None, :]), values.to(x.ptr.dtype.element_ty), mask=inside)
+    return at + (places[:, None] * of_row + columns[None, :]), inside
 
 
 @triton.jit

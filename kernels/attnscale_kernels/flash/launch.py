@@ -70,10 +70,12 @@ def forward_tile(
     """For the forward, by padded head dimensions and bytes of an element.
 
     `boxed`: keys and values come by descriptors, which takes no registers for addresses; `busy`: more registers are
-    needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop. Tiles
-    are the largest that spill nothing, by the table of attnscale/bench/static, among those with the fewest instructions
-    for a score. Products of fp32 are unrolled completely where no matrix unit computes them, so that tiles have to be
-    small.
+    needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop;
+    `masked`: of these, any mask or bias, whose tile has to be in registers too. Tiles are the largest that spill
+    nothing, by the table of attnscale/bench/static, among those with the fewest instructions for a score; so are the
+    three stages with entropy. 8 warps that have more than 128 registers each leave no room for another block, so that
+    those that a larger tile takes cost nothing. Products of fp32 are unrolled completely where no matrix unit computes
+    them, so that tiles have to be small.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -92,7 +94,7 @@ def forward_tile(
     if widest <= 128:
         if masked or dropout:
             return Tile(128, 32, 8, 2)
-        if busy or resources.shared_memory <= 160_000:
+        if busy or resources.shared_memory <= 160_000:  # sm_89 and sm_120 would have to spill 8 and 152 bytes
             return Tile(128, 64, 8, 2)
         return Tile(128, 128, 8, 3 if entropy else 2)
     if boxed and not busy:
