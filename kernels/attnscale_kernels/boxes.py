@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Resources
 
 
-class Box(TensorDescriptor):
+class Box(TensorDescriptor):  # type: ignore[misc]
     """A descriptor of triton without its checks, which take longer than a launch: `fits_box` was asked before."""
 
     def __post_init__(self) -> None:

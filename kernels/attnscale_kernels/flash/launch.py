@@ -313,8 +313,15 @@ def _forward_plan(
         "KEEP_POINTERS": resources.warp_size == 32 and tile.n * max(block_of(dim), block_of(value_dim)) <= LARGE_TILE,
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
-    blocks = [[1, 1, tile.n, block_of(width)] if boxed else None for width in (dim, value_dim)]
-    return Plan(tile, *blocks, copies, row_strides(beta, *query.shape[:3]), constants, {})
+    return Plan(
+        tile,
+        [1, 1, tile.n, block_of(dim)] if boxed else None,
+        [1, 1, tile.n, block_of(value_dim)] if boxed else None,
+        copies,
+        row_strides(beta, *query.shape[:3]),
+        constants,
+        {},
+    )
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
