@@ -66,7 +66,7 @@ class Visibility(NamedTuple):
         return slot, left, right, layout(start), layout(stop), layout(padding), layout(mask)
 
     def rule(self, table: Tensor | None = None, listed: Tensor | None = None, slot: int | None = None) -> Rule:
-        """What kernels are given, with the `key_ranges` or `query_ranges` of the launch, the tiles it visits, or another
+        """What kernels are given: with the `key_ranges` or `query_ranges` of a launch, the tiles it visits, or another
         slot.
         """
         slot = self.slot if slot is None else slot
