@@ -74,11 +74,10 @@ def forward_tile(
 
     `boxed`: keys and values come by descriptors, which takes no registers for addresses; `busy`: more registers are
     needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop;
-    `masked`: of these, any mask or bias, whose tile has to be in registers too. Tiles are the largest that spill
-    nothing, by the table of attnscale/bench/static, among those with the fewest instructions for a score; so are the
-    three stages with entropy. 8 warps that have more than 128 registers each leave no room for another block, so that
-    those that a larger tile takes cost nothing. Products of fp32 are unrolled completely where no matrix unit computes
-    them, so that tiles have to be small.
+    `masked`: any mask or bias, which is in registers too. Tiles are the largest that spill nothing, by the table of
+    attnscale/bench/static (with entropy it takes three stages), among those with the fewest instructions for a score.
+    8 warps of more than 128 registers leave no room for a second block: up to 255, they cost nothing. Products of fp32
+    are unrolled completely where no matrix unit computes them, so that tiles have to be small.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -108,8 +107,7 @@ def forward_tile(
 def sums_first(value_dim: int, tile: Tile, resources: Resources, *, boxed: bool, entropy: bool) -> bool:
     """Whether the sums of a tile are made before its second product, so that nothing of it waits in registers.
 
-    The assemblers of CUDA put them behind it. Where a tile fills the registers, it would then spill up to 240 bytes;
-    elsewhere, the order that they choose takes 2 % fewer instructions.
+    CUDA's assembler puts them behind it, and spills up to 240 bytes; where it need not, that takes 2 % less.
     """
     if resources.has_tensor_memory:
         return True
@@ -162,7 +160,7 @@ def backward_key_tile(
     Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
     accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
     three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Head dimensions that are padded
-    need a mask, for which sm_80 has room with fewer rows, or with one step at a time; so has it for a bool mask.
+    need a mask, for which sm_80 has room with one step at a time; so has it for a bool mask.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -176,9 +174,8 @@ def backward_key_tile(
     if amd:
         return Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     if widest <= 64:
-        if not large:
-            return Tile(32, 128, 8, 2)
-        return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0)
+        registers = 168 if resources.has_tensor_memory else 0
+        return Tile(32, 64, 4, 2, registers) if large else Tile(32, 128, 8, 2)
     if widest <= 128:
         if large:
             return Tile(16 if busy else 32, 128, 8, 3)
@@ -228,6 +225,7 @@ def forward_launches(
         busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
     if not boxed:
         busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout_p)
+        busy |= sinks is not None and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
         boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout_p > 0.0, entropy=entropy,
