@@ -99,7 +99,7 @@ def visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, ED
 def visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, EDGE: tl.constexpr):
     """The same for a tile of keys, transposed [slots, rows]; `bounds` are the `bounds_of_keys`, `top` the first row.
 
-    Rows that do not exist are not left out: they have weights of 0. Slots that no row sees are hidden from them too.
+    Rows that do not exist are not left out: they have gradients of 0. Slots that no row sees are hidden from them too.
     """
     seen = (slots >= 0)[:, None]
     bias = 0.0

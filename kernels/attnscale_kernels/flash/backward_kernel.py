@@ -58,7 +58,10 @@ def flash_backward_rows_kernel(
 
 @triton.jit
 def _row_numbers(at, exists, EDGE: tl.constexpr):
-    """c, lse in units of ln 2, β and Δ of rows; at an edge some rows may not exist."""
+    """c, lse in units of ln 2, β and Δ of rows; at an edge some rows may not exist.
+
+    They have zeros, which a load gives without a selection: their weights are 1, and their queries and gradients 0.
+    """
     if EDGE:
         c = tl.load(at, mask=exists, other=0.0)
         lse = tl.load(at + 1, mask=exists, other=0.0)

@@ -53,7 +53,7 @@ def flash_forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    K_ROW: tl.constexpr,  # strides of the rows of k and v
+    K_ROW: tl.constexpr,  # strides of the rows of k and v: as numbers they take no registers
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,

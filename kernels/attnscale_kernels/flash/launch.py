@@ -71,11 +71,10 @@ def forward_tile(
 
     `boxed`: keys and values come by descriptors, which takes no registers for addresses; `busy`: more registers are
     needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop;
-    `masked`: of these, any mask or bias, whose tile has to be in registers too. Tiles are the largest that spill
-    nothing, by the table of attnscale/bench/static, among those with the fewest instructions for a score; so are the
-    three stages with entropy. 8 warps that have more than 128 registers each leave no room for another block, so that
-    those that a larger tile takes cost nothing. Products of fp32 are unrolled completely where no matrix unit computes
-    them, so that tiles have to be small.
+    `masked`: any mask or bias, which is in registers too. Tiles are the largest that spill nothing, by the table of
+    attnscale/bench/static (with entropy it takes three stages), among those with the fewest instructions for a score.
+    8 warps of more than 128 registers leave no room for a second block: up to 255, they cost nothing. Products of fp32
+    are unrolled completely where no matrix unit computes them, so that tiles have to be small.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -105,8 +104,7 @@ def forward_tile(
 def sums_first(value_dim: int, tile: Tile, resources: Resources, *, boxed: bool, entropy: bool) -> bool:
     """Whether the sums of a tile are made before its second product, so that nothing of it waits in registers.
 
-    The assemblers of CUDA put them behind it. Where a tile fills the registers, it would then spill up to 240 bytes;
-    elsewhere, the order that they choose takes 2 % fewer instructions.
+    CUDA's assembler puts them behind it, and spills up to 240 bytes; where it need not, that takes 2 % less.
     """
     if resources.has_tensor_memory:
         return True
@@ -172,9 +170,8 @@ def backward_key_tile(
     if amd:
         return Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
     if widest <= 64:
-        if not large:
-            return Tile(32, 128, 8, 2)
-        return Tile(32, 64, 4, 2, registers=168 if resources.has_tensor_memory else 0)
+        registers = 168 if resources.has_tensor_memory else 0
+        return Tile(32, 64, 4, 2, registers) if large else Tile(32, 128, 8, 2)
     if widest <= 128:
         if large:
             return Tile(16 if busy else 32, 128, 8, 3)
@@ -236,7 +233,9 @@ def forward_launches(
     )  # fmt: skip
     plan: Plan | None = state.PLANS.get(signature)
     if plan is None:
-        made = _forward_plan(query, key, value, beta, result, visibility, softcap, dropout_p > 0.0, tile)
+        made = _forward_plan(
+            query, key, value, beta, result, visibility, softcap, sinks is not None, dropout_p > 0.0, tile
+        )
         plan = remember(signature, made)
     if plan.copies:
         query, key, value = near_rows(query), near_rows(key), near_rows(value)
@@ -282,6 +281,7 @@ def _forward_plan(
     result: Forward,
     visibility: Visibility,
     softcap: float | None,
+    sinks: bool,
     dropout: bool,
     tile: Tile | None,
 ) -> Plan:
@@ -296,6 +296,7 @@ def _forward_plan(
         busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
     if not boxed:
         busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
+        busy |= sinks and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
         boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout, entropy=entropy,
