@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..launch import (
     target,
     view,
 )
-from ..plans import layout, remember
+from ..plans import ForwardPlan, layout, remember
 from ..visibility import Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
@@ -41,18 +41,6 @@ from .results import Backward, Forward, new_forward
 LOG2E = 1.4426950408889634
 LARGE_TILE = 8192  # elements of a tile of keys; those of a larger one fill the registers of sm_80
 ROWS = 32  # of a program of the kernel that prepares the backward
-
-
-class Plan(NamedTuple):
-    """What forwards of one signature have in common."""
-
-    tile: Tile
-    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
-    value_block: list[int] | None
-    copies: bool  # of query, key or value
-    beta_strides: tuple[int, ...]
-    constants: dict[str, object]
-    compiled: dict[int, Any]  # see `Launch`
 
 
 def forward_tile(
@@ -231,7 +219,7 @@ def forward_launches(
         visibility.layout(), softcap is None, entropy, tile, target(query),
         query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
-    plan: Plan | None = state.PLANS.get(signature)
+    plan: ForwardPlan | None = state.PLANS.get(signature)
     if plan is None:
         made = _forward_plan(
             query, key, value, beta, result, visibility, softcap, sinks is not None, dropout_p > 0.0, tile
@@ -284,7 +272,7 @@ def _forward_plan(
     sinks: bool,
     dropout: bool,
     tile: Tile | None,
-) -> Plan:
+) -> ForwardPlan:
     """How to launch a forward, by nothing that is not in its signature."""
     given = query, key, value
     query, key, value = near_rows(query), near_rows(key), near_rows(value)
@@ -314,7 +302,7 @@ def _forward_plan(
         "KEEP_POINTERS": resources.warp_size == 32 and tile.n * max(block_of(dim), block_of(value_dim)) <= LARGE_TILE,
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
-    return Plan(
+    return ForwardPlan(
         tile,
         [1, 1, tile.n, block_of(dim)] if boxed else None,
         [1, 1, tile.n, block_of(value_dim)] if boxed else None,
