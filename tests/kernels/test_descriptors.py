@@ -12,7 +12,8 @@ import torch
 from corrected_interpreter import corrected
 from flash_cases import DTYPES, TILE, Case, assert_forward, forward, guarded, inputs_of, rows_of
 
-from attnscale_kernels.flash.launch import forward_launches, forward_tile, parts_of_sums
+from attnscale_kernels.flash.launch import forward_launches
+from attnscale_kernels.flash.tile_rules import forward_tile, parts_of_sums
 from attnscale_kernels.launch import SM_80, SM_90, SM_100, Resources, Tile, alignment, assuming
 
 FP32, FP16, BF16 = DTYPES

@@ -1,0 +1,152 @@
+"""Tiles and options of the kernels of flash attention, by head dimensions and device; the static table checks them."""
+
+from __future__ import annotations
+
+from ..launch import Resources, Tile
+
+LARGE_TILE = 8192  # elements of a tile of keys; those of a larger one fill the registers of sm_80
+
+
+def forward_tile(
+    dim: int,
+    value_dim: int,
+    size: int,
+    resources: Resources,
+    *,
+    boxed: bool = False,
+    busy: bool = False,
+    masked: bool = False,
+    dropout: bool = False,
+    entropy: bool = False,
+) -> Tile:
+    """For the forward, by padded head dimensions and bytes of an element.
+
+    `boxed`: keys and values come by descriptors, which takes no registers for addresses; `busy`: more registers are
+    needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop;
+    `masked`: any mask or bias, which is in registers too. Tiles are the largest that spill nothing, by the table of
+    attnscale/bench/static (with entropy it takes three stages), among those with the fewest instructions for a score.
+    8 warps of more than 128 registers leave no room for a second block: up to 255, they cost nothing. Products of fp32
+    are unrolled completely where no matrix unit computes them, so that tiles have to be small.
+    """
+    widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
+    if size == 4:
+        if amd:
+            return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd and widest <= 128:
+        return Tile(128, 64, 4, 1, registers=256 if widest == 64 and not busy else 0)
+    if amd:
+        return Tile(64, 32, 4, 1)
+    if widest <= 128 and boxed:
+        return Tile(128, 32 if dropout else 64 if busy else 128, 8, 3 if widest <= 64 else 2)
+    if widest <= 64:
+        return Tile(128, 64 if busy else 128, 8, 2)
+    if widest <= 128:
+        if masked or dropout:
+            return Tile(128, 32, 8, 2)
+        if busy or resources.shared_memory <= 160_000:  # sm_89 and sm_120 would have to spill 8 and 152 bytes
+            return Tile(128, 64, 8, 2)
+        return Tile(128, 128, 8, 3 if entropy else 2)
+    if boxed and not busy:
+        return Tile(128, 64, 8, 2) if resources.has_tensor_memory else Tile(64, 64, 4, 2)
+    return Tile(64, 32, 8, 2) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 2)
+
+
+def sums_first(value_dim: int, tile: Tile, resources: Resources, *, boxed: bool, entropy: bool) -> bool:
+    """Whether the sums of a tile are made before its second product, so that nothing of it waits in registers.
+
+    CUDA's assembler puts them behind it, and spills up to 240 bytes; where it need not, that takes 2 % less.
+    """
+    if resources.has_tensor_memory:
+        return True
+    if boxed or resources.warp_size == 64:
+        return False
+    if value_dim <= 64:
+        return entropy and resources.capability >= 120
+    return entropy or tile.n * value_dim > LARGE_TILE
+
+
+def parts_of_sums(first: bool, resources: Resources, entropy: bool) -> int:
+    """Parts that the sums of a row are kept in, given `sums_first`; see sum_in_parts of device.py."""
+    if resources.has_tensor_memory:
+        return 2
+    return 8 if resources.warp_size == 64 or (entropy and not first) else 1
+
+
+def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources, *, dropout: bool = False) -> Tile:
+    """For the gradient of queries: like the forward, with one product more.
+
+    With 32 keys, sm_80 would spill 8 bytes at 128 dimensions with dropout.
+    """
+    widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
+    if size == 4:
+        if amd:
+            return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(16, 16, 4, 1)
+    if amd:
+        return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
+    if widest <= 64:
+        return Tile(128, 64, 8, 2, registers=168 if resources.has_tensor_memory else 0)
+    if widest <= 128:
+        return Tile(128, 16 if dropout and resources.shared_memory <= 200_000 else 32, 8, 2)
+    return Tile(64, 32, 8, 1) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 1)
+
+
+def backward_key_tile(
+    dim: int,
+    value_dim: int,
+    size: int,
+    resources: Resources,
+    *,
+    padded: bool = False,
+    busy: bool = False,
+) -> Tile:
+    """For the gradients of keys and values, which hold two accumulators; m is the rows of a step.
+
+    Up to 128 dimensions tiles are those that spill nothing in the table of attnscale/bench/static. At 128 the
+    accumulators take half of the registers, and there is room for the scores of 32 rows only if shared memory holds
+    three steps and nothing else is computed for a score (`busy`, as in `forward_tile`). Head dimensions that are padded
+    need a mask, for which sm_80 has room with fewer rows, or with one step at a time.
+    """
+    widest = max(dim, value_dim)
+    amd = resources.warp_size == 64
+    large = resources.shared_memory > 200_000
+    if size == 4:
+        return Tile(32, 16, 4 if amd else 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+    if amd and widest <= 32:
+        return Tile(16, 128, 4, 1)
+    if amd and widest <= 64:
+        return Tile(32, 128, 4, 1, registers=256 if widest == 64 and not busy else 0)
+    if amd:
+        return Tile(16, 128, 4, 1) if widest <= 128 else Tile(32, 64, 4, 1)
+    if widest <= 64:
+        registers = 168 if resources.has_tensor_memory else 0
+        return Tile(32, 64, 4, 2, registers) if large else Tile(32, 128, 8, 2)
+    if widest <= 128:
+        if large:
+            return Tile(16 if busy else 32, 128, 8, 3)
+        return Tile(16, 128, 8, 1 if padded else 2 if busy else 3)
+    return Tile(32, 64, 8, 1) if large else Tile(32, 32, 4, 1)
+
+
+def edge_stages(dim: int, value_dim: int, resources: Resources, *, masked: bool) -> int | None:
+    """Steps in flight where the gradients of keys and values read a bool mask, if fewer than elsewhere.
+
+    With two at 128 dimensions, sm_80 would spill 176 bytes.
+    """
+    return 1 if masked and max(dim, value_dim) > 64 and resources.shared_memory <= 200_000 else None
+
+
+def draws_fours(resources: Resources) -> bool:
+    """Whether the gradients of keys and values draw for four slots at once; see keep_by_slot of device.py.
+
+    At 128 dimensions that takes 92 → 85 instructions a score on sm_90, and spills 80 bytes on sm_80.
+    """
+    return resources.shared_memory > 200_000 or resources.warp_size == 64
+
+
+def keeps_pointers(dim: int, tile: Tile, resources: Resources) -> bool:
+    """Whether the forward advances pointers to keys and values, which takes registers, or makes them anew each step."""
+    return resources.warp_size == 32 and tile.n * dim <= LARGE_TILE
