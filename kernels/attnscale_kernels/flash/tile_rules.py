@@ -33,7 +33,9 @@ def forward_tile(
     if size == 4:
         if amd:
             return Tile(64, 32, 4, 2) if widest <= 64 else Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
-        return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1) if widest <= 128 else Tile(16, 16, 4, 1)
+        if widest > 128:
+            return Tile(16, 16, 4, 1)
+        return Tile(64, 32, 8, 1) if widest <= 64 else Tile(32, 16, 8, 1, registers=128)
     if amd and widest <= 128:
         return Tile(128, 64, 4, 1, registers=256 if widest == 64 and not busy else 0)
     if amd:
@@ -43,9 +45,10 @@ def forward_tile(
     if widest <= 64:
         return Tile(128, 64 if busy else 128, 8, 2)
     if widest <= 128:
+        small = resources.shared_memory <= 160_000  # sm_89 and sm_120, which spill where sm_80 does not
         if masked or dropout:
-            return Tile(128, 32, 8, 2)
-        if busy or resources.shared_memory <= 160_000:  # sm_89 and sm_120 would have to spill 8 and 152 bytes
+            return Tile(128, 16 if masked and dropout and small else 32, 8, 2)
+        if busy or small:
             return Tile(128, 64, 8, 2)
         return Tile(128, 128, 8, 3 if entropy else 2)
     if boxed and not busy:
@@ -84,7 +87,9 @@ def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resource
     if size == 4:
         if amd:
             return Tile(32, 32, 4, 1) if widest <= 128 else Tile(16, 16, 4, 1)
-        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(16, 16, 4, 1)
+        if widest > 128:
+            return Tile(16, 16, 4, 1)
+        return Tile(32, 32, 8, 1) if widest <= 64 else Tile(16, 16, 4, 1, registers=168)
     if amd:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 32, 4, 1)
     if widest <= 64:
