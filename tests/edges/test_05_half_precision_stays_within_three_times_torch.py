@@ -219,12 +219,15 @@ ELSEWHERE = textwrap.dedent(
     for name in ("log_squared", "power", "log"):
         # Seeds 4 and 5 have near ties, which a product of fewer than 24 bits decides the other way. Larger logits than
         # these would take float64: float32 decides some ties the other way, in torch's attention of β·q as in ours.
-        for size, seed in ((1e-4, 0), (1.0, 0), (40.0, 0), (1e3, 4), (1e3, 5)):
-            q, k, v = (x.bfloat16() for x in tensors((2, 8, 48, 16), (2, 8, 48, 16), seed=seed))
-            q = q * size
+        grouped, alone = ((1, 4, 96, 16), (1, 2, 96, 16)), ((2, 8, 48, 16), (2, 8, 48, 16))
+        for size, seed, shapes in (
+            (1e-4, 0, grouped), (1.0, 0, grouped), (8.0, 0, grouped), (40.0, 0, grouped), (1e3, 4, alone), (1e3, 5, alone)
+        ):
+            q, k, v = (x.bfloat16() for x in tensors(*shapes, seed=seed))
+            q, n, gqa = q * size, q.shape[2], q.shape[1] != k.shape[1]
             policy = build_policy(name, **({"exponent": 0.5} if name == "power" else {}))
-            kwargs = {"is_causal": True, "policy": policy}
-            own = torch_error(q, k, v, policy(torch.arange(1, 49)), visibility(48, 48, causal=True))
+            kwargs = {"is_causal": True, "enable_gqa": gqa, "policy": policy}
+            own = torch_error(q, k, v, policy(torch.arange(1, n + 1)), visibility(n, n, causal=True), gqa=gqa)
             assert_within_budget(differentiate(there, q, k, v), exact(q, k, v, **kwargs), own, times=3)
     """
 )
