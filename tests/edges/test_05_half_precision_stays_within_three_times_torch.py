@@ -220,9 +220,8 @@ ELSEWHERE = textwrap.dedent(
         # Seeds 4 and 5 have near ties, which a product of fewer than 24 bits decides the other way. Larger logits than
         # these would take float64: float32 decides some ties the other way, in torch's attention of β·q as in ours.
         grouped, alone = ((1, 4, 96, 16), (1, 2, 96, 16)), ((2, 8, 48, 16), (2, 8, 48, 16))
-        for size, seed, shapes in (
-            (1e-4, 0, grouped), (1.0, 0, grouped), (8.0, 0, grouped), (40.0, 0, grouped), (1e3, 4, alone), (1e3, 5, alone)
-        ):
+        draws = [(size, 0, grouped) for size in (1e-4, 1.0, 8.0, 40.0)] + [(1e3, seed, alone) for seed in (4, 5)]
+        for size, seed, shapes in draws:
             q, k, v = (x.bfloat16() for x in tensors(*shapes, seed=seed))
             q, n, gqa = q * size, q.shape[2], q.shape[1] != k.shape[1]
             policy = build_policy(name, **({"exponent": 0.5} if name == "power" else {}))
