@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +37,8 @@ class SdpaBackend:
     In bfloat16 the product is rounded once where logits are known to be small enough for it, which takes values that
     can be read: on the CPU and outside of graphs. Else the CPU computes in float32, and other devices in bfloat16 with
     the product as a sum of three numbers, which have the 24 bits of float32. In float16 the product could overflow or
-    vanish, so that every device computes in float32. Logits known to be too large for float32 are computed in float64.
-    On other devices "auto" prefers the triton backend, which rounds no product, for both.
+    vanish, so that every device computes in float32. Logits too large for float32 are computed in float64 on the CPU,
+    in a graph as a branch. On other devices "auto" prefers the triton backend, which rounds no product, for both.
     """
 
     name = "sdpa"
@@ -76,38 +78,53 @@ def attend_by_row(
 ) -> Tensor:
     """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
     dtype, options = autocast.dtype_of(query), (mask, dropout_p, is_causal, scale, grouped)
-    sharpness = _sharpness(query, key, beta, scale) if dtype.itemsize == 2 else None
-    if dtype.itemsize > 2 or (dtype == torch.bfloat16 and sharpness is not None and sharpness <= SHARPEST_ROUNDED):
+    if dtype.itemsize > 2:
         return attend(multiply(query, beta.unsqueeze(-1)), key, value, *options)
-    wide = torch.float32 if sharpness is None or sharpness <= SHARPEST_SINGLE else torch.float64
-    product = query.to(wide) * beta.unsqueeze(-1)
-    if dtype == torch.bfloat16 and query.device.type != "cpu":
-        high = product.to(dtype)
-        middle = (product - high).to(dtype)
-        low = (product - high - middle).to(dtype)
-        key, value_dim = key.to(dtype), value.shape[-1]
-        # torch's fused kernels want values as wide as keys.
-        value = F.pad(value.to(dtype), (0, max(0, 3 * key.shape[-1] - value_dim)))
-        parts = torch.cat([high, middle, low], -1)
-        return attend(parts, torch.cat([key, key, key], -1), value, *options)[..., :value_dim]
+    on_cpu, in_graph = query.device.type == "cpu", torch.compiler.is_compiling()
+    if dtype == torch.bfloat16 and not on_cpu:
+        return _attend_in_parts(query, key, value, beta, *options)
+
+    def attend_in(wide: torch.dtype, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+        product = query.to(wide) * factor.to(wide)
+        return attend(product, key.to(wide), value.to(wide), mask, dropout_p, is_causal, 1.0, grouped).to(dtype)
+
     with autocast.off(query.device):
-        return attend(product, key.to(wide), value.to(wide), *options).to(dtype)
+        # `torch.cond` takes no symbolic floats, so that the scale goes with β; not every other device has float64.
+        factor = beta.to(torch.float64 if on_cpu else torch.float32).unsqueeze(-1) * scale
+        if not on_cpu or (is_watched() and not in_graph):
+            return attend_in(torch.float32, query, key, value, factor)
+        logits = _sharpness(query, key, beta, scale)
+        if in_graph:
+            branches = partial(attend_in, torch.float32), partial(attend_in, torch.float64)
+            return torch.cond(logits <= SHARPEST_SINGLE, *branches, (query, key, value, factor))
+        sharpness = float(logits)
+        if dtype == torch.bfloat16 and sharpness <= SHARPEST_ROUNDED:
+            product = multiply(query, beta.unsqueeze(-1)).to(dtype)
+            return attend(product, key.to(dtype), value.to(dtype), *options)
+        return attend_in(torch.float32 if sharpness <= SHARPEST_SINGLE else torch.float64, query, key, value, factor)
 
 
-def _sharpness(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> float | None:
-    """The size of the logits, by which roundings of β·q and of the logits themselves are multiplied; None if not known.
+def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *options: Any) -> Tensor:
+    """In bfloat16, with β·q as a sum of three numbers, which have the 24 bits of float32."""
+    dtype, value_dim = torch.bfloat16, value.shape[-1]
+    product = query.float() * beta.unsqueeze(-1)
+    high = product.to(dtype)
+    middle = (product - high).to(dtype)
+    low = (product - high - middle).to(dtype)
+    keys = torch.cat(3 * [key.to(dtype)], -1)
+    # torch's fused kernels want values as wide as keys.
+    value = F.pad(value.to(dtype), (0, max(0, keys.shape[-1] - value_dim)))
+    return attend(torch.cat([high, middle, low], -1), keys, value, *options)[..., :value_dim]
 
-    It is the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of q and k. Values that would have to
-    be read from a graph, or from a device that would synchronise, are not known.
+
+@torch.no_grad()
+def _sharpness(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> Tensor:
+    """The size of the logits [], by which roundings of β·q and of the logits themselves are multiplied.
+
+    It is the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of q and k.
     """
-    if query.device.type != "cpu" or is_watched():
-        return None
-    if not query.numel() or not key.numel():
-        return 0.0
-    with torch.no_grad():
-        norms = [float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (query, key)]
-        largest = float(torch.linalg.vector_norm(beta, ord=math.inf))
-    return largest * norms[0] * norms[1] * math.sqrt(key.shape[-1] / (query.numel() * key.numel())) * abs(scale)
+    squares = [torch.linalg.vector_norm(x, dtype=torch.float32).double() ** 2 / x.numel() for x in (query, key)]
+    return beta.abs().amax() * (squares[0] * squares[1] * key.shape[-1]).sqrt() * abs(scale)
 
 
 def attend(
