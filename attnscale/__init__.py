@@ -19,7 +19,6 @@ from attnscale.call.lengths import visible_keys
 from attnscale.convert import convert
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, AttnScaleWarning, BackendError
-from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 from attnscale.patch_torch import patch_torch
 from attnscale.policies import LengthPolicy, Policy, build_policy, register_policy
 from attnscale.softmax import SoftmaxOutput, softmax
@@ -28,6 +27,7 @@ from attnscale.statistics.gaps import accumulation_scale
 
 if TYPE_CHECKING:
     from attnscale.diagnostics import Monitor, observe
+    from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 __version__ = "0.2.0"
 
@@ -63,12 +63,20 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "Monitor": "attnscale.diagnostics",
+    "MultiheadAttention": "attnscale.module",
+    "ScaledDotProductAttention": "attnscale.module",
+    "observe": "attnscale.diagnostics",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Imported when first used: `hf` needs transformers, and most programs have no monitor and one process."""
+    """Imported when first used: `hf` needs transformers, modules einops, and most programs have no monitor."""
     if name in ("diagnostics", "distributed", "hf"):
         return importlib.import_module(f"attnscale.{name}")
-    if name in ("Monitor", "observe"):
-        return getattr(importlib.import_module("attnscale.diagnostics"), name)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'attnscale' has no attribute {name!r}")
 
 

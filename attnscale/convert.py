@@ -8,7 +8,6 @@ from torch import nn
 
 from attnscale._util.removable import Removable
 from attnscale.errors import ArgumentError, reject_type
-from attnscale.module import MultiheadAttention
 from attnscale.policies import Policy, PolicySpec, build_policy_for
 
 
@@ -19,6 +18,8 @@ class Conversion(Removable):
     """
 
     def __init__(self, model: nn.Module, found: dict[str, nn.MultiheadAttention], policies: dict[str, Policy]) -> None:
+        from attnscale.module import MultiheadAttention
+
         self.model = model
         self.policies = policies
         self._converted = list(found.values())
@@ -56,6 +57,8 @@ def convert(model: nn.Module, policy: PolicySpec, **parameters: Any) -> Conversi
     >>> list(conversion.policies)
     ['self_attn']
     """
+    from attnscale.module import MultiheadAttention
+
     if not isinstance(model, nn.Module):
         reject_type("model", model, "a torch.nn.Module, before the policy")
     found = {name: module for name, module in model.named_modules() if type(module) is nn.MultiheadAttention}

@@ -15,7 +15,6 @@ from attnscale.backends.blockwise.backend import BlockwiseBackend
 from attnscale.backends.gaps import differentiable_accumulation
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
-from attnscale.backends.self_check import find_fault
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
@@ -172,6 +171,8 @@ why_kernels_distrusted._dynamo_marked_constant = True  # type: ignore[attr-defin
 
 def check_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """What the kernels compute wrongly on a device, in words; None if nothing is."""
+    from attnscale.backends.self_check import find_fault
+
     return find_fault(MEASURING[TritonBackend.name], MEASURING[ReferenceBackend.name], device, dtype)
 
 

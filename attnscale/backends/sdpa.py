@@ -96,7 +96,8 @@ def attend_by_row(
         logits = _sharpness(query, key, beta, scale)
         if in_graph:
             branches = partial(attend_in, torch.float32), partial(attend_in, torch.float64)
-            return torch.cond(logits <= SHARPEST_SINGLE, *branches, (query, key, value, factor))
+            out: Tensor = torch.cond(logits <= SHARPEST_SINGLE, *branches, (query, key, value, factor))
+            return out
         sharpness = float(logits)
         if dtype == torch.bfloat16 and sharpness <= SHARPEST_ROUNDED:
             product = multiply(query, beta.unsqueeze(-1)).to(dtype)
@@ -124,7 +125,8 @@ def _sharpness(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> Tensor
     It is the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of q and k.
     """
     squares = [torch.linalg.vector_norm(x, dtype=torch.float32).double() ** 2 / x.numel() for x in (query, key)]
-    return beta.abs().amax() * (squares[0] * squares[1] * key.shape[-1]).sqrt() * abs(scale)
+    size: Tensor = beta.abs().amax() * (squares[0] * squares[1] * key.shape[-1]).sqrt() * abs(scale)
+    return size
 
 
 def attend(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -189,17 +191,23 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class ImportCost:
-    """What `import attnscale` adds to `import torch`, in milliseconds, each time in a new process."""
+    """What `import attnscale` adds to `import torch`, in milliseconds, each time in a new process.
+
+    As in an installed package, Python finds the bytecode of an earlier process.
+    """
 
     times: int
 
     def measure(self) -> list[Row]:
         clock = "time.perf_counter()"
         code = f"import sys, time, torch; t = {clock}; import attnscale; sys.stdout.write(str({clock} - t))"
-        run = functools.partial(
-            subprocess.run, [sys.executable, "-c", code], capture_output=True, check=True, text=True
-        )
-        seconds = [float(run().stdout) for _ in range(self.times)]
+        with tempfile.TemporaryDirectory() as folder:
+            kept = {**os.environ, "PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+            run = functools.partial(
+                subprocess.run, [sys.executable, "-c", code], env=kept, capture_output=True, check=True, text=True
+            )
+            run()
+            seconds = [float(run().stdout) for _ in range(self.times)]
         low, median, high = (1000 * second for second in statistics.quantiles(seconds, n=4))
         _, device, version = label(0, 0)
         return [Row("import", "attnscale", "fresh process", "added_ms", 0, median, low, high, "", device, version)]

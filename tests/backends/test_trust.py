@@ -24,6 +24,7 @@ from attnscale import AttnScaleWarning, StatsRequest, attention_with_stats, expl
 from attnscale._util import state
 from attnscale._util.cache_folder import cache_folder
 from attnscale.backends import dispatch, trust
+from attnscale.backends.self_check import find_fault
 from attnscale.backends.triton import TritonBackend
 from attnscale.errors import ArgumentError
 from attnscale.statistics import AttentionOutput
@@ -364,14 +365,14 @@ class Broken:
 
 @pytest.mark.parametrize("what", ["output", "decoded output", "nan", "gradient", "entropy", "gap counts", "bracket"])
 def test_the_check_finds_what_is_wrong(what: str) -> None:
-    fault = dispatch.find_fault(Broken(what), dispatch.MEASURING["reference"], CPU, torch.float32)
+    fault = find_fault(Broken(what), dispatch.MEASURING["reference"], CPU, torch.float32)
     assert {"nan": "output"}.get(what, what) in str(fault)
 
 
 def test_the_check_finds_a_wrong_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     op = importlib.import_module("attnscale_kernels.softmax.op")
     monkeypatch.setattr(op, "row_softmax", lambda scores: SimpleNamespace(weights=scores.softmax(0)))
-    fault = dispatch.find_fault(Broken("nothing"), dispatch.MEASURING["reference"], CPU, torch.float32)
+    fault = find_fault(Broken("nothing"), dispatch.MEASURING["reference"], CPU, torch.float32)
     assert "softmax" in str(fault)
 
 

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import ARGUMENTS, build
+from corrected_interpreter import corrected
 from oracle import assert_within_budget, differentiate, exact, tensors, torch_error, visibility
 from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale import attention_with_stats, build_policy, explain_dispatch, scaled_dot_product_attention
 from attnscale.policies import Policy
+from attnscale_kernels import why_unavailable
 
 LENGTH, HEADS = 48, 4
 SIZES = {torch.float16: (1e-4, 1e-2, 1.0, 100.0, 1e4, 2e4), torch.bfloat16: (1e-4, 1.0, 1e4, 1e30)}
@@ -211,6 +213,20 @@ def test_sharp_bfloat16_keeps_within_the_budget_in_a_compiled_graph(name, parame
     beta = kwargs["policy"](torch.arange(1, 257))
     own = torch_error(q, k, v, beta, visibility(256, 256, causal=True), gqa=True)
     assert_within_budget(differentiate(graph, q, k, v), exact(q, k, v, **kwargs), own, times=3)
+
+
+@pytest.mark.skipif(why_unavailable(torch.device("cpu")) is not None, reason="triton exists on Linux only")
+@pytest.mark.parametrize("name", ["log_squared", "log"])
+def test_the_kernels_keep_within_the_budget_for_logits_to_ten_thousand(name):
+    kwargs = {"is_causal": True, "policy": build_policy(name), "backend": "triton"}
+    beta, seen = kwargs["policy"](torch.arange(1, LENGTH + 1)), visibility(LENGTH, LENGTH, causal=True)
+    for seed in range(2):
+        q, k, v = (x.bfloat16() for x in tensors((1, 4, LENGTH, 16), (1, 4, LENGTH, 16), seed=seed))
+        q = q * 200
+        with corrected():
+            ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
+        exactly = exact(q, k, v, is_causal=True, policy=kwargs["policy"])
+        assert_within_budget(ours, exactly, torch_error(q, k, v, beta, seen), times=3)
 
 
 ELSEWHERE = textwrap.dedent(
