@@ -134,7 +134,7 @@ def cases(plan: Plan) -> Iterator[Case]:
     for length in plan.memory_lengths:
         yield StatisticsMemory(plan.heads, plan.head_dim, length)
     for length in plan.monitor_lengths:
-        for name, rounds in (("every_1", 45), ("every_10", 12), ("every_50", 3), ("not_this_step", 100)):
+        for name, rounds in (("every_1", 45), ("every_10", 12), ("every_50", 5), ("not_this_step", 100)):
             yield MonitorCost(name, length, rounds)
         yield MatrixCost(length, rounds=3)
         yield MonitorMemory(8 * length)

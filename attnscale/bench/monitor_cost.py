@@ -20,7 +20,7 @@ from attnscale.policies import Policy, build_policy
 from attnscale.statistics.gaps import bracket_accumulation, count_gaps
 from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
 
-# Per case: `every` of the monitor, and how many steps are timed together.
+# Per case: `every` of the monitor, and how many steps are summed: a monitor listens to one of them.
 CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "every_50": (50, 50), "not_this_step": (10**9, 1)}
 
 
@@ -36,9 +36,9 @@ class MonitorCost:
         model = build_gpt()
         every, steps = CADENCES[self.name]
         monitored = TemporaryMonitor(model, every)
-        step = _times(training(model, self.length, monitored.step), steps)
+        step = training(model, self.length, monitored.step)
         # The same model with and without: the place of a model in memory changes the time by several per cent.
-        ratio = interleaved_ratio(step, step, self.rounds, monitored.attached)
+        ratio = interleaved_ratio(step, step, self.rounds, monitored.attached, pairs=steps)
         return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *label(4, 64))]
 
 
@@ -49,22 +49,21 @@ class TemporaryMonitor:
         self._model = model
         self._every = every
         self._monitor: Monitor | None = None
-        self._done = 0
+        self._done = 0  # steps under a monitor
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach a monitor and end its first step, so that it listens to the next `every`-th one."""
+        """Attach a monitor that goes on where the last one was, so that it listens to every `every`-th step."""
         with Monitor(self._model, every=self._every, rows=64, alerts=None) as self._monitor:
-            self._monitor.step(0)
-            self._done = 1
+            self._monitor.step(self._done)
             yield
         self._monitor = None
 
     def step(self, _: int) -> None:
         """Called at the end of each training step."""
         if self._monitor is not None:
-            self._monitor.step(self._done)
             self._done += 1
+            self._monitor.step(self._done)
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,3 @@ def training(model: Gpt, length: int, after: Callable[[int], object] | None = No
         done[0] += 1
 
     return step
-
-
-def _times(step: Callable[[], None], count: int) -> Callable[[], None]:
-    def steps() -> None:
-        for _ in range(count):
-            step()
-
-    return steps

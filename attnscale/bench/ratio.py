@@ -24,11 +24,13 @@ def interleaved_ratio(
     baseline: Callable[[], object],
     rounds: int,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    pairs: int = 1,
 ) -> Spread:
     """Time of `candidate` over time of `baseline`: both run in each round, in random order, after a warm-up.
 
     What disturbs the machine for longer than a round disturbs both; the median drops what disturbs one. Each time the
-    candidate runs `around` something that is not part of its time.
+    candidate runs `around` something that is not part of its time. In a round both run `pairs` times, in turn, and
+    their sums are compared.
     """
     shuffle = random.Random(0)
 
@@ -41,12 +43,15 @@ def interleaved_ratio(
         seconds_of_candidate()
     ratios = []
     for _ in range(rounds):
-        if shuffle.random() < 0.5:
-            slow = seconds_of_candidate()
-            ratios.append(slow / _seconds(baseline))
-        else:
-            fast = _seconds(baseline)
-            ratios.append(seconds_of_candidate() / fast)
+        candidates, baselines = [], []
+        for _ in range(pairs):
+            if shuffle.random() < 0.5:
+                candidates.append(seconds_of_candidate())
+                baselines.append(_seconds(baseline))
+            else:
+                baselines.append(_seconds(baseline))
+                candidates.append(seconds_of_candidate())
+        ratios.append(sum(candidates) / sum(baselines))
     low, median, high = statistics.quantiles(ratios, n=4)
     return Spread(median, low, high)
 

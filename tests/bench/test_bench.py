@@ -66,6 +66,12 @@ def test_the_ratio_is_the_median_of_the_rounds_with_its_quartiles(clock: Clock) 
     assert interleaved_ratio(candidate, baseline, rounds=7) == ratio.Spread(median=4.0, low=2.0, high=6.0)
 
 
+def test_a_round_of_pairs_compares_their_sums(clock: Clock) -> None:
+    candidate = clock.lasting("candidate", *WARM_UP, 1.0, 5.0, 2.0, 7.0, 3.0, 9.0)
+    baseline = clock.lasting("baseline", *WARM_UP, *[1.0, 2.0] * 3)
+    assert interleaved_ratio(candidate, baseline, rounds=3, pairs=2) == (3.0, 2.0, 4.0)
+
+
 def test_each_round_divides_by_its_own_baseline(clock: Clock) -> None:
     # The machine gets slower and slower; the ratio does not notice.
     speeds = [1.0, 2.0, 4.0, 8.0, 16.0]
@@ -359,8 +365,9 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
         baseline: Callable[[], object],
         rounds: int,
         around: Callable[[], AbstractContextManager[object]],
+        pairs: int,
     ) -> ratio.Spread:
-        for _ in range(2):
+        for _ in range(2 * pairs):
             with around():
                 candidate()
             baseline()
@@ -376,9 +383,10 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
     monkeypatch.setattr("attnscale.bench.monitor_cost.build_gpt", lambda: build_gpt(layers=1, width=16))
     (found,) = MonitorCost(name, 16, rounds=3).measure()
     assert (found.kernel, found.provider, found.metric, found.y) == ("monitor", name, "time_ratio", 1.5)
-    # The first is the step that the monitor was made in, with nothing to hear; the others are measured.
+    # Of each pair of reports the first is of the step before, with nothing to hear; the other is measured.
     listened = {"every_1": [True], "every_10": [False] * 9 + [True], "every_50": [False] * 49 + [True]}
-    assert reports == 2 * [False, *listened.get(name, [False])]  # and the model alone in between
+    assert reports[::2] == len(reports[::2]) * [False]
+    assert reports[1::2] == 2 * listened.get(name, [False])  # and the model alone in between
 
 
 def test_what_is_around_a_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
