@@ -62,9 +62,10 @@ def softmax(
     obstacle = None if backend == "torch" else _why_no_kernel(scores, beta, bias)
     if backend == "triton" and obstacle is not None:
         raise BackendError(f"backend='triton' cannot compute this softmax: {obstacle}")
-    if backend == "torch" or obstacle is not None or (backend == "auto" and not _is_trusted(scores)):
-        return _by_torch(scores, beta, mask, bias, request)
-    return _by_kernel(scores, beta, mask, bias, request)
+    kernel = backend != "torch" and obstacle is None
+    if kernel and backend == "auto":  # on a device where the kernel was checked, and not in the interpreter
+        kernel = not interpreting() and why_kernels_distrusted(scores.device, scores.dtype) is None
+    return (_by_kernel if kernel else _by_torch)(scores, beta, mask, bias, request)
 
 
 def _by_torch(
@@ -110,11 +111,6 @@ def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None) -> str | N
         return reason
     derivative = other_derivative(scores, beta, bias)
     return None if derivative is None else f"triton kernels have one backward pass, and no {derivative}"
-
-
-def _is_trusted(scores: Tensor) -> bool:
-    """Whether "auto" may use the kernel: on a device where it was checked, and not in the interpreter."""
-    return not interpreting() and why_kernels_distrusted(scores.device, scores.dtype) is None
 
 
 def _checked_beta(beta: object, scores: Tensor) -> Tensor:
