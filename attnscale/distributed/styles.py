@@ -95,9 +95,13 @@ class HeadParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention, size, policy = _ours(module), device_mesh.size(), _ours(module).policy
-        attention.head_part = device_mesh.get_local_rank(), size
+        rank, (part, parts) = device_mesh.get_local_rank(), attention.head_part
+        attention.head_part = (
+            rank * parts + part,
+            size * parts,
+        )  # parts of these heads, where ulysses was applied before
         if isinstance(policy, LengthPolicy):
-            policy.keep(OwnHeads(*attention.head_part, device_mesh.get_group()))
+            policy.keep(OwnHeads(rank, size, device_mesh.get_group()))
         if isinstance(policy, PerHead):
             _check_heads(policy.num_heads, size)
             _distribute(policy, device_mesh, Replicate())

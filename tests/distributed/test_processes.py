@@ -23,7 +23,8 @@ from spread_attention import (
 )
 from spread_training import SHARDED, checkpoints, half_precision, messages, safetensors, skipped_layers, tensor_parallel
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError, BackendError, StatsRequest, attention_with_stats
@@ -39,6 +40,7 @@ def everything(rank: int) -> dict:
         "masks": masks(rank, mesh),
         "dropped": dropped(rank, mesh),
         "tensor parallel": tensor_parallel(rank),
+        "head parts": head_parts(mesh),
         "bytes": bytes_sent(rank, mesh),
         "messages": messages(rank, mesh),
         "skipped": skipped_layers(rank),
@@ -46,6 +48,17 @@ def everything(rank: int) -> dict:
         "checkpoints": checkpoints(rank),
         "safetensors": safetensors(rank),
     }
+
+
+def head_parts(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """Which part of the heads a module has under both ways to split them, applied in both orders."""
+    parts = []
+    for styles in ([HeadParallel(), ContextParallel("ulysses")], [ContextParallel("ulysses"), HeadParallel()]):
+        attention = attnscale.ScaledDotProductAttention("log")
+        for style in styles:
+            parallelize_module(attention, mesh, style)
+        parts.append(attention.head_part)
+    return parts
 
 
 @pytest.fixture(scope="module")
@@ -284,3 +297,7 @@ def test_sampled_rows_and_masks_are_those_of_one_process(mesh):
         torch.testing.assert_close(found.output, expected.output)
         torch.testing.assert_close(found.stats.rows, expected.stats.rows)
         torch.testing.assert_close(found.stats.entropy, expected.stats.entropy)
+
+
+def test_heads_split_twice_have_the_same_numbers_in_either_order(ranks):
+    assert [rank["head parts"] for rank in ranks] == [2 * [(0, 4)], 2 * [(3, 4)]]
