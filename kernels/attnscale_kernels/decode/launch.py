@@ -113,8 +113,7 @@ def decode_launches(
     rows = batch * heads * queries
     shared: dict[str, object] = {
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
-        "rows_ptr": lse.new_empty(splits, rows, 3) if merging else lse,
-        "acc_ptr": lse.new_empty(splits, rows, value_dim) if merging else lse,
+        "scratch_ptr": lse.new_empty(splits * rows * (value_dim + 3)) if merging else lse,
         "beta": View(beta, plan.beta_strides),
         "out": View(out, out.stride()),
         "sinks_ptr": sinks,
