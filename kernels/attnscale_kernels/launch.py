@@ -115,14 +115,19 @@ class Launch(NamedTuple):
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
-        if not self.grid:
-            return
-        device = like.get_device()
-        if device >= 0 and device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                compiled.launch(device, *self)
-        else:
-            compiled.launch(device, *self)
+        run_all((self,), like)
+
+
+def run_all(launches: tuple[Launch, ...], like: Tensor) -> None:
+    """Launch one after the other on the device of a tensor, those that have anything to do."""
+    device = like.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            run_all(launches, like)
+        return
+    for launch in launches:
+        if launch.grid:
+            compiled.launch(device, *launch)
 
 
 def launched(
@@ -133,8 +138,7 @@ def launched(
     @functools.wraps(make)
     def run(like: Tensor, /, *args: Others.args, **kwargs: Others.kwargs) -> Found:
         launches, found = make(like, *args, **kwargs)
-        for launch in launches:
-            launch.run(like)
+        run_all(launches, like)
         return found
 
     return run
