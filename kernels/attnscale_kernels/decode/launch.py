@@ -13,13 +13,13 @@ from ..launch import (
     Launch,
     Resources,
     Tile,
-    View,
     attention_constants,
     block_of,
     cdiv,
     in_fp32,
     launched,
     multiplies_in_tf32,
+    new_view,
     positive_scale,
     resources_of,
     row_strides,
@@ -101,7 +101,8 @@ def decode_launches(
     result = new_forward(query, value_dim, entropy)
     signature = (
         "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), kv_heads, value_dim,
-        layout(beta), layout(sinks), visibility.layout()[1:], softcap is None, entropy, tile, target(query),
+        beta.shape, beta.stride(), beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
+        visibility.layout()[1:], softcap is None, entropy, tile, target(query),
         query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: Plan | None = state.PLANS.get(signature)
@@ -116,8 +117,8 @@ def decode_launches(
     shared: dict[str, object] = {
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
         "scratch_ptr": lse if splits == 1 else lse.new_empty(splits * rows * (value_dim + 3)),
-        "beta": View(beta, plan.beta_strides),
-        "out": View(result.out, plan.out_strides),
+        "beta": new_view((beta, plan.beta_strides)),
+        "out": new_view((result.out, plan.out_strides)),
         "sinks_ptr": sinks,
         "lse_ptr": lse,
         "top_ptr": result.max_logit,
@@ -129,9 +130,9 @@ def decode_launches(
     }
     arguments: dict[str, object] = {
         **shared,
-        "q": View(query, plan.query_strides),
-        "k": View(key, key.stride()),
-        "v": View(value, value.stride()),
+        "q": new_view((query, plan.query_strides)),
+        "k": new_view((key, key.stride())),
+        "v": new_view((value, value.stride())),
         "rule": plan.rule or visibility.rule(slot=0),
         "slot": visibility.slot if visibility.start is None else 0,
         "group": heads // kv_heads,

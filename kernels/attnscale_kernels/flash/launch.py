@@ -12,7 +12,6 @@ from ..boxes import box, fits_box
 from ..launch import (
     Launch,
     Tile,
-    View,
     alignment,
     attention_arguments,
     attention_constants,
@@ -23,11 +22,12 @@ from ..launch import (
     launched,
     multiplies_in_tf32,
     near_rows,
+    new_view,
     positive_scale,
     resources_of,
     row_strides,
     row_view,
-    run_all,
+    run,
     target,
     view,
 )
@@ -98,9 +98,9 @@ def forward_launches(
     sinks = None if sinks is None else sinks.contiguous()
     seed = _seed(seed, dropout_p)
     signature = (
-        "forward", layout(query), layout(key), layout(value), layout(beta), layout(sinks), layout(seed),
-        visibility.layout(), softcap is None, entropy, tile, target(query),
-        query.dtype is torch.float32 and multiplies_in_tf32(),
+        "forward", layout(query), layout(key), layout(value), beta.shape, beta.stride(), beta.data_ptr() % 16 == 0,
+        sinks is not None and layout(sinks), seed is not None and layout(seed), visibility.layout(), softcap is None,
+        entropy, tile, target(query), query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: ForwardPlan | None = state.PLANS.get(signature)
     if plan is None:
@@ -117,13 +117,13 @@ def forward_launches(
         before += listing
     of_query, of_key, of_value, of_beta, of_out = plan.strides
     arguments: dict[str, object] = {
-        "q": View(query, of_query),
-        "k": View(key, of_key),
-        "v": View(value, of_value),
+        "q": new_view((query, of_query)),
+        "k": new_view((key, of_key)),
+        "v": new_view((value, of_value)),
         "k_box": None if plan.key_block is None else box(key, plan.key_block),
         "v_box": None if plan.value_block is None else box(value, plan.value_block),
-        "beta": View(beta, of_beta),
-        "out": View(result.out, of_out),
+        "beta": new_view((beta, of_beta)),
+        "out": new_view((result.out, of_out)),
         "sinks_ptr": sinks,
         "seed_ptr": seed,
         "lse_ptr": result.lse,
@@ -205,8 +205,8 @@ def _forward_plan(
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
     """Gradients of everything that `backward_launches` is given, and of the sinks."""
-    launches, result = backward_launches(gradient, *given, **options)
-    run_all(launches, gradient)
+    launches, result = made = backward_launches(gradient, *given, **options)
+    run(made, gradient)
     if sinks is not None:
         lse, delta = given[6], launches[-3].arguments["rows_ptr"][..., 3]  # type: ignore[index]
         share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
