@@ -110,7 +110,8 @@ def forward_launches(
         plan = remember(signature, made)
     if plan.copies:
         query, key, value = near_rows(query), near_rows(key), near_rows(value)
-    rule, before = plan.rule, ()
+    rule = plan.rule
+    before: tuple[Launch, ...] = ()
     if rule is None:
         before, squares = mask_squares(visibility, (batch, heads, queries, keys))
         listing, rule = key_rule(visibility, squares, queries, keys, plan.tile)

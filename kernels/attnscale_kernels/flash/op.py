@@ -190,4 +190,4 @@ class _EagerAttention(torch.autograd.Function):
 
 # Not `Function.apply`, which takes as long as autograd itself to look for transforms of torch.func, and for tensors
 # that have escaped from one: `flash_attention` looks for both.
-_record = super(torch.autograd.Function, _EagerAttention).apply  # type: ignore[misc]
+_record = super(torch.autograd.Function, _EagerAttention).apply
