@@ -134,7 +134,10 @@ def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
 def launched(
     make: Callable[Concatenate[Tensor, Others], tuple[tuple[Launch, ...], Found]],
 ) -> Callable[Concatenate[Tensor, Others], Found]:
-    """A function that makes launches, as one that also runs them; to pass its arguments on takes half a microsecond."""
+    """A function that makes launches, as one that also runs them.
+
+    To pass arguments on takes half a microsecond, so that calls which are to be quick `run` what they make themselves.
+    """
 
     @functools.wraps(make)
     def make_and_run(like: Tensor, /, *args: Others.args, **kwargs: Others.kwargs) -> Found:

@@ -98,7 +98,7 @@ def decode_launches(
     beta, scale = in_fp32(beta), float(scale)
     softcap = None if softcap is None else float(softcap)
     sinks = None if sinks is None else sinks.contiguous()
-    result = new_forward(query, value_dim, entropy)
+    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
     signature = (
         "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), kv_heads, value_dim,
         beta.shape, beta.stride(), beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
@@ -107,22 +107,22 @@ def decode_launches(
     )  # fmt: skip
     plan: Plan | None = state.PLANS.get(signature)
     if plan is None:
-        plan = remember(signature, _decode_plan(query, key, value, beta, visibility, softcap, result.out, tile))
+        plan = remember(signature, _decode_plan(query, key, value, beta, visibility, softcap, out, tile))
     if plan.copies:
         query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     tile = plan.tile
     if splits is None:  # each with at least two tiles of keys
         splits = max(1, min(plan.most_splits, cdiv(keys, tile.n) // 2))
-    lse, rows = result.lse, batch * heads * queries
+    rows = batch * heads * queries
     shared: dict[str, object] = {
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
         "scratch_ptr": lse if splits == 1 else lse.new_empty(splits * rows * (value_dim + 3)),
         "beta": new_view((beta, plan.beta_strides)),
-        "out": new_view((result.out, plan.out_strides)),
+        "out": new_view((out, plan.out_strides)),
         "sinks_ptr": sinks,
         "lse_ptr": lse,
-        "top_ptr": result.max_logit,
-        "entropy_ptr": result.entropy,
+        "top_ptr": top,
+        "entropy_ptr": disorder,
         "heads": heads,
         "queries": queries,
         "rows": rows,

@@ -90,7 +90,7 @@ def forward_launches(
     """
     batch, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
-    result = new_forward(query, value.shape[-1], entropy)
+    out, lse, top, disorder = result = new_forward(query, value.shape[-1], entropy)
     if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
     beta, scale, dropout_p = in_fp32(beta), float(scale), float(dropout_p)
@@ -124,12 +124,12 @@ def forward_launches(
         "k_box": None if plan.key_block is None else box(key, plan.key_block),
         "v_box": None if plan.value_block is None else box(value, plan.value_block),
         "beta": new_view((beta, of_beta)),
-        "out": new_view((result.out, of_out)),
+        "out": new_view((out, of_out)),
         "sinks_ptr": sinks,
         "seed_ptr": seed,
-        "lse_ptr": result.lse,
-        "top_ptr": result.max_logit,
-        "entropy_ptr": result.entropy,
+        "lse_ptr": lse,
+        "top_ptr": top,
+        "entropy_ptr": disorder,
         "rule": rule,
         "heads": heads,
         "group": heads // kv_heads,
