@@ -49,7 +49,7 @@ def flash_attention(
             raise RuntimeError(NO_GRADIENT_OF_MASK)
         numbers = float(scale), softcap, float(dropout_p)
         out, found = _record(query, key, value, beta, sinks, visibility, seed, numbers, entropy)
-        return Forward(out, found.lse, found.max_logit, found.entropy)
+        return Forward(out, *found[1:])
     refuse_others(*tensors)
     out, *stats = flash_forward_op(
         query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
