@@ -7,26 +7,13 @@ training. The length of a cache is left out where nothing depends on it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from . import state
-from .launch import Tile
 
 MOST_PLANS = 1024  # of a few kilobytes; all are dropped when there are more, since what comes back is soon made
-
-
-class ForwardPlan(NamedTuple):
-    """What forwards of flash attention of one signature have in common."""
-
-    tile: Tile
-    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
-    value_block: list[int] | None
-    copies: bool  # of query, key or value
-    beta_strides: tuple[int, ...]
-    constants: dict[str, object]
-    compiled: dict[int, Any]  # see `Launch`
 
 
 def layout(x: Tensor | None) -> Any:

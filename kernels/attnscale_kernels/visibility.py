@@ -50,6 +50,11 @@ class Visibility(NamedTuple):
     mask: Tensor | None = None  # [B|1, H|1, Tq, Tk], bool (True: visible) or additive
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is the same for all sequences and heads, so that there are no tensors in it."""
+        return self.start is None and self.padding is None and self.mask is None
+
+    @property
     def biased(self) -> bool:
         """Whether the mask is additive."""
         return self.mask is not None and self.mask.dtype != torch.bool
@@ -70,7 +75,7 @@ class Visibility(NamedTuple):
         slot.
         """
         slot = self.slot if slot is None else slot
-        if self.start is None and self.padding is None and self.mask is None:
+        if self.is_plain:
             return _plain_rule(slot, self.left, self.right)
         start, stop = (None if bound is None else bound.contiguous() for bound in (self.start, self.stop))
         padding = None if self.padding is None else self.padding.view(torch.uint8).contiguous()

@@ -12,7 +12,7 @@ from corrected_interpreter import corrected, fused
 from oracle import assert_within_budget, torch_error
 from torch import Tensor
 
-from attnscale_kernels.decode.launch import decode, decode_splits
+from attnscale_kernels.decode.launch import decode, decode_launches
 from attnscale_kernels.decode.op import decode_attention, decode_op
 from attnscale_kernels.flash.launch import flash_forward
 from attnscale_kernels.flash.results import Forward
@@ -310,12 +310,20 @@ def test_offsets_beyond_31_bits():
     assert torch.equal(found.out, expected.out)
 
 
+def splits_of(sequences, keys):
+    """As they are chosen for an A100, and tiles of 16 keys."""
+    q, k, _, beta = inputs(sequences, 1, 1, 1, keys, 16, 16)
+    (split, *_), _ = decode_launches(q, k, k, beta, Visibility(), scale=1.0, tile=SMALL)
+    return split.arguments["splits"]
+
+
 def test_the_number_of_splits_fills_the_device_and_no_more():
-    assert decode_splits(programs=1, tiles=1, multiprocessors=100) == 1
-    assert decode_splits(programs=500, tiles=1000, multiprocessors=100) == 1
-    assert decode_splits(programs=8, tiles=1000, multiprocessors=100) == 25
-    assert decode_splits(programs=8, tiles=20, multiprocessors=100) == 10
-    assert decode_splits(programs=0, tiles=0, multiprocessors=100) == 1
+    assert splits_of(sequences=1, keys=16) == 1
+    assert splits_of(sequences=8, keys=16 * 100) == 2 * 108 // 8
+    assert splits_of(sequences=8, keys=16 * 20) == 10  # two tiles for each
+    assert splits_of(sequences=1, keys=16 * 400) == 128
+    assert splits_of(sequences=300, keys=16 * 20) == 1
+    assert splits_of(sequences=0, keys=0) == 1
 
 
 def test_splits_and_tile_are_chosen_where_not_told():

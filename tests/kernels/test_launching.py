@@ -105,7 +105,7 @@ import random
 from attnscale_kernels import state
 from attnscale_kernels.flash import mask
 from attnscale_kernels.flash.launch import forward_launches
-from attnscale_kernels.launch import SM_80, SM_90, View, assuming
+from attnscale_kernels.launch import SM_80, SM_90, assuming
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
 
 mask.LEAST_SCORES = 0  # so that tiles of a mask are looked for in calls as small as these
@@ -114,8 +114,9 @@ memory = torch.zeros(2**17)
 PLACES = [(0, None), (1, None), (0, (1, 2)), (0, (2, 3)), (0, "apart")]
 SHAPES = {
     "dtype": [torch.bfloat16, torch.float32], "dim": [16, 24, 40], "value_dim": [16, 32, 24], "batch": [2, 1],
-    "heads": [4, 2], "kv_heads": [1, 2], "rows": [1, 5, 16], "keys": [6, 1, 32],
-    "beta_dtype": [torch.float32, torch.bfloat16], "beta_heads": [False, True], "beta_rows": [False, True],
+    "heads": [4, 2], "kv_heads": [1, 2], "rows": [5, 1, 16], "keys": [6, 1, 32],
+    "beta_dtype": [torch.float32, torch.bfloat16], "beta_heads": [True, False], "beta_rows": [False, True],
+    "beta_sliced": [True, False], "q_dtype": [None, torch.float16],
     "q": PLACES, "k": PLACES, "v": PLACES, "beta": PLACES[:2], "padding_at": PLACES[:2], "mask_at": PLACES,
     "bounds": [False, True], "one_bound": [False, True], "padding": [False, True],
     "mask": [None, torch.bool, torch.float32, torch.bfloat16], "mask_heads": [False, True],
@@ -139,10 +140,12 @@ def tensor(shape, dtype, place=(0, None)):
 def launches_of(c):
     heads = c["heads"]
     torch.backends.cuda.matmul.fp32_precision = c["precision"]
-    q = tensor((c["batch"], heads, c["rows"], c["dim"]), c["dtype"], c["q"])
+    q = tensor((c["batch"], heads, c["rows"], c["dim"]), c["q_dtype"] or c["dtype"], c["q"])
     k = tensor((c["batch"], c["kv_heads"], c["keys"], c["dim"]), c["dtype"], c["k"])
     v = tensor((c["batch"], c["kv_heads"], c["keys"], c["value_dim"]), c["dtype"], c["v"])
-    of_beta = 1, heads if c["beta_heads"] else 1, c["rows"] if c["beta_rows"] else 1
+    of_beta = heads if c["beta_heads"] else 1, c["rows"] if c["beta_rows"] else 1
+    extents = (heads, c["rows"]) if c["beta_sliced"] else of_beta  # a slice has the strides of the whole
+    beta = tensor((1, *extents), c["beta_dtype"], c["beta"])[:, : of_beta[0], : of_beta[1]]
     rule = [c["slot"], c["left"], c["right"], None, None, None, None]
     if c["bounds"]:
         bounds = tensor((1 if c["one_bound"] else c["batch"], c["rows"]), torch.int32)
@@ -151,7 +154,7 @@ def launches_of(c):
         rule[5] = tensor((c["batch"], c["keys"]), torch.bool, c["padding_at"])
     if c["mask"]:
         rule[6] = tensor((1, heads if c["mask_heads"] else 1, c["rows"], c["keys"]), c["mask"], c["mask_at"])
-    given = q, k, v, tensor(of_beta, c["beta_dtype"], c["beta"]), Visibility(*rule)
+    given = q, k, v, beta, Visibility(*rule)
     options = {name: c[name] for name in ("scale", "softcap", "entropy")}
     options["sinks"] = tensor((heads,), torch.float32) if c["sinks"] else None
     dropout = {} if c["dropout"] is None else {"dropout_p": 0.5, "seed": tensor((2,), torch.int64)[c["dropout"]]}
@@ -162,9 +165,16 @@ def launches_of(c):
     return [(q, launch) for launch in (*decoding, *forward, *softmax)]
 
 
+def numbers(values):
+    for value in values:
+        if isinstance(value, tuple):
+            yield from numbers(value)
+        elif type(value) in (int, float, type(None)):
+            yield value
+
+
 def choices(launch):
-    strides = [x.strides for x in launch.arguments.values() if isinstance(x, View)]
-    return launch.grid, launch.constants, launch.warps, launch.stages, strides
+    return launch.grid, launch.constants, launch.warps, launch.stages, list(numbers(launch.arguments.values()))
 
 
 # Calls that differ in one thing: what the signature of a plan forgot would be launched as the other is.
@@ -195,6 +205,19 @@ def test_one_variant_serves_all_lengths_of_decoding_and_the_right_ones_are_launc
         capture_output=True, text=True, check=False, timeout=300, env=environment,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
+
+
+def test_a_tensor_that_has_escaped_from_a_transform_is_recorded_as_any_other() -> None:
+    query, escaped = torch.randn(1, 1, 4, 16), []
+    torch.func.grad(lambda x: (escaped.append(x), x.sum())[1])(query)
+    key = torch.randn(1, 1, 4, 16, requires_grad=True)
+
+    found = flash_attention(escaped[0], key, key, torch.ones(1, 1, 1), Visibility(), scale=0.25)
+    expected = flash_attention(query, key, key, torch.ones(1, 1, 1), Visibility(), scale=0.25)
+
+    assert torch.equal(found.out, expected.out)
+    (gradient,), (wanted,) = (torch.autograd.grad(x.out.sum(), key) for x in (found, expected))
+    assert torch.equal(gradient, wanted)
 
 
 def test_a_descriptor_is_compiled_for_by_its_block_and_not_by_its_extent() -> None:

@@ -39,7 +39,7 @@ OUTPUTS = {
     "flash_backward_rows_kernel": ("rows_ptr",),
     "flash_backward_query_kernel": ("grad_q", "dbeta_ptr"),
     "flash_backward_key_kernel": ("grad_k", "grad_v"),
-    "decode_split_kernel": ("rows_ptr", "acc_ptr"),
+    "decode_split_kernel": ("scratch_ptr",),
     "decode_merge_kernel": ("out", *STATISTICS),
     "gap_bracket_kernel": ("top_ptr", "gap_ptr", "lower_ptr", "upper_ptr"),
     "gap_count_kernel": ("counts_ptr",),

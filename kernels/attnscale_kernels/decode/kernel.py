@@ -59,14 +59,22 @@ def _part(first, end, split, splits, BLOCK: tl.constexpr):
     return low, tl.minimum(low + share, end)
 
 
+@triton.jit
+def _parts(scratch_ptr, splits, rows, DV: tl.constexpr):
+    """What the splits leave for the merge: outputs [splits, B, H, Tq, DV], and behind them m, l and u of each row.
+
+    One memory for both, since the host takes more than a microsecond to allocate another.
+    """
+    return scratch_ptr, scratch_ptr + (splits * DV).to(tl.int64) * rows
+
+
 @triton.jit(do_not_specialize=["slot", "rows", "keys", "splits"])
 def decode_split_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
     beta,  # [B|1, H|1, Tq] fp32
-    rows_ptr,  # [splits, B, H, Tq, 3] fp32: m, l and u
-    acc_ptr,  # [splits, B, H, Tq, DV] fp32
+    scratch_ptr,  # fp32, see `_parts`
     out,  # [B, H, Tq, DV]; this and the next four are written, or read, where there is one split
     sinks_ptr,  # [H]
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
@@ -173,6 +181,7 @@ def decode_split_kernel(
         result = (acc * factor[:, None]).to(out.ptr.dtype.element_ty)
         tl.store(out.ptr + out_offset[:, None] + dv[None, :], result, mask=exists[:, None] & (dv < DV)[None, :])
     else:
+        acc_ptr, rows_ptr = _parts(scratch_ptr, splits, rows, DV)
         row_at += split.to(tl.int64) * rows
         tl.store(rows_ptr + row_at * 3, m, mask=exists)
         tl.store(rows_ptr + row_at * 3 + 1, total, mask=exists)
@@ -183,8 +192,7 @@ def decode_split_kernel(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def decode_merge_kernel(
-    rows_ptr,  # [splits, B, H, Tq, 3] fp32: m, l and u
-    acc_ptr,  # [splits, B, H, Tq, DV] fp32
+    scratch_ptr,  # fp32, see `_parts`
     beta,  # [B|1, H|1, Tq] fp32
     sinks_ptr,  # [H]
     out,  # [B, H, Tq, DV]
@@ -206,6 +214,7 @@ def decode_merge_kernel(
     nats = tl.maximum(tl.abs(load_beta(beta, batch, head, row % queries, True)), LEAST_BETA) * factor
     c = nats * LOG2E
 
+    acc_ptr, rows_ptr = _parts(scratch_ptr, splits, rows, DV)
     dv = tl.arange(0, BLOCK_DV)
     m = HIDDEN + 0.0 * c
     total = 0.0 * c

@@ -13,13 +13,13 @@ from ..launch import (
     Launch,
     Resources,
     Tile,
-    View,
     attention_constants,
     block_of,
     cdiv,
     in_fp32,
     launched,
     multiplies_in_tf32,
+    new_view,
     positive_scale,
     resources_of,
     row_strides,
@@ -27,7 +27,7 @@ from ..launch import (
     unit_stride,
 )
 from ..plans import layout, layout_of_any_length, remember
-from ..visibility import Visibility
+from ..visibility import Rule, Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
 MERGED_AT_ONCE = 16  # splits
@@ -38,10 +38,14 @@ class Plan(NamedTuple):
     """What decoding steps of one signature have in common, whatever the number of keys."""
 
     tile: Tile
-    multiprocessors: int
     programs: int  # of one split
-    beta_strides: tuple[int, ...]
+    most_splits: int
     copies: bool  # of query, key or value
+    linear: bool  # whether raw scores are products times the scale
+    query_strides: tuple[int, ...]  # once copied
+    beta_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    rule: Rule | None  # None: there are tensors in it, so that each call has its own
     constants: dict[str, object]
     compiled: dict[int, Any]  # see `Launch`
     merge_constants: dict[str, object]
@@ -62,9 +66,9 @@ def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resou
     return Tile(m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3, MOST_REGISTERS)
 
 
-def decode_splits(programs: int, tiles: int, multiprocessors: int) -> int:
-    """How many parts keys are split into: two programs per multiprocessor, each with at least two tiles of keys."""
-    return max(1, min(2 * multiprocessors // max(programs, 1), tiles // 2, 128))
+def most_splits(programs: int, multiprocessors: int) -> int:
+    """How many parts keys are split into where there are enough of them: two programs per multiprocessor."""
+    return max(1, min(2 * multiprocessors // max(programs, 1), 128))
 
 
 def decode_launches(
@@ -89,38 +93,36 @@ def decode_launches(
     _, kv_heads, keys, value_dim = value.shape
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
-    result = new_forward(query, value, entropy)
-    linear = visibility.linear_in_products(softcap)
-    if scale <= 0.0 and linear:
+    if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
     beta, scale = in_fp32(beta), float(scale)
     softcap = None if softcap is None else float(softcap)
     sinks = None if sinks is None else sinks.contiguous()
+    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
     signature = (
         "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), kv_heads, value_dim,
-        layout(beta), layout(sinks), visibility.layout()[1:], softcap is None, entropy, tile, target(query),
+        beta.shape, beta.stride(), beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
+        visibility.layout()[1:], softcap is None, entropy, tile, target(query),
         query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: Plan | None = state.PLANS.get(signature)
     if plan is None:
-        plan = remember(signature, _decode_plan(query, key, value, beta, tile))
+        plan = remember(signature, _decode_plan(query, key, value, beta, visibility, softcap, out, tile))
     if plan.copies:
         query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     tile = plan.tile
-    splits = splits or decode_splits(plan.programs, cdiv(keys, tile.n), plan.multiprocessors)
-    merging = splits > 1
-    out, lse = result.out, result.lse
+    if splits is None:  # each with at least two tiles of keys
+        splits = max(1, min(plan.most_splits, cdiv(keys, tile.n) // 2))
     rows = batch * heads * queries
     shared: dict[str, object] = {
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
-        "rows_ptr": lse.new_empty(splits, rows, 3) if merging else lse,
-        "acc_ptr": lse.new_empty(splits, rows, value_dim) if merging else lse,
-        "beta": View(beta, plan.beta_strides),
-        "out": View(out, out.stride()),
+        "scratch_ptr": lse if splits == 1 else lse.new_empty(splits * rows * (value_dim + 3)),
+        "beta": new_view((beta, plan.beta_strides)),
+        "out": new_view((out, plan.out_strides)),
         "sinks_ptr": sinks,
         "lse_ptr": lse,
-        "top_ptr": result.max_logit,
-        "entropy_ptr": result.entropy,
+        "top_ptr": top,
+        "entropy_ptr": disorder,
         "heads": heads,
         "queries": queries,
         "rows": rows,
@@ -128,10 +130,10 @@ def decode_launches(
     }
     arguments: dict[str, object] = {
         **shared,
-        "q": View(query, query.stride()),
-        "k": View(key, key.stride()),
-        "v": View(value, value.stride()),
-        "rule": visibility.rule(slot=0),
+        "q": new_view((query, plan.query_strides)),
+        "k": new_view((key, key.stride())),
+        "v": new_view((value, value.stride())),
+        "rule": plan.rule or visibility.rule(slot=0),
         "slot": visibility.slot if visibility.start is None else 0,
         "group": heads // kv_heads,
         "keys": keys,
@@ -141,17 +143,26 @@ def decode_launches(
     split = Launch(
         decode_split_kernel, plan.programs * splits, arguments, plan.constants, tile.warps, tile.stages, plan.compiled
     )
-    if not merging:
+    if splits == 1:
         return (split,), result
-    shared["factor"] = scale if linear else 1.0
-    merged = Launch(decode_merge_kernel, rows, shared, plan.merge_constants, 4, 1, plan.merge_compiled)
-    return (split, merged), result
+    shared["factor"] = scale if plan.linear else 1.0
+    merge = Launch(decode_merge_kernel, rows, shared, plan.merge_constants, 4, 1, plan.merge_compiled)
+    return (split, merge), result
 
 
 decode = launched(decode_launches)
 
 
-def _decode_plan(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, tile: Tile | None) -> Plan:
+def _decode_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    softcap: float | None,
+    out: Tensor,
+    tile: Tile | None,
+) -> Plan:
     """How to launch decoding, by nothing that is not in its signature."""
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
@@ -160,13 +171,18 @@ def _decode_plan(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, tile: 
     resources = resources_of(query.device)
     group_rows = heads // kv_heads * queries
     tile = tile or decode_tile(group_rows, block_of(dim), block_of(value_dim), query.element_size(), resources)
+    programs = batch * kv_heads * cdiv(group_rows, tile.m)
     constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
     return Plan(
         tile,
-        resources.multiprocessors,
-        batch * kv_heads * cdiv(group_rows, tile.m),
-        row_strides(beta, batch, heads, queries),
+        programs,
+        most_splits(programs, resources.multiprocessors),
         any(unit_stride(x) is not x for x in (query, key, value)),
+        visibility.linear_in_products(softcap),
+        unit_stride(query).stride(),
+        row_strides(beta, batch, heads, queries),
+        out.stride(),
+        visibility.rule(slot=0) if visibility.is_plain else None,
         {**attention_constants(query, tile), **constants},
         {},
         {**constants, "BLOCK_S": MERGED_AT_ONCE},

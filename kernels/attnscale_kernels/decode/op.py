@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..derivatives import refuse_others
 from ..flash.results import Forward, new_forward
+from ..launch import run
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
-from .launch import decode
+from .launch import decode, decode_launches
 
 
 def decode_attention(
@@ -29,10 +30,11 @@ def decode_attention(
     """`decode` as an operator."""
     tensors = query, key, value, beta, sinks, visibility.mask
     if is_eager(*tensors) and not needs_gradient(*tensors):
-        return decode(
+        made = decode_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
             splits=splits,
         )  # fmt: skip
+        return run(made, query)
     refuse_others(*tensors)
     out, lse, top, disorder = decode_op(query, key, value, beta, *visibility, sinks, scale, softcap, entropy, splits)
     return Forward(out, lse, top, disorder if entropy else None)
@@ -56,7 +58,7 @@ def decode_op(
 
 @decode_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return new_forward(query, value, entropy=others[-2]).outputs()
+    return new_forward(query, value.shape[-1], entropy=others[-2]).outputs()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

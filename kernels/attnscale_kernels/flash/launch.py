@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from ..boxes import box, fits_box
 from ..launch import (
     Launch,
     Tile,
-    View,
     alignment,
     attention_arguments,
     attention_constants,
@@ -23,15 +22,17 @@ from ..launch import (
     launched,
     multiplies_in_tf32,
     near_rows,
+    new_view,
     positive_scale,
     resources_of,
     row_strides,
     row_view,
+    run,
     target,
     view,
 )
-from ..plans import ForwardPlan, layout, remember
-from ..visibility import Visibility
+from ..plans import layout, remember
+from ..visibility import Rule, Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
 from .mask import key_rule, mask_squares, query_rule
@@ -49,6 +50,20 @@ from .tile_rules import (
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # of a program of the kernel that prepares the backward
+
+
+class ForwardPlan(NamedTuple):
+    """What forwards of one signature have in common."""
+
+    tile: Tile
+    programs: int
+    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
+    value_block: list[int] | None
+    copies: bool  # of query, key or value
+    strides: list[tuple[int, ...]]  # of query, key and value, once copied, of β and of the output
+    rule: Rule | None  # None: there are tensors in it, so that each call has its own
+    constants: dict[str, object]
+    compiled: dict[int, Any]  # see `Launch`
 
 
 def forward_launches(
@@ -75,7 +90,7 @@ def forward_launches(
     """
     batch, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
-    result = new_forward(query, value, entropy)
+    out, lse, top, disorder = result = new_forward(query, value.shape[-1], entropy)
     if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
     beta, scale, dropout_p = in_fp32(beta), float(scale), float(dropout_p)
@@ -83,9 +98,9 @@ def forward_launches(
     sinks = None if sinks is None else sinks.contiguous()
     seed = _seed(seed, dropout_p)
     signature = (
-        "forward", layout(query), layout(key), layout(value), layout(beta), layout(sinks), layout(seed),
-        visibility.layout(), softcap is None, entropy, tile, target(query),
-        query.dtype is torch.float32 and multiplies_in_tf32(),
+        "forward", layout(query), layout(key), layout(value), beta.shape, beta.stride(), beta.data_ptr() % 16 == 0,
+        sinks is not None and layout(sinks), seed is not None and layout(seed), visibility.layout(), softcap is None,
+        entropy, tile, target(query), query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: ForwardPlan | None = state.PLANS.get(signature)
     if plan is None:
@@ -95,21 +110,26 @@ def forward_launches(
         plan = remember(signature, made)
     if plan.copies:
         query, key, value = near_rows(query), near_rows(key), near_rows(value)
-    before, squares = mask_squares(visibility, (batch, heads, queries, keys))
-    listing, rule = key_rule(visibility, squares, queries, keys, plan.tile)
+    rule = plan.rule
+    before: tuple[Launch, ...] = ()
+    if rule is None:
+        before, squares = mask_squares(visibility, (batch, heads, queries, keys))
+        listing, rule = key_rule(visibility, squares, queries, keys, plan.tile)
+        before += listing
+    of_query, of_key, of_value, of_beta, of_out = plan.strides
     arguments: dict[str, object] = {
-        "q": View(query, query.stride()),
-        "k": View(key, key.stride()),
-        "v": View(value, value.stride()),
+        "q": new_view((query, of_query)),
+        "k": new_view((key, of_key)),
+        "v": new_view((value, of_value)),
         "k_box": None if plan.key_block is None else box(key, plan.key_block),
         "v_box": None if plan.value_block is None else box(value, plan.value_block),
-        "beta": View(beta, plan.beta_strides),
-        "out": View(result.out, result.out.stride()),
+        "beta": new_view((beta, of_beta)),
+        "out": new_view((out, of_out)),
         "sinks_ptr": sinks,
         "seed_ptr": seed,
-        "lse_ptr": result.lse,
-        "top_ptr": result.max_logit,
-        "entropy_ptr": result.entropy,
+        "lse_ptr": lse,
+        "top_ptr": top,
+        "entropy_ptr": disorder,
         "rule": rule,
         "heads": heads,
         "group": heads // kv_heads,
@@ -119,11 +139,11 @@ def forward_launches(
         "softcap": softcap,
         "dropout_p": dropout_p,
     }
-    grid = batch * heads * cdiv(queries, plan.tile.m)
+    tile = plan.tile
     attend = Launch(
-        flash_forward_kernel, grid, arguments, plan.constants, plan.tile.warps, plan.tile.stages, plan.compiled
+        flash_forward_kernel, plan.programs, arguments, plan.constants, tile.warps, tile.stages, plan.compiled
     )
-    return (*before, *listing, attend), result
+    return (*before, attend), result
 
 
 flash_forward = launched(forward_launches)
@@ -170,12 +190,15 @@ def _forward_plan(
         "KEEP_POINTERS": keeps_pointers(block_of(max(dim, value_dim)), tile, resources),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
+    batch, heads, queries, _ = query.shape
     return ForwardPlan(
         tile,
+        batch * heads * cdiv(queries, tile.m),
         [1, 1, tile.n, block_of(dim)] if boxed else None,
         [1, 1, tile.n, block_of(value_dim)] if boxed else None,
         copies,
-        row_strides(beta, *query.shape[:3]),
+        [query.stride(), key.stride(), value.stride(), row_strides(beta, batch, heads, queries), result.out.stride()],
+        visibility.rule() if visibility.is_plain else None,
         constants,
         {},
     )
@@ -183,9 +206,8 @@ def _forward_plan(
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
     """Gradients of everything that `backward_launches` is given, and of the sinks."""
-    launches, result = backward_launches(gradient, *given, **options)
-    for launch in launches:
-        launch.run(gradient)
+    launches, result = made = backward_launches(gradient, *given, **options)
+    run(made, gradient)
     if sinks is not None:
         lse, delta = given[6], launches[-3].arguments["rows_ptr"][..., 3]  # type: ignore[index]
         share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..derivatives import refuse_others, refuse_second
-from ..launch import empty_like_layout
+from ..launch import empty_like_layout, run
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
-from .launch import flash_backward, flash_forward
+from .launch import flash_backward, flash_forward, forward_launches
 from .results import Forward, new_forward
 
 
@@ -38,16 +39,17 @@ def flash_attention(
     tensors = query, key, value, beta, sinks, visibility.mask
     eager = is_eager(*tensors)
     if eager and not needs_gradient(*tensors):
-        return flash_forward(
+        made = forward_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
             seed=seed, entropy=entropy,
         )  # fmt: skip
-    if eager:
+        return run(made, query)
+    if eager and not any(map(is_functorch_wrapped_tensor, (query, key, value, beta))):
         if visibility.mask is not None and visibility.mask.requires_grad:
             raise RuntimeError(NO_GRADIENT_OF_MASK)
         numbers = float(scale), softcap, float(dropout_p)
-        out, found = _EagerAttention.apply(query, key, value, beta, sinks, visibility, seed, numbers, entropy)
-        return Forward(out, found.lse, found.max_logit, found.entropy)
+        out, found = _record(query, key, value, beta, sinks, visibility, seed, numbers, entropy)
+        return Forward(out, *found[1:])
     refuse_others(*tensors)
     out, *stats = flash_forward_op(
         query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
@@ -79,7 +81,7 @@ flash_forward_op = operator(
 
 @flash_forward_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return new_forward(query, value, entropy=others[-1]).outputs()
+    return new_forward(query, value.shape[-1], entropy=others[-1]).outputs()
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -172,10 +174,11 @@ class _EagerAttention(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Forward]:
         scale, softcap, dropout_p = numbers
-        found = flash_forward(
+        made = forward_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
             seed=seed, entropy=entropy,
         )  # fmt: skip
+        found = run(made, query)
         saved = query, key, value, beta, *visibility[3:], sinks, seed, found.out, found.lse
         _save(ctx, saved, visibility[:3], numbers)
         return found.out, found
@@ -183,3 +186,8 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: object) -> Any:
         return *_differentiate(ctx, gradient), None, None, None, None
+
+
+# Not `Function.apply`, which takes as long as autograd itself to look for transforms of torch.func, and for tensors
+# that have escaped from one: `flash_attention` looks for both.
+_record = super(torch.autograd.Function, _EagerAttention).apply

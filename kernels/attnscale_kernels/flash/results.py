@@ -33,9 +33,9 @@ class Backward(NamedTuple):
     sinks: Tensor | None  # [H] fp32
 
 
-def new_forward(query: Tensor, value: Tensor, entropy: bool) -> Forward:
-    """Memory for the result of a forward; the output in the layout of the query."""
+def new_forward(query: Tensor, width: int, entropy: bool) -> Forward:
+    """Memory for the result of a forward with values as wide; the output in the layout of the query."""
     batch, heads, queries, _ = query.shape
     rows = query.new_empty(batch, heads, queries, dtype=torch.float32)
     top = torch.empty_like(rows)
-    return Forward(empty_like_layout(query, value.shape[-1]), rows, top, torch.empty_like(rows) if entropy else None)
+    return Forward(empty_like_layout(query, width), rows, top, torch.empty_like(rows) if entropy else None)
