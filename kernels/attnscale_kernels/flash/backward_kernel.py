@@ -21,6 +21,7 @@ from ..device import (
     visible_from,
     visible_keys,
 )
+from ..pairs import difference, product, product_less
 from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, query_range, tile_list
 from ..tiles import head_strides, load_beta, load_block, load_rows, load_tile, load_whole, store_block
 
@@ -99,6 +100,7 @@ def flash_backward_query_kernel(
     K_ROW: tl.constexpr,  # strides of the rows of k and v
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
+    PAIRS: tl.constexpr,  # of fp32 numbers are worked on at once
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -155,17 +157,17 @@ def flash_backward_query_kernel(
             if phase == 3:
                 y = tl.where(seen, y + broken_keys[None, :], 0.0)
             y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
-            x = y * c[:, None] - lse[:, None]
+            x = product_less(y, c[:, None], lse[:, None], PAIRS)
             if phase != 1:
                 x = tl.where(seen, x, HIDDEN)
             p = tl.exp2(x)
             dp = tl.dot(do, v_tile, input_precision=PRECISION)  # [BM, BN]
             if seed_ptr is not None:
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
-            change = dp - delta[:, None]
+            change = difference(dp, delta[:, None], PAIRS)
             if phase == 3:
                 change = tl.where(seen, change, 0.0)  # a value that is not finite, times a weight of 0
-            dlogit = p * change
+            dlogit = product(p, change, PAIRS)
             if dbeta_ptr is not None and not LINEAR:
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:

@@ -45,6 +45,7 @@ from .tile_rules import (
     keeps_pointers,
     parts_of_sums,
     sums_first,
+    works_in_pairs,
 )
 
 LOG2E = 1.4426950408889634
@@ -168,6 +169,7 @@ def _forward_plan(
         "PARTS": parts_of_sums(first, resources, entropy),
         "SUMS_FIRST": first,
         "KEEP_POINTERS": keeps_pointers(block_of(max(dim, value_dim)), tile, resources),
+        "PAIRS": works_in_pairs(query.element_size(), resources),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
     return ForwardPlan(
@@ -266,7 +268,13 @@ def backward_launches(
             "dbeta_ptr": result.beta,
             "rule": query_side,
         },
-        {**attention_constants(query, query_tile), **constants, "K_ROW": key.stride(2), "V_ROW": value.stride(2)},
+        {
+            **attention_constants(query, query_tile),
+            **constants,
+            "K_ROW": key.stride(2),
+            "V_ROW": value.stride(2),
+            "PAIRS": works_in_pairs(*shape[2:]),
+        },
         query_tile.warps,
         query_tile.stages,
     )

@@ -155,3 +155,11 @@ def draws_fours(resources: Resources) -> bool:
 def keeps_pointers(dim: int, tile: Tile, resources: Resources) -> bool:
     """Whether the forward advances pointers to keys and values, which takes registers, or makes them anew each step."""
     return resources.warp_size == 32 and tile.n * dim <= LARGE_TILE
+
+
+def works_in_pairs(size: int, resources: Resources) -> bool:
+    """Whether the forward and the gradient of queries work on two fp32 numbers at once; see pairs.py.
+
+    The gradients of keys and values would take 5 % more instructions: what is subtracted there differs between the two.
+    """
+    return resources.has_tensor_memory and size == 2
