@@ -23,7 +23,17 @@ from ..device import (
 )
 from ..pairs import difference, product, product_less
 from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, query_range, tile_list
-from ..tiles import head_strides, load_beta, load_block, load_rows, load_tile, load_whole, store_block
+from ..tiles import (
+    head_strides,
+    load_beta,
+    load_block,
+    load_box,
+    load_rows,
+    load_tile,
+    load_whole,
+    load_whole_box,
+    store_block,
+)
 
 
 @triton.jit
@@ -78,6 +88,8 @@ def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
+    k_box,  # descriptors of k and v, in place of pointers
+    v_box,
     grad_out,  # [B, H, Tq, DV]
     grad_q,  # [B, H, Tq, D]
     rows_ptr,  # [B, H, Tq, 4] fp32
@@ -147,11 +159,15 @@ def flash_backward_query_kernel(
                 left_key = following * BLOCK_N
                 following = tl.load(tiles_at + at + 1)  # as in the forward
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            first = tl.cast(left_key, tl.int64)
-            k_at = k_ptr + first * K_ROW + (columns[:, None] * K_ROW + d[None, :])  # [BN, BD]
-            v_at = v_ptr + first * V_ROW + (columns[None, :] * V_ROW + dv[:, None])  # [BDV, BN]
-            k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
-            v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
+            if k_box is not None:
+                k_tile, broken_keys = load_whole_box(k_box, batch, kv_head, left_key, phase)
+                v_tile = tl.trans(load_box(v_box, batch, kv_head, left_key))
+            else:
+                first = tl.cast(left_key, tl.int64)
+                k_at = k_ptr + first * K_ROW + (columns[:, None] * K_ROW + d[None, :])  # [BN, BD]
+                v_at = v_ptr + first * V_ROW + (columns[None, :] * V_ROW + dv[:, None])  # [BDV, BN]
+                k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
+                v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
             seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, phase != 1)
             y = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BM, BN]
             if phase == 3:
