@@ -1,4 +1,4 @@
-"""Triton's interpreter with its bfloat16 put right, and one that fuses products into sums as a GPU does.
+"""Triton's interpreter with its bfloat16 put right and some assembly, and one that fuses products into sums as a GPU.
 
 The interpreter of triton 3.7 keeps bfloat16 as 16-bit integers. It casts to it by cutting bits off, and everything
 else — products of matrices too — works on those integers as if they were the numbers. Here bfloat16 is widened to
@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import triton.language as tl
+from interpreted_assembly import create_inline_asm
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -21,7 +22,7 @@ Array = np.ndarray
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Inside, kernels that are interpreted compute with bfloat16 as it is meant."""
+    """Inside, kernels that are interpreted compute with bfloat16 as it is meant, and assembly is executed."""
     methods = {
         "binary_op": _binary_op,
         "ternary_op": _ternary_op,
@@ -31,6 +32,7 @@ def corrected() -> Iterator[None]:
         "create_dot": _dot,
         "create_fma": _fma,
         "get_bf16": _constant,
+        "create_inline_asm": create_inline_asm,
     }
     with mock.patch.multiple(InterpreterBuilder, create=True, **methods):
         yield

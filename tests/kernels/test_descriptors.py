@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 import torch
 from corrected_interpreter import corrected
-from flash_cases import DTYPES, TILE, Case, assert_forward, forward, guarded, inputs_of, rows_of
+from flash_cases import (
+    DTYPES,
+    TILE,
+    Case,
+    assert_backward,
+    assert_forward,
+    backward,
+    forward,
+    gradients,
+    guarded,
+    inputs_of,
+    rows_of,
+)
 
-from attnscale_kernels.flash.launch import forward_launches
+from attnscale_kernels.flash.launch import backward_launches, forward_launches
 from attnscale_kernels.flash.tile_rules import forward_tile, parts_of_sums
 from attnscale_kernels.launch import SM_80, SM_90, SM_100, Resources, Tile, alignment, assuming
 
@@ -75,6 +87,66 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(resources, v
     for name, expected in rows_of(clean).items():
         assert torch.equal(getattr(spoilt, name)[free], expected[free]), name
     assert not spoilt.out[sees_value].isfinite().all(-1).any()
+
+
+def boxed_backward(x, resources: Resources) -> bool:
+    """Whether the gradient of queries takes descriptors on such a device."""
+    options = {name: x.options[name] for name in ("scale", "softcap", "dropout_p", "seed")}
+    with assuming(resources):
+        launches, _ = backward_launches(
+            x.gradient, x.q, x.k, x.v, x.beta, x.seen.visibility, x.gradient, x.beta, **options
+        )
+    return launches[-2].arguments["k_box"] is not None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sees="causal", queries=70, keys=129, dim=72, heads=1, dtype=FP16),
+        Case(sees="window_of_20", queries=129, keys=129, dim=16, value_dim=80, heads=1, dtype=BF16, beta="any_sign"),
+        Case(sees="any_intervals", queries=65, keys=63, dim=88, value_dim=24, heads=1, dtype=FP16, sinks=True),
+        Case(sees="left_padding", queries=70, keys=70, dim=72, batch=2, heads=2, kv_heads=1, dtype=BF16),
+        Case(sees="everything", queries=2, keys=1, dim=128, heads=1, dtype=FP16),
+    ],
+    ids=str,
+)
+def test_gradients_of_queries_by_descriptors_are_as_good(case):
+    x = inputs_of(case)
+    assert boxed_backward(x, SM_100)
+    with assuming(SM_100):
+        assert_backward(x)
+
+
+def test_gradients_take_descriptors_where_they_pay_and_the_layout_allows_it():
+    def takes(resources: Resources = SM_100, **changes) -> bool:
+        return boxed_backward(
+            inputs_of(Case(**{"queries": 5, "keys": 5, "dim": 72, "dtype": FP16, **changes})), resources
+        )
+
+    assert takes()
+    assert not takes(SM_90)
+    assert not takes(dim=64)
+    assert not takes(dim=136)
+    assert not takes(dtype=FP32)
+    assert not takes(dim=73), "rows of 146 bytes"
+    assert not takes(softcap=2.0)
+    assert not takes(dropout_p=0.25)
+    assert not takes(sees="mask_per_head")
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_what_is_no_number_spoils_only_gradients_that_depend_on_it(where):
+    x = inputs_of(Case(sees="window_of_20", queries=129, keys=129, dim=72, heads=1, dtype=FP16))
+    broken = replace(x, **{where: guarded(getattr(x, where))})
+    getattr(broken, where)[:, :, 64, 5] = math.nan
+    with assuming(SM_100), np.errstate(invalid="ignore", over="ignore"):
+        spoilt = gradients(backward(broken, forward(broken)))
+        clean = gradients(backward(x, forward(x)))
+    sees = x.seen.table[0, 0, :, 64]
+    for name in ("dq", "dbeta"):
+        assert torch.equal(spoilt[name][0, 0, ~sees], clean[name][0, 0, ~sees]), name
+    assert not spoilt["dq"][0, 0, sees].isfinite().all(-1).any()
 
 
 def heads_last(x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,19 @@ from ..device import (
     visible_from,
     visible_keys,
 )
+from ..pairs import difference, product, product_less
 from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, query_range, tile_list
-from ..tiles import head_strides, load_beta, load_block, load_rows, load_tile, load_whole, store_block
+from ..tiles import (
+    head_strides,
+    load_beta,
+    load_block,
+    load_box,
+    load_rows,
+    load_tile,
+    load_whole,
+    load_whole_box,
+    store_block,
+)
 
 
 @triton.jit
@@ -77,6 +88,8 @@ def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
+    k_box,  # descriptors of k and v, in place of pointers
+    v_box,
     grad_out,  # [B, H, Tq, DV]
     grad_q,  # [B, H, Tq, D]
     rows_ptr,  # [B, H, Tq, 4] fp32
@@ -99,6 +112,7 @@ def flash_backward_query_kernel(
     K_ROW: tl.constexpr,  # strides of the rows of k and v
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
+    PAIRS: tl.constexpr,  # of fp32 numbers are worked on at once
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -145,27 +159,31 @@ def flash_backward_query_kernel(
                 left_key = following * BLOCK_N
                 following = tl.load(tiles_at + at + 1)  # as in the forward
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            first = tl.cast(left_key, tl.int64)
-            k_at = k_ptr + first * K_ROW + (columns[:, None] * K_ROW + d[None, :])  # [BN, BD]
-            v_at = v_ptr + first * V_ROW + (columns[None, :] * V_ROW + dv[:, None])  # [BDV, BN]
-            k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
-            v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
+            if k_box is not None:
+                k_tile, broken_keys = load_whole_box(k_box, batch, kv_head, left_key, phase)
+                v_tile = tl.trans(load_box(v_box, batch, kv_head, left_key))
+            else:
+                first = tl.cast(left_key, tl.int64)
+                k_at = k_ptr + first * K_ROW + (columns[:, None] * K_ROW + d[None, :])  # [BN, BD]
+                v_at = v_ptr + first * V_ROW + (columns[None, :] * V_ROW + dv[:, None])  # [BDV, BN]
+                k_tile, broken_keys = load_whole(k_at, (d < D)[None, :], (slots < keys)[:, None], D != BLOCK_D, phase)
+                v_tile = load_tile(v_at, (dv < DV)[:, None], (slots < keys)[None, :], DV != BLOCK_DV, phase != 1)
             seen, bias = visible(rule, batch, head, rows, left_key, slots, start, stop, queries, keys, phase != 1)
             y = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BM, BN]
             if phase == 3:
                 y = tl.where(seen, y + broken_keys[None, :], 0.0)
             y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
-            x = y * c[:, None] - lse[:, None]
+            x = product_less(y, c[:, None], lse[:, None], PAIRS)
             if phase != 1:
                 x = tl.where(seen, x, HIDDEN)
             p = tl.exp2(x)
             dp = tl.dot(do, v_tile, input_precision=PRECISION)  # [BM, BN]
             if seed_ptr is not None:
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
-            change = dp - delta[:, None]
+            change = difference(dp, delta[:, None], PAIRS)
             if phase == 3:
                 change = tl.where(seen, change, 0.0)  # a value that is not finite, times a weight of 0
-            dlogit = p * change
+            dlogit = product(p, change, PAIRS)
             if dbeta_ptr is not None and not LINEAR:
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:

@@ -21,6 +21,7 @@ from ..device import (
     sum_in_parts,
     visible_keys,
 )
+from ..pairs import product, product_less
 from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, tile_list
 from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_block
 
@@ -59,6 +60,7 @@ def flash_forward_kernel(
     PARTS: tl.constexpr,
     SUMS_FIRST: tl.constexpr,
     KEEP_POINTERS: tl.constexpr,  # of a tile of keys, in registers
+    PAIRS: tl.constexpr,  # of fp32 numbers are worked on at once
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -137,7 +139,8 @@ def flash_forward_kernel(
             if phase != 1:
                 # x is one fused operation: of two hidden scores it would be the rounding of 1e30, not 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-            x = y * c[:, None] - base[:, None]
+            # Beside the bias of a tile, pairs take registers that sm_100 has not: 16 bytes were spilled.
+            x = product_less(y, c[:, None], base[:, None], PAIRS and (phase == 1 or rule.bias_ptr is None))
             p = tl.exp2(x)
             if entropy_ptr is not None:
                 moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
@@ -148,7 +151,7 @@ def flash_forward_kernel(
                 # NaN makes its row NaN anyway.
                 sums = tl.sum(total + moment, axis=1)
                 fade = tl.where(sums == sums, fade, sums)
-            acc *= fade[:, None]
+            acc = product(acc, fade[:, None], PAIRS)
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)

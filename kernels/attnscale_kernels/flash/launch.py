@@ -40,12 +40,14 @@ from .results import Backward, Forward, new_forward
 from .tile_rules import (
     backward_key_tile,
     backward_query_tile,
+    backward_takes_boxes,
     draws_fours,
     edge_stages,
     forward_tile,
     keeps_pointers,
     parts_of_sums,
     sums_first,
+    works_in_pairs,
 )
 
 LOG2E = 1.4426950408889634
@@ -188,6 +190,7 @@ def _forward_plan(
         "PARTS": parts_of_sums(first, resources, entropy),
         "SUMS_FIRST": first,
         "KEEP_POINTERS": keeps_pointers(block_of(max(dim, value_dim)), tile, resources),
+        "PAIRS": works_in_pairs(query.element_size(), resources),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
     batch, heads, queries, _ = query.shape
@@ -245,7 +248,10 @@ def backward_launches(
     shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
     busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p > 0.0)
     padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
-    query_tile = query_tile or backward_query_tile(*shape, dropout=dropout_p > 0.0)
+    boxed = backward_takes_boxes(
+        *shape, busy=visibility.mask is not None or softcap is not None or dropout_p > 0.0
+    ) and all(fits_box(x, shape[-1]) for x in (key, value))
+    query_tile = query_tile or backward_query_tile(*shape, boxed=boxed, dropout=dropout_p > 0.0)
     key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
@@ -284,11 +290,19 @@ def backward_launches(
         batch * heads * cdiv(queries, query_tile.m),
         {
             **shared,
+            "k_box": box(key, [1, 1, query_tile.n, shape[0]]) if boxed else None,
+            "v_box": box(value, [1, 1, query_tile.n, shape[1]]) if boxed else None,
             "grad_q": view(result.query),
             "dbeta_ptr": result.beta,
             "rule": query_side,
         },
-        {**attention_constants(query, query_tile), **constants, "K_ROW": key.stride(2), "V_ROW": value.stride(2)},
+        {
+            **attention_constants(query, query_tile),
+            **constants,
+            "K_ROW": 0 if boxed else key.stride(2),
+            "V_ROW": 0 if boxed else value.stride(2),
+            "PAIRS": works_in_pairs(*shape[2:]),
+        },
         query_tile.warps,
         query_tile.stages,
     )

@@ -77,11 +77,15 @@ def parts_of_sums(first: bool, resources: Resources, entropy: bool) -> int:
     return 8 if resources.warp_size == 64 or (entropy and not first) else 1
 
 
-def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resources, *, dropout: bool = False) -> Tile:
+def backward_query_tile(
+    dim: int, value_dim: int, size: int, resources: Resources, *, boxed: bool = False, dropout: bool = False
+) -> Tile:
     """For the gradient of queries: like the forward, with one product more.
 
-    With 32 keys, sm_80 would spill 8 bytes at 128 dimensions with dropout.
+    `boxed`: keys and values come by descriptors. With dropout and 32 keys, sm_80 would spill 8 bytes at 128 dimensions.
     """
+    if boxed:
+        return Tile(128, 128, 8, 2)
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
     if size == 4:
@@ -97,6 +101,15 @@ def backward_query_tile(dim: int, value_dim: int, size: int, resources: Resource
     if widest <= 128:
         return Tile(128, 16 if dropout and resources.shared_memory <= 200_000 else 32, 8, 2)
     return Tile(64, 32, 8, 1) if resources.shared_memory > 200_000 else Tile(32, 32, 4, 1)
+
+
+def backward_takes_boxes(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool) -> bool:
+    """Whether the gradient of queries takes keys and values by descriptors, where their layout allows it.
+
+    At 128 dimensions sm_100 then has room for 128 keys, with 6 % fewer instructions than by pointers, unless a mask is
+    read or more is computed for a score (`busy`); at 64, pointers take 4 % fewer. sm_90 would spill up to 40 bytes.
+    """
+    return resources.has_tensor_memory and size == 2 and 64 < max(dim, value_dim) <= 128 and not busy
 
 
 def backward_key_tile(
@@ -155,3 +168,11 @@ def draws_fours(resources: Resources) -> bool:
 def keeps_pointers(dim: int, tile: Tile, resources: Resources) -> bool:
     """Whether the forward advances pointers to keys and values, which takes registers, or makes them anew each step."""
     return resources.warp_size == 32 and tile.n * dim <= LARGE_TILE
+
+
+def works_in_pairs(size: int, resources: Resources) -> bool:
+    """Whether the forward and the gradient of queries work on two fp32 numbers at once; see pairs.py.
+
+    The gradients of keys and values would take 5 % more instructions: what is subtracted there differs between the two.
+    """
+    return resources.has_tensor_memory and size == 2
