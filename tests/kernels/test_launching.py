@@ -99,6 +99,7 @@ for dim in (64, 128):
 """
 
 CHOICES = """
+import functools
 import itertools
 import random
 
@@ -109,7 +110,7 @@ from attnscale_kernels.launch import SM_80, SM_90, assuming
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
 
 mask.LEAST_SCORES = 0  # so that tiles of a mask are looked for in calls as small as these
-memory = torch.zeros(2**17)
+memory = functools.cache(lambda dtype: torch.zeros(2**17, dtype=dtype))
 # In elements, and axes that lie in memory the other way round; or elements apart from each other.
 PLACES = [(0, None), (1, None), (0, (1, 2)), (0, (2, 3)), (0, "apart")]
 SHAPES = {
@@ -130,10 +131,10 @@ def tensor(shape, dtype, place=(0, None)):
     offset, axes = place
     shape = list(shape)
     if axes == "apart":
-        return memory.to(dtype)[: 16 * torch.Size(shape).numel()].view(*shape, 16)[..., 0]
+        return memory(dtype)[: 16 * torch.Size(shape).numel()].view(*shape, 16)[..., 0]
     if axes is not None:
         shape[axes[0]], shape[axes[1]] = shape[axes[1]], shape[axes[0]]
-    x = memory.to(dtype)[offset : offset + torch.Size(shape).numel()].view(shape)
+    x = memory(dtype)[offset : offset + torch.Size(shape).numel()].view(shape)
     return x if axes is None else x.transpose(*axes)
 
 

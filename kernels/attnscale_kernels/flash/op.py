@@ -38,17 +38,20 @@ def flash_attention(
     """
     tensors = query, key, value, beta, sinks, visibility.mask
     eager = is_eager(*tensors)
-    if eager and not needs_gradient(*tensors):
+    recorded = eager and needs_gradient(*tensors)
+    # Tensors that have escaped from a transform of torch.func are for the operator: autograd records them by it alone.
+    if eager and not (recorded and any(map(is_functorch_wrapped_tensor, (query, key, value, beta)))):
+        if recorded and visibility.mask is not None and visibility.mask.requires_grad:
+            raise RuntimeError(NO_GRADIENT_OF_MASK)
         made = forward_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
             seed=seed, entropy=entropy,
         )  # fmt: skip
-        return run(made, query)
-    if eager and not any(map(is_functorch_wrapped_tensor, (query, key, value, beta))):
-        if visibility.mask is not None and visibility.mask.requires_grad:
-            raise RuntimeError(NO_GRADIENT_OF_MASK)
+        found = run(made, query)
+        if not recorded:
+            return found
         numbers = float(scale), softcap, float(dropout_p)
-        out, found = _record(query, key, value, beta, sinks, visibility, seed, numbers, entropy)
+        out = _record(query, key, value, beta, sinks, found, visibility, seed, numbers)
         return Forward(out, *found[1:])
     refuse_others(*tensors)
     out, *stats = flash_forward_op(
@@ -168,23 +171,18 @@ class _EagerAttention(torch.autograd.Function):
         value: Tensor,
         beta: Tensor,
         sinks: Tensor | None,
+        found: Forward,
         visibility: Visibility,
         seed: Tensor | None,
         numbers: tuple[float, float | None, float],
-        entropy: bool,
-    ) -> tuple[Tensor, Forward]:
-        scale, softcap, dropout_p = numbers
-        made = forward_launches(
-            query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
-            seed=seed, entropy=entropy,
-        )  # fmt: skip
-        found = run(made, query)
-        saved = query, key, value, beta, *visibility[3:], sinks, seed, found.out, found.lse
-        _save(ctx, saved, visibility[:3], numbers)
-        return found.out, found
+    ) -> Tensor:
+        """The output, which was found before."""
+        out, lse, _, _ = found
+        _save(ctx, (query, key, value, beta, *visibility[3:], sinks, seed, out, lse), visibility[:3], numbers)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, _: object) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         return *_differentiate(ctx, gradient), None, None, None, None
 
 
