@@ -1,7 +1,7 @@
 """Device functions that work on two fp32 numbers with one instruction, which sm_100 has.
 
-LLVM finds such pairs only where a sum over a tile leads to them: of a tile of the forward, it left the products with
-the accumulator scalar, and without entropy the exponents too. Rounding is that of the scalar instructions.
+LLVM finds such pairs only where a sum over a tile leads to them: of a tile of the forward, it leaves the products with
+the accumulator scalar, and the exponents too under most rules. Rounding is that of the scalar instructions.
 """
 
 from __future__ import annotations
