@@ -251,7 +251,9 @@ def backward_launches(
     boxed = backward_takes_boxes(
         *shape, busy=visibility.mask is not None or softcap is not None or dropout_p > 0.0
     ) and all(fits_box(x, shape[-1]) for x in (key, value))
-    query_tile = query_tile or backward_query_tile(*shape, boxed=boxed, dropout=dropout_p > 0.0)
+    query_tile = query_tile or backward_query_tile(
+        *shape, boxed=boxed, dropout=dropout_p > 0.0, busy=dbeta or softcap is not None
+    )
     key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)

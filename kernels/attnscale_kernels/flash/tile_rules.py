@@ -78,14 +78,23 @@ def parts_of_sums(first: bool, resources: Resources, entropy: bool) -> int:
 
 
 def backward_query_tile(
-    dim: int, value_dim: int, size: int, resources: Resources, *, boxed: bool = False, dropout: bool = False
+    dim: int,
+    value_dim: int,
+    size: int,
+    resources: Resources,
+    *,
+    boxed: bool = False,
+    dropout: bool = False,
+    busy: bool = False,
 ) -> Tile:
     """For the gradient of queries: like the forward, with one product more.
 
-    `boxed`: keys and values come by descriptors. With dropout and 32 keys, sm_80 would spill 8 bytes at 128 dimensions.
+    `boxed`: keys and values come by descriptors; `busy`: softcap, or dβ, whose product of queries and gradients takes
+    registers at the end: with 4 warps 16 bytes would be spilled. With dropout and 32 keys, sm_80 would spill 8 bytes at
+    128 dimensions.
     """
     if boxed:
-        return Tile(128, 128, 8, 2)
+        return Tile(128, 128, 8, 2) if busy else Tile(128, 64, 4, 2, registers=255)  # at 168, 16 bytes spill
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
     if size == 4:
@@ -106,7 +115,7 @@ def backward_query_tile(
 def backward_takes_boxes(dim: int, value_dim: int, size: int, resources: Resources, *, busy: bool) -> bool:
     """Whether the gradient of queries takes keys and values by descriptors, where their layout allows it.
 
-    At 128 dimensions and with 128 keys that takes 6 % fewer instructions on sm_100; at 64, pointers take 4 % fewer.
+    At 128 dimensions that takes 2 to 6 % fewer instructions in the same tile on sm_100; at 64, pointers take 4 % fewer.
     Where a mask is read or more is computed for a score (`busy`) there is no room: softcap alone would spill 432 bytes.
     sm_90 would spill up to 40.
     """
