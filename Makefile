@@ -56,8 +56,9 @@ experiments: $(INSTALLED)  ## train the models of the README's tables and measur
 	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
 	$(PY) -m attnscale run configs/experiment/max_retrieval.yaml
 
-resources: $(INSTALLED)  ## compile every kernel for every target and write the table
+resources: $(INSTALLED)  ## compile every kernel for every target and write the tables
 	$(PY) -m attnscale.bench.static --write
+	$(PY) -m attnscale.bench.static --tiles
 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_report.py

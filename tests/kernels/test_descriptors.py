@@ -183,7 +183,7 @@ def test_tiles_know_the_device():
     assert forward_tile(128, 128, 2, SM_90, boxed=True) == Tile(128, 128, 8, 2)
     assert forward_tile(128, 128, 2, SM_80) == Tile(128, 128, 8, 2)
     assert forward_tile(128, 128, 2, SM_80._replace(shared_memory=101_376)) == Tile(128, 64, 8, 2)
-    assert forward_tile(256, 256, 2, SM_100, boxed=True) != forward_tile(256, 256, 2, SM_90, boxed=True)
-    assert [parts_of_sums(False, resources, True) for resources in (SM_90, SM_100)] == [8, 2]
+    assert forward_tile(128, 128, 2, SM_100, boxed=True) == Tile(128, 128, 4, 2)
+    assert [parts_of_sums(False, 2, resources, True) for resources in (SM_90, SM_100)] == [8, 2]
     assert backward_query_tile(128, 128, 2, SM_100, boxed=True) == Tile(128, 64, 4, 2, registers=255)
     assert backward_query_tile(128, 128, 2, SM_100, boxed=True, busy=True) == Tile(128, 128, 8, 2)

@@ -17,6 +17,7 @@ from attnscale.bench.static.goals import misses
 from attnscale.bench.static.phases import Phases
 from attnscale.bench.static.table import Row, Table, baseline, differences, read_table, static_table, write_table
 from attnscale.bench.static.targets import TARGETS
+from attnscale.bench.static.variants import variants
 
 LIMITS = {  # bytes of a block
     "sm_80": 166_912,
@@ -78,11 +79,11 @@ def test_every_family_is_compiled_and_the_large_ones_for_every_target(compiled: 
 
 def test_tiles_of_every_row_are_those_that_are_launched() -> None:
     # Without a compiler, and so for all targets.
-    rows = static_table()
+    rows, made = static_table(), variants()
 
     found = [
-        row_of(job, Compiled(row.registers, row.spills, row.shared_memory, row.phases))
-        for job, row in zip(jobs(), rows, strict=True)
+        row_of(made[index], target, Compiled(row.registers, row.spills, row.shared_memory, row.phases))
+        for (index, target), row in zip(jobs(), rows, strict=True)
     ]
 
     assert found == rows

@@ -9,6 +9,8 @@ import sys
 from attnscale.bench.static.building import build_table, jobs
 from attnscale.bench.static.goals import misses
 from attnscale.bench.static.table import FILE, differences, read_table, static_table, write_table
+from attnscale.bench.static.tile_table import FILE as TILES
+from attnscale.bench.static.tile_table import write_tiles
 
 
 def main() -> int:
@@ -17,10 +19,14 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     parser.add_argument("--quick", action="store_true", help="each variant for one of the targets in turn")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--tiles", action="store_true", help=f"only compile tiles of choice, and write {TILES.name}")
     parser.add_argument("--misses", action="store_true", help=f"only print which goals {FILE.name} misses")
     options = parser.parse_args()
     if options.misses:
         sys.stdout.write(json.dumps(misses(static_table()), indent=1, ensure_ascii=False) + "\n")
+        return 0
+    if options.tiles:
+        write_tiles()
         return 0
     if options.write and options.quick:
         parser.error("--quick leaves rows out: it compares, and writes nothing")

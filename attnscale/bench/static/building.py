@@ -36,23 +36,24 @@ def build_table(wanted: Iterable[Job], workers: int = 2) -> Table:
 
 def build_row(job: Job) -> Row:
     """Compile one variant for one target."""
-    variant, launch = _launch(job)
-    return row_of(job, compile_launch(launch, TARGETS[job[1]], variant.structure))
+    variant, target = variants()[job[0]], job[1]
+    return row_of(variant, target, compile_variant(variant, target))
 
 
-def row_of(job: Job, compiled: Compiled) -> Row:
+def compile_variant(variant: Variant, target: str) -> Compiled:
+    """What compiling a variant for a target gives."""
+    launch = variant.launch(TARGETS[target].resources)
+    return compile_launch(launch, TARGETS[target], variant.structure)
+
+
+def row_of(variant: Variant, target: str, compiled: Compiled) -> Row:
     """The row of a variant and a target: how it is launched there, and what compiling it has given."""
-    variant, launch = _launch(job)
+    launch = variant.launch(TARGETS[target].resources)
     return Row(
-        variant.family, variant.name, variant.dtype, variant.dim, job[1], _tile(launch), launch.warps, launch.stages,
+        variant.family, variant.name, variant.dtype, variant.dim, target, _tile(launch), launch.warps, launch.stages,
         compiled.registers, compiled.spills, compiled.shared_memory, _matrix_flops(variant, launch),
         _tile_bytes(variant, launch), compiled.phases,
     )  # fmt: skip
-
-
-def _launch(job: Job) -> tuple[Variant, Launch]:
-    variant = variants()[job[0]]
-    return variant, variant.launch(TARGETS[job[1]].resources)
 
 
 def _tile(launch: Launch) -> tuple[int, int]:

@@ -25,6 +25,7 @@ class Compiled(NamedTuple):
     spills: int  # bytes of a thread that do not fit into registers
     shared_memory: int  # bytes of a block
     phases: Phases
+    tensor_columns: int = 0  # of tensor memory, which sm_100 has
 
 
 def compile_launch(launch: Launch, target: Target, structure: Structure) -> Compiled:
@@ -37,7 +38,8 @@ def compile_launch(launch: Launch, target: Target, structure: Structure) -> Comp
     else:
         listing, usage = _disassemble(kernel.asm["cubin"])
         blocks, (registers, spills) = parse_sass(listing), cubin_usage(usage)
-    return Compiled(registers, spills, shared, find_phases(blocks, structure))
+    columns = int(getattr(kernel.metadata, "tmem_size", 0) or 0)
+    return Compiled(registers, spills, shared, find_phases(blocks, structure), columns)
 
 
 def versions() -> dict[str, str]:

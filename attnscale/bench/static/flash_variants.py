@@ -9,7 +9,7 @@ import torch
 from attnscale.bench.static.calls import MASKED
 from attnscale.bench.static.phases import Structure
 from attnscale.bench.static.variant import HEADS, NAMES, SCALE, Variant, heads_of, meta, phases_of, seen_by
-from attnscale_kernels.launch import Launch
+from attnscale_kernels.launch import Launch, Tile
 
 
 def mask_variants() -> Iterator[Variant]:
@@ -36,21 +36,25 @@ def forward_variants() -> Iterator[Variant]:
     half, full = torch.bfloat16, torch.float32
     for dim in (64, 128):
         for level in ("plain", "entropy"):
-            yield _forward(dim, half, "causal", level)
+            yield forward_variant(dim, half, "causal", level)
     for rule in ("everything", "window", "bounds", "padding", "bool mask", "block-sparse", "bias"):
-        yield _forward(128, half, rule, "entropy")
+        yield forward_variant(128, half, rule, "entropy")
     for extra in ("softcap", "sinks", "dropout"):
-        yield _forward(128, half, "causal", "entropy", extra)
-    yield _forward(128, half, "bias", "entropy", "softcap", "sinks", "dropout")
+        yield forward_variant(128, half, "causal", "entropy", extra)
+    yield forward_variant(128, half, "bias", "entropy", "softcap", "sinks", "dropout")
     for dim in (16, 24, 32, 40, 72, 80, 88, 96, 104, 192, 256):
-        yield _forward(dim, half, "causal", "entropy")
+        yield forward_variant(dim, half, "causal", "entropy")
     for dim in (64, 128):
-        yield _forward(dim, torch.float16, "causal", "entropy")
+        yield forward_variant(dim, torch.float16, "causal", "entropy")
     for dim in (64, 128, 256):
-        yield _forward(dim, full, "causal", "entropy")
+        yield forward_variant(dim, full, "causal", "entropy")
 
 
-def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) -> Variant:
+def forward_variant(
+    dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str, tile: Tile | None = None
+) -> Variant:
+    """The forward under a rule, at a tile of choice or at that of the rules of tiles."""
+
     def build() -> Launch:
         from attnscale_kernels.flash.launch import forward_launches
 
@@ -60,6 +64,7 @@ def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) 
             query, key, key, beta, seen_by(rule), scale=SCALE, softcap=30.0 if "softcap" in extras else None,
             sinks=meta(HEADS) if "sinks" in extras else None, dropout_p=0.1 if dropout else 0.0,
             seed=meta(1, dtype=torch.int64) if dropout else None, entropy=level == "entropy",
+            tile=tile,
         )[0][-1]  # fmt: skip
 
     structure = Structure(phases_of(rule), repairs=True)
@@ -69,22 +74,26 @@ def _forward(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) 
 def backward_variants() -> Iterator[Variant]:
     """The three kernels of the backward, dQ also with dβ."""
     half, full = torch.bfloat16, torch.float32
-    yield _backward(0, 128, half, "causal")
+    yield backward_variant(0, 128, half, "causal")
     for dim in (64, 128):
-        yield _backward(1, dim, half, "causal")
-        yield _backward(1, dim, half, "causal", "dbeta")
-        yield _backward(2, dim, half, "causal")
+        yield backward_variant(1, dim, half, "causal")
+        yield backward_variant(1, dim, half, "causal", "dbeta")
+        yield backward_variant(2, dim, half, "causal")
     for kernel, asked in ((1, ("dbeta",)), (2, ())):
         for rule in ("window", "bounds", "padding", "bool mask", "block-sparse"):
-            yield _backward(kernel, 128, half, rule, *asked)
-        yield _backward(kernel, 128, half, "bias", "softcap", "dropout", *asked)
+            yield backward_variant(kernel, 128, half, rule, *asked)
+        yield backward_variant(kernel, 128, half, "bias", "softcap", "dropout", *asked)
         for dim in (32, 40, 80, 104, 256):
-            yield _backward(kernel, dim, half, "causal")
+            yield backward_variant(kernel, dim, half, "causal")
         for dim in (64, 128):
-            yield _backward(kernel, dim, full, "causal")
+            yield backward_variant(kernel, dim, full, "causal")
 
 
-def _backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str) -> Variant:
+def backward_variant(
+    kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str, tile: Tile | None = None
+) -> Variant:
+    """A kernel of the backward: what is said of each row (0), dQ (1), dK and dV (2); a tile is that of the last two."""
+
     def build() -> Launch:
         from attnscale_kernels.flash.launch import backward_launches
 
@@ -94,6 +103,7 @@ def _backward(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str
             query, query, key, key, beta, seen_by(rule), query, beta, scale=SCALE,
             softcap=30.0 if "softcap" in extras else None, dropout_p=0.1 if dropout else 0.0,
             seed=meta(1, dtype=torch.int64) if dropout else None, dbeta="dbeta" in extras,
+            query_tile=tile, key_tile=tile,
         )[0][kernel - 3]  # fmt: skip
 
     family = ("backward rows", "backward dQ", "backward dK dV")[kernel]

@@ -27,7 +27,7 @@ def _missed(row: Row, rows: list[Row]) -> Iterator[tuple[str, str]]:
     room = TARGETS[row.target].resources.shared_memory
     if row.shared_memory > room:
         yield f"shared memory ≤ {room}", str(row.shared_memory)
-    if row.spills and (row.family == "forward" or (row.family.startswith("backward") and row.dim <= 128)):
+    if row.spills and row.family.startswith(("forward", "backward")):
         yield "no spills", str(row.spills)
     ratios = {
         f"hot loop ≤ {HOT_OVER_REFERENCE} of the plain kernel": (_hot(row, rows), HOT_OVER_REFERENCE),

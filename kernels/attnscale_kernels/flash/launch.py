@@ -177,9 +177,11 @@ def _forward_plan(
         busy |= sinks and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
     tile = tile or forward_tile(
         block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout, entropy=entropy,
+        boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout, capped=softcap is not None,
+        entropy=entropy,
     )  # fmt: skip
-    first = sums_first(block_of(value_dim), tile, resources, boxed=boxed, entropy=entropy)
+    size = query.element_size()
+    first = sums_first(block_of(value_dim), size, tile, resources, boxed=boxed, entropy=entropy)
     constants = {
         **attention_constants(query, tile),
         "DV": value_dim,
@@ -187,7 +189,7 @@ def _forward_plan(
         "K_ROW": 0 if boxed else key.stride(2),
         "V_ROW": 0 if boxed else value.stride(2),
         "ALIGN": alignment(query, key, value, result.out),
-        "PARTS": parts_of_sums(first, resources, entropy),
+        "PARTS": parts_of_sums(first, size, resources, entropy),
         "SUMS_FIRST": first,
         "KEEP_POINTERS": keeps_pointers(block_of(max(dim, value_dim)), tile, resources),
         "PAIRS": works_in_pairs(query.element_size(), resources),
@@ -246,15 +248,17 @@ def backward_launches(
     of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
     query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
     shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
-    busy = _is_busy(dim, value_dim, visibility, softcap, dropout_p > 0.0)
-    padded, masked = _is_padded(dim, value_dim), visibility.mask is not None and not visibility.biased
-    boxed = backward_takes_boxes(
-        *shape, busy=visibility.mask is not None or softcap is not None or dropout_p > 0.0
-    ) and all(fits_box(x, shape[-1]) for x in (key, value))
-    query_tile = query_tile or backward_query_tile(
-        *shape, boxed=boxed, dropout=dropout_p > 0.0, busy=dbeta or softcap is not None
+    dropout, masked = dropout_p > 0.0, visibility.mask is not None
+    boxed = backward_takes_boxes(*shape, busy=masked or dropout or softcap is not None) and all(
+        fits_box(x, shape[-1]) for x in (key, value)
     )
-    key_tile = key_tile or backward_key_tile(*shape, padded=padded, busy=busy)
+    query_tile = query_tile or backward_query_tile(
+        *shape, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or softcap is not None
+    )
+    key_tile = key_tile or backward_key_tile(
+        *shape, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or softcap is not None,
+        bounded=visibility.start is not None or visibility.padding is not None,
+    )  # fmt: skip
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
     result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
     before, squares = mask_squares(visibility, (batch, heads, queries, keys))
@@ -323,7 +327,7 @@ def backward_launches(
             "Q_ROW": query.stride(2),
             "DO_ROW": gradient.stride(2),
             "DRAW_FOURS": draws_fours(shape[-1]),
-            "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked),
+            "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked and not visibility.biased),
         },
         key_tile.warps,
         key_tile.stages,
