@@ -116,6 +116,8 @@ def backward_query_tile(
     if amd:
         return Tile(128, 64, 4, 1) if widest <= 64 else Tile(128, 32, 4, 1) if widest <= 128 else Tile(64, 16, 4, 1)
     if widest > 128:
+        if large and not (dropout or biased or busy):
+            return Tile(128, 64, 8, 1) if resources.has_tensor_memory else Tile(128, 32, 8, 2)
         return Tile(64, 32, 4, 1) if resources.has_tensor_memory else Tile(32, 32, 4, 2)
     if dropout:
         return Tile(128, 64 if widest <= 64 else 32 if large else 16, 8, 2)
