@@ -1,4 +1,4 @@
-"""`import attnscale` needs torch and einops, and touches nothing else."""
+"""`import attnscale` needs torch, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def imported() -> Imported:
     return Imported(*json.loads(last), printed="".join(said) + finished.stderr)
 
 
-def test_nothing_is_imported_that_torch_does_not_import_but_einops(imported: Imported) -> None:
+def test_nothing_is_imported_that_torch_does_not_import(imported: Imported) -> None:
     torchs, added = ({name.partition(".")[0] for name in names} for names in (imported.torchs, imported.added))
-    assert added - torchs - set(sys.stdlib_module_names) == {"attnscale", "attnscale_kernels", "einops"}
+    assert added - torchs - set(sys.stdlib_module_names) == {"attnscale", "attnscale_kernels"}
 
 
 def test_no_submodule_of_torch_is_loaded_for_the_compiler(imported: Imported) -> None:

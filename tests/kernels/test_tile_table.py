@@ -13,6 +13,7 @@ MARGIN = 1.03  # over the fewest cycles: the model knows no less
 
 EXCEPTIONS = {
     Case("forward, entropy", 64, "sm_80"): "spills 8 bytes outside of loops; without, 12 % more instructions",
+    Case("forward, entropy", 256, "sm_100"): "6 % more instructions than the other, for 39 % fewer cycles",
     Case("dQ", 32, "sm_89"): "the tile of sm_80 and sm_120, of which the latter would spill 64 bytes with the other",
     Case("dQ", 32, "gfx942"): "the other takes 4 % more instructions, which are counted, for cycles that are modelled",
 }

@@ -31,8 +31,8 @@ def forward_tile(
     `boxed`: keys and values come by descriptors, which takes no registers for addresses; `busy`: more registers are
     needed for each score (softcap, dropout, a bias, any mask), for a padded head dimension, or for a third loop;
     `masked`: any mask or bias, which is in registers too; `capped`: softcap. With entropy sm_80 takes three stages, or
-    it would spill. At 32 dimensions of sm_100, with 128 keys a causal call of 1024 would miss its goal by its edges.
-    Products of fp32 are unrolled completely where no matrix unit computes them, so that tiles have to be small.
+    it would spill. Products of fp32 are unrolled completely where no matrix unit computes them, so that tiles have to
+    be small.
     """
     widest = max(dim, value_dim)
     amd = resources.warp_size == 64
@@ -47,7 +47,7 @@ def forward_tile(
     if amd:
         return Tile(64 if busy else 128, 32, 4, 1)  # 128 rows take all of the 64 KB of shared memory
     if widest <= 128 and boxed and resources.has_tensor_memory and not (busy or masked or capped):
-        return Tile(128, 64, 4, 3) if widest <= 32 else Tile(128, 128, 4, 2)
+        return Tile(128, 128, 4, 2)
     if widest <= 128 and boxed:
         return Tile(128, 64 if busy else 128, 8, 3 if widest <= 64 else 2)
     if widest <= 64:
