@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,31 +13,22 @@ from torch.nn import functional as F
 
 from attnscale._util import state
 from attnscale._util.scratch import multiply
-from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
-
-# Up to logits of this size, by the estimate of `_sharpness`, β·q is rounded to bfloat16. There the rounding costs
-# about half of the error budget of three times torch's own, measured with many β.
-SHARPEST_ROUNDED = 12.0
-
-# Up to logits of this size float32 rounds them (by 2⁻²⁴ of their size) less than float16 rounds the weights (by 2⁻¹²).
-# Beyond it rows are one-hot but for near ties, which float32 would decide differently than torch does on β·q.
-SHARPEST_SINGLE = 1024.0
 
 # torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
 TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 class SdpaBackend:
-    """A β shared by all rows goes through `scale` and is not rounded; a β per row goes into q, in fp32.
+    """A β shared by all rows goes through `scale` and is not rounded; a β per row multiplies q in fp32.
 
-    In bfloat16 the product is rounded once where logits are known to be small enough for it, which takes values that
-    can be read: on the CPU and outside of graphs. Else the CPU computes in float32, and other devices in bfloat16 with
-    the product as a sum of three numbers, which have the 24 bits of float32. In float16 the product could overflow or
-    vanish, so that every device computes in float32. Logits too large for float32 are computed in float64 on the CPU,
-    in a graph as a branch. On other devices "auto" prefers the triton backend, which rounds no product, for both.
+    In float16 and bfloat16 that product is not rounded to the dtype of q: its rounding is multiplied by the logits, and
+    in float16 it may overflow. Attention is then computed in float32 and its output rounded. On devices other than the
+    CPU bfloat16 keeps torch's fused kernels, with the product as a sum of three numbers, which have the 24 bits of
+    float32; "auto" prefers the triton backend there. No choice depends on values, so that the output of a row does not
+    depend on other rows of the call.
     """
 
     name = "sdpa"
@@ -80,29 +70,11 @@ def attend_by_row(
     dtype, options = autocast.dtype_of(query), (mask, dropout_p, is_causal, scale, grouped)
     if dtype.itemsize > 2:
         return attend(multiply(query, beta.unsqueeze(-1)), key, value, *options)
-    on_cpu, in_graph = query.device.type == "cpu", torch.compiler.is_compiling()
-    if dtype == torch.bfloat16 and not on_cpu:
+    if dtype == torch.bfloat16 and query.device.type != "cpu":
         return _attend_in_parts(query, key, value, beta, *options)
-
-    def attend_in(wide: torch.dtype, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> Tensor:
-        product = query.to(wide) * factor.to(wide)
-        return attend(product, key.to(wide), value.to(wide), mask, dropout_p, is_causal, 1.0, grouped).to(dtype)
-
     with autocast.off(query.device):
-        # `torch.cond` takes no symbolic floats, so that the scale goes with β; not every other device has float64.
-        factor = beta.to(torch.float64 if on_cpu else torch.float32).unsqueeze(-1) * scale
-        if not on_cpu or (is_watched() and not in_graph):
-            return attend_in(torch.float32, query, key, value, factor)
-        logits = _sharpness(query, key, beta, scale)
-        if in_graph:
-            branches = partial(attend_in, torch.float32), partial(attend_in, torch.float64)
-            out: Tensor = torch.cond(logits <= SHARPEST_SINGLE, *branches, (query, key, value, factor))
-            return out
-        sharpness = float(logits)
-        if dtype == torch.bfloat16 and sharpness <= SHARPEST_ROUNDED:
-            product = multiply(query, beta.unsqueeze(-1)).to(dtype)
-            return attend(product, key.to(dtype), value.to(dtype), *options)
-        return attend_in(torch.float32 if sharpness <= SHARPEST_SINGLE else torch.float64, query, key, value, factor)
+        product = query.float() * beta.unsqueeze(-1)
+        return attend(product, key.float(), value.float(), *options).to(dtype)
 
 
 def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *options: Any) -> Tensor:
@@ -116,17 +88,6 @@ def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *o
     # torch's fused kernels want values as wide as keys.
     value = F.pad(value.to(dtype), (0, max(0, keys.shape[-1] - value_dim)))
     return attend(torch.cat([high, middle, low], -1), keys, value, *options)[..., :value_dim]
-
-
-@torch.no_grad()
-def _sharpness(query: Tensor, key: Tensor, beta: Tensor, scale: float) -> Tensor:
-    """The size of the logits [], by which roundings of β·q and of the logits themselves are multiplied.
-
-    It is the root of Σ (β·q_i·k_i)², taken at the largest β and the mean squares of q and k.
-    """
-    squares = [torch.linalg.vector_norm(x, dtype=torch.float32).double() ** 2 / x.numel() for x in (query, key)]
-    size: Tensor = beta.abs().amax() * (squares[0] * squares[1] * key.shape[-1]).sqrt() * abs(scale)
-    return size
 
 
 def attend(

@@ -119,7 +119,7 @@ def failures() -> dict[str, str]:
         f"failures = {{}}\nfor name, script in {SCRIPTS!r}.items():\n"
         "    try:\n        exec(script, dict(globals()))\n"
         "    except BaseException:\n        failures[name] = traceback.format_exc()\n"
-        "print(json.dumps(failures))"
+        "print(json.dumps(failures))\nother_device.leave()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

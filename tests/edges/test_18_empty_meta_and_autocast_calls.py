@@ -64,6 +64,23 @@ def test_an_empty_call_gives_what_torch_gives(shapes, rules, backend, policy):
 
 
 @empty
+@rules
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_so_does_one_in_half_precision(shapes, rules, dtype):
+    mine, theirs = ([x.detach().to(dtype).requires_grad_() for x in inputs(shapes)] for _ in range(2))
+    got = with_gradients(scaled_dot_product_attention(*mine, policy="log", **rules), mine)
+    expected = with_gradients(F.scaled_dot_product_attention(*theirs, **rules), theirs)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_graph_of_an_empty_call_in_half_precision_is_made():
+    q, k, v = (x.detach().bfloat16() for x in inputs(EMPTY["no_query"]))
+    graph = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    assert graph(q, k, v, is_causal=True, policy="log").shape == q.shape
+
+
+@empty
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_the_statistics_of_an_empty_call_are_those_of_the_reference(shapes, request_, grad):

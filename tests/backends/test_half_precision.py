@@ -1,4 +1,4 @@
-"""Number 5: in float16 and bfloat16 every policy keeps within three times torch's own error, at every size of q."""
+"""In float16 and bfloat16 the worst row of every policy stays within twice torch's own error, at every size of q."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ from attnscale_kernels import why_unavailable
 
 LENGTH, HEADS = 48, 4
 SIZES = {torch.float16: (1e-4, 1e-2, 1.0, 100.0, 1e4, 2e4), torch.bfloat16: (1e-4, 1.0, 1e4, 1e30)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> None:
+    torch._dynamo.reset()  # each policy of this file would count as a recompilation
 
 
 def inputs(dtype: torch.dtype, size: float, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +63,7 @@ def test_outputs_keep_within_the_budget_from_tiny_queries_to_the_overflow(name, 
         with torch.no_grad():
             out = scaled_dot_product_attention(q, k, v, **kwargs)
             true = scaled_dot_product_attention(q.double(), k.double(), v.double(), backend="reference", **kwargs)
-        assert_within_budget({"out": out}, {"out": true}, own, times=3)
+        assert_within_budget({"out": out}, {"out": true}, own, times=2)
 
 
 @torch.no_grad()
@@ -80,42 +85,46 @@ def test_gradients_do_too(name, dtype, size):
     kwargs = {"is_causal": True, "policy": trained(name, size)}
     own = torch_error(q, k, v, _beta(q, k, v, kwargs["policy"]), visibility(LENGTH, LENGTH, causal=True))
     ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
-    assert_within_budget(ours, exact(q, k, v, **kwargs), own, times=3)
+    assert_within_budget(ours, exact(q, k, v, **kwargs), own, times=2)
+
+
+with_a_beta_per_row = pytest.mark.parametrize(
+    ("name", "parameters"), [("sqrt_log", {}), ("log", {}), ("log_squared", {}), ("power", {"exponent": 0.5})]
+)
+DRAWS = (12, 8, LENGTH, 16)  # enough rows for near ties: which of them float32 decides differently is luck
+
+
+def sharpest(dtype: torch.dtype, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Many draws with logits to about 10⁴, which float32 still resolves."""
+    q, k, v = (x.to(dtype) for x in tensors(DRAWS, DRAWS))
+    return q * (1e4 / beta.max().item() / 4), k, v
+
+
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@with_a_beta_per_row
+def test_logits_of_ten_thousand_keep_within_the_budget(name, parameters, dtype):
+    policy = build_policy(name, **parameters)
+    beta, seen = policy(torch.arange(1, LENGTH + 1)), visibility(LENGTH, LENGTH, causal=True)
+    kwargs = {"is_causal": True, "policy": policy}
+    q, k, v = sharpest(dtype, beta)
+    assert 5e3 < attention_with_stats(q, k, v, **kwargs).stats.max_logit.max() < 2e4
+    ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
+    assert_within_budget(ours, exact(q, k, v, **kwargs), torch_error(q, k, v, beta, seen), times=2)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("log_squared", torch.bfloat16), ("log", torch.float16)], ids=str)
+def test_so_they_do_in_a_compiled_graph(name, dtype):
+    kwargs = {"is_causal": True, "policy": build_policy(name)}
+    beta, seen = kwargs["policy"](torch.arange(1, LENGTH + 1)), visibility(LENGTH, LENGTH, causal=True)
+    graph = torch.compile(partial(scaled_dot_product_attention, **kwargs), fullgraph=True, backend="aot_eager")
+    q, k, v = sharpest(dtype, beta)
+    own = torch_error(q, k, v, beta, seen)
+    assert_within_budget(differentiate(graph, q, k, v), exact(q, k, v, **kwargs), own, times=2)
 
 
 far_from_zero = pytest.mark.parametrize(
     ("dtype", "sizes"), [(torch.bfloat16, (1e2, 1e3, 1e4, 1e5, 1e6)), (torch.float16, (1e2, 1e3))], ids=str
 )
-with_a_beta_per_row = pytest.mark.parametrize(
-    ("name", "parameters"), [("sqrt_log", {}), ("log", {}), ("log_squared", {}), ("power", {"exponent": 0.5})]
-)
-
-
-@far_from_zero
-@with_a_beta_per_row
-def test_large_logits_of_random_keys_keep_within_the_budget_in_every_draw(name, parameters, dtype, sizes):
-    policy = build_policy(name, **parameters)
-    beta, seen = policy(torch.arange(1, LENGTH + 1)), visibility(LENGTH, LENGTH, causal=True)
-    kwargs = {"is_causal": True, "policy": policy}
-    largest = torch.finfo(dtype).max / beta.max().item()  # beyond it torch's own attention of β·q is not finite
-    for size, seed in product(sizes, range(6)):
-        q, k, v = (x.to(dtype) for x in tensors((2, 8, LENGTH, 16), (2, 8, LENGTH, 16), seed=seed))
-        q = (q * size).clamp(-largest, largest)
-        ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
-        assert_within_budget(ours, exact(q, k, v, **kwargs), torch_error(q, k, v, beta, seen), times=3)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("log_squared", torch.bfloat16), ("log", torch.float16)], ids=str)
-def test_a_compiled_graph_chooses_the_precision_by_the_values_too(name, dtype):
-    kwargs = {"is_causal": True, "policy": build_policy(name)}
-    beta, seen = kwargs["policy"](torch.arange(1, LENGTH + 1)), visibility(LENGTH, LENGTH, causal=True)
-    graph = torch.compile(partial(scaled_dot_product_attention, **kwargs), fullgraph=True, backend="aot_eager")
-    # At 1e4 the draw of seed 5 has near ties that float32 decides the other way.
-    for size, seed in product((1.0, 1e3, 1e4), range(6)):
-        q, k, v = (x.to(dtype) for x in tensors((2, 8, LENGTH, 16), (2, 8, LENGTH, 16), seed=seed))
-        q = (q * size).clamp(-1e4, 1e4) if dtype == torch.float16 else q * size
-        own = torch_error(q, k, v, beta, seen)
-        assert_within_budget(differentiate(graph, q, k, v), exact(q, k, v, **kwargs), own, times=3)
 
 
 @far_from_zero
@@ -130,7 +139,45 @@ def test_logits_far_from_zero_whose_gaps_are_not_keep_within_the_budget_too(name
         q, k, v = (x.to(dtype) for x in tensors((2, HEADS, LENGTH, 16), (2, HEADS, LENGTH, 16)))
         q[..., 0], k[..., 0] = size, 1.0
         ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
-        assert_within_budget(ours, exact(q, k, v, **kwargs), torch_error(q, k, v, beta, seen), times=3)
+        assert_within_budget(ours, exact(q, k, v, **kwargs), torch_error(q, k, v, beta, seen), times=2)
+
+
+def outlier_keys(q: Tensor, k: Tensor) -> None:
+    k[:, :, 0] *= 20
+    k[:, :, 7] = k[:, :, 0] + 0.3 * k[:, :, 7]
+
+
+def outlier_query(q: Tensor, k: Tensor) -> None:
+    q[:, :, 100] *= 25
+
+
+def one_sharp_sequence(q: Tensor, k: Tensor) -> None:
+    q[1] *= 6
+
+
+def one_sharp_head(q: Tensor, k: Tensor) -> None:
+    q[:, 2] *= 6
+
+
+OUTLIERS = [(outlier_keys, 2, 4), (outlier_query, 2, 4), (one_sharp_sequence, 12, 1), (one_sharp_head, 1, 12)]
+
+
+# The outliers hardly change the mean square of a call, by which no precision may be chosen.
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("plant", "batch", "heads"), OUTLIERS, ids=[plant.__name__ for plant, *_ in OUTLIERS])
+def test_the_worst_row_of_each_head_keeps_within_the_budget_beside_outliers(plant, batch, heads, compiled, dtype):
+    shape, length = (batch, heads, 256, 64), 256
+    q, k, v = (x.float() for x in tensors(shape, shape))
+    plant(q, k)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    attend = partial(scaled_dot_product_attention, is_causal=True, policy="log")
+    graph = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    ours, true = differentiate(graph, q, k, v), exact(q, k, v, is_causal=True, policy="log")
+    beta, seen = build_policy("log")(torch.arange(1, length + 1)), visibility(length, length, causal=True)
+    for here in product(range(batch), range(heads)):
+        own = torch_error(*(x[here][None, None] for x in (q, k, v)), beta, seen)
+        assert_within_budget({x: ours[x][here] for x in ours}, {x: true[x][here] for x in true}, own, times=2)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +228,6 @@ def test_a_compiled_graph_keeps_the_range_too():
     torch.testing.assert_close(graph(q, k, v), attend(q, k, v), rtol=1e-3, atol=1e-3)
 
 
-def test_ordinary_bfloat16_is_not_widened(monkeypatch):
-    seen = []
-    own = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *x, **y: seen.append(q.dtype) or own(q, *x, **y))
-    q, k, v = (x.bfloat16() for x in tensors((1, 2, 32, 8), (1, 2, 32, 8)))
-    scaled_dot_product_attention(q, k, v, is_causal=True, policy="log")
-    scaled_dot_product_attention(100 * q, k, v, is_causal=True, policy="log")
-    assert seen == [torch.bfloat16, torch.float32]
-
-
 def test_other_devices_prefer_a_kernel_that_applies_beta_in_float32():
     q = torch.empty(1, 2, 8, 16, device="meta", dtype=torch.float16)
     half = explain_dispatch(q, q, q, is_causal=True, policy="log")
@@ -212,7 +249,7 @@ def test_sharp_bfloat16_keeps_within_the_budget_in_a_compiled_graph(name, parame
     graph = torch.compile(partial(scaled_dot_product_attention, **kwargs), fullgraph=True, backend="aot_eager")
     beta = kwargs["policy"](torch.arange(1, 257))
     own = torch_error(q, k, v, beta, visibility(256, 256, causal=True), gqa=True)
-    assert_within_budget(differentiate(graph, q, k, v), exact(q, k, v, **kwargs), own, times=3)
+    assert_within_budget(differentiate(graph, q, k, v), exact(q, k, v, **kwargs), own, times=2)
 
 
 @pytest.mark.skipif(why_unavailable(torch.device("cpu")) is not None, reason="triton exists on Linux only")
@@ -226,7 +263,7 @@ def test_the_kernels_keep_within_the_budget_for_logits_to_ten_thousand(name):
         with corrected():
             ours = differentiate(partial(scaled_dot_product_attention, **kwargs), q, k, v)
         exactly = exact(q, k, v, is_causal=True, policy=kwargs["policy"])
-        assert_within_budget(ours, exactly, torch_error(q, k, v, beta, seen), times=3)
+        assert_within_budget(ours, exactly, torch_error(q, k, v, beta, seen), times=2)
 
 
 ELSEWHERE = textwrap.dedent(
@@ -256,7 +293,8 @@ ELSEWHERE = textwrap.dedent(
             policy = build_policy(name, **({"exponent": 0.5} if name == "power" else {}))
             kwargs = {"is_causal": True, "enable_gqa": gqa, "policy": policy}
             own = torch_error(q, k, v, policy(torch.arange(1, n + 1)), visibility(n, n, causal=True), gqa=gqa)
-            assert_within_budget(differentiate(there, q, k, v), exact(q, k, v, **kwargs), own, times=3)
+            assert_within_budget(differentiate(there, q, k, v), exact(q, k, v, **kwargs), own, times=2)
+    other_device.leave()
     """
 )
 
