@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale._util import state
+from attnscale._util.processes import is_dtensor
 from attnscale._util.scratch import multiply
+from attnscale._util.tracing import is_watched
 from attnscale.backends import autocast
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
@@ -100,11 +102,14 @@ def attend(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """torch's attention; on CUDA its fused kernels take a mask or grouped heads, but not both."""
+    """torch's attention, with NaN where its CPU kernel loses it.
+
+    On CUDA its fused kernels take a mask or grouped heads, but not both.
+    """
     if grouped and mask is not None and query.is_cuda:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
         grouped = False
-    return torch_attention()(
+    out = torch_attention()(
         query,
         key,
         value,
@@ -115,6 +120,34 @@ def attend(
         # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
         enable_gqa=True if grouped else False,  # noqa: SIM210
     )
+    if query.device.type != "cpu" or query.is_nested or is_dtensor(query) or not (out.numel() and key.numel()):
+        return out
+    if not is_watched() and bool(out.detach()[..., 0].all()):  # no row is zero
+        return out
+    return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
+
+
+def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """NaN [..., Tq, 1] for rows whose scores are all NaN, else 0.
+
+    torch's CPU kernel takes such a row for one that sees no key and returns zeros. Its query is not finite, or no key
+    that it sees is; then neither is the first of these.
+    """
+    broken = _is_broken(key)
+    if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
+        broken = broken.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-2)
+    if mask is None:
+        lost = _is_broken(query) | broken[..., :1]
+    else:
+        seen = mask if mask.dtype == torch.bool else mask.detach() > -math.inf
+        first = seen.to(torch.uint8).argmax(-1).expand(out.shape[:-1])
+        lost = (_is_broken(query) | broken.expand(*out.shape[:-2], -1).gather(-1, first)) & seen.any(-1)
+    return torch.where((lost & (out == 0).all(-1)).unsqueeze(-1), math.nan, 0.0).to(out.dtype)
+
+
+def _is_broken(x: Tensor) -> Tensor:
+    """Which vectors of the last axis are not finite."""
+    return (x * 0).sum(-1).isnan()
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from catalogue import ARGUMENTS, build
 from corrected_interpreter import corrected
 from oracle import assert_within_budget, differentiate, exact, tensors, torch_error, visibility
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnscale import attention_with_stats, build_policy, explain_dispatch, scaled_dot_product_attention
 from attnscale.policies import Policy
