@@ -78,7 +78,7 @@ def _self_check(backend: str) -> str:
     """The largest error of one small causal attention under the log law, against fp64."""
     device = "cuda" if backend == "triton" and not interpreting() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 32, 16, generator=generator, device=generator.device).to(device) for _ in range(3))
     exact = scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, policy="log", backend="reference"
     )

@@ -178,7 +178,7 @@ class AttentionCost:
         rows = [self._row("time_ratio", *interleaved_ratio(candidate, baseline, self.rounds))]
         if isinstance(policy, LengthPolicy) and policy.longest_beta() > SHARP:
             # Torch's own time for logits as sharp as these: denormal numbers are slow on some CPUs.
-            sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1)))
+            sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1, device="cpu")))
             rows.append(self._row("time_ratio_same_logits", *interleaved_ratio(candidate, sharp, self.rounds)))
         copy = 4 * self.plan.heads * self.length * self.plan.head_dim
         extra = (peak_bytes(candidate) - peak_bytes(baseline)) / copy

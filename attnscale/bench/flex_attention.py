@@ -58,7 +58,7 @@ def flex_attention(length: int) -> Callable[..., Tensor]:
     """FlexAttention for this length, compiled at its first call."""
     from torch.nn.attention import flex_attention as flex  # imports inductor, which takes seconds
 
-    beta = build_policy(LAW)(torch.arange(1, length + 1))  # [Tq]
+    beta = build_policy(LAW)(torch.arange(1, length + 1, device="cpu"))  # [Tq]
     causal = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
     torch.compiler.reset()  # a second length would otherwise be compiled for any length, which is slower
     compiled = torch.compile(flex.flex_attention, dynamic=False)
@@ -77,7 +77,7 @@ def flex_attention(length: int) -> Callable[..., Tensor]:
 def largest_error(attend: Callable[..., Tensor], heads: int, length: int, head_dim: int) -> float:
     """The largest difference from the reference in fp64, which takes one head at a time: it holds all weights."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator, device=generator.device) for _ in range(3))
     out = attend(q, k, v)
     largest = 0.0
     for head in range(heads):

@@ -69,7 +69,7 @@ def decode(transformers: Any, model: Any, length: int, padded: bool) -> Callable
     cache = transformers.DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(length)
     for layer in range(model.config.num_hidden_layers):
-        keys, values = (torch.randn(1, 3, length, 64, generator=generator) for _ in range(2))
+        keys, values = (torch.randn(1, 3, length, 64, generator=generator, device=generator.device) for _ in range(2))
         cache.update(keys, values, layer)
     inputs = _inputs(1, length + 1, padded)
 
@@ -83,8 +83,10 @@ def decode(transformers: Any, model: Any, length: int, padded: bool) -> Callable
 
 def _inputs(tokens: int, keys: int, padded: bool) -> dict[str, Any]:
     """Tokens, and where asked for a mask that hides the first ten keys."""
-    mask = torch.ones(1, keys, dtype=torch.int64)
+    mask = torch.ones(1, keys, dtype=torch.int64, device="cpu")
     mask[:, :10] = 0
     generator = torch.Generator().manual_seed(0)
-    inputs = {"input_ids": torch.randint(SHAPE["vocab_size"], (1, tokens), generator=generator)}
+    inputs = {
+        "input_ids": torch.randint(SHAPE["vocab_size"], (1, tokens), generator=generator, device=generator.device)
+    }
     return inputs | ({"attention_mask": mask} if padded else {})

@@ -121,7 +121,7 @@ class MatrixAttention(nn.Module):
         with torch.no_grad():
             seen = weights.detach()
             scores = query.detach() @ key.detach().mT * query.shape[-1] ** -0.5
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril()
             seen.amax(-1), torch.special.entr(seen).sum(-1)
             count_gaps(scores, THRESHOLDS, mask), bracket_accumulation(scores, MIN_RANK, mask)
         out: Tensor = weights @ value
@@ -131,7 +131,7 @@ class MatrixAttention(nn.Module):
 def training(model: Gpt, length: int, after: Callable[[int], object] | None = None) -> Callable[[], None]:
     """A function that makes one training step on the same tokens and then calls `after` with its number."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0), device="cpu")
     done = [0]
 
     def step() -> None:

@@ -33,7 +33,7 @@ def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) 
     """The same statistics with all weights in memory."""
     logits = query @ key.mT * query.shape[-1] ** -0.5
     if is_causal:
-        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)
     weights = logits.softmax(-1)
     weights.detach().amax(-1), torch.special.entr(weights.detach()).sum(-1), logits.detach().logsumexp(-1)
     out: Tensor = weights @ value

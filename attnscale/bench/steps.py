@@ -25,10 +25,10 @@ def causal_step(
     """
     shape = (1, heads, length, head_dim)
     generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(shape, generator=generator, device=generator.device) for _ in range(3))
     q = q if beta is None else q * beta[:, None]
     q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
-    gradient = torch.randn(shape, generator=generator)
+    gradient = torch.randn(shape, generator=generator, device=generator.device)
 
     def step() -> None:
         with torch.set_grad_enabled(backward):

@@ -47,7 +47,7 @@ def fused_chain(logits: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
 def compiled_per_tile(chain: Callable[..., tuple[Tensor, Tensor]], room: list[Tensor], logits: Tensor) -> Tensor:
     """The weights of a tile by the compiled chain; `room` keeps a buffer for the powers from tile to tile."""
     if not room or room[0].numel() < logits.numel():
-        room[:] = [torch.empty(logits.numel())]
+        room[:] = [torch.empty(logits.numel(), device="cpu")]
     powers = room[0][: logits.numel()].view(logits.shape)
     total, _ = chain(logits, powers)
     return powers.div_(total)
@@ -68,7 +68,7 @@ def in_tiles(
             shape = (query[part].shape[0], bottom - top, bottom)
             logits = room[: shape[0] * shape[1] * shape[2]].view(shape)
             torch.bmm(query[part, top:bottom], key[part, :bottom].mT, out=logits)
-            hidden = torch.ones(bottom - top, bottom - top, dtype=torch.bool).triu(1)
+            hidden = torch.ones(bottom - top, bottom - top, dtype=torch.bool, device="cpu").triu(1)
             logits[..., top:].masked_fill_(hidden, -1e30)
             out[part, top:bottom] = torch.bmm(weigh(logits), value[part, :bottom])
     return out[None]

@@ -75,7 +75,7 @@ class Tap(Uncopied):
         number = next(state.TAP_NUMBERS)
         self.listener = listener
         self.report = report
-        self.id = torch.tensor(number)
+        self.id = torch.tensor(number, device="cpu")
         state.TAPS[number] = self
 
     def attach(self, module: Any) -> None:

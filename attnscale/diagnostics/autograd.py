@@ -165,12 +165,12 @@ def _send_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -
 @custom_op("attnscale::call_number", mutates_args=())
 def call_number(out: Tensor, tap_id: Tensor, graph: bool) -> Tensor:
     """The number of a call, as a tensor; `out` orders it after the call in a graph."""
-    return torch.tensor(_begin(tap_id, graph))
+    return torch.tensor(_begin(tap_id, graph), device="cpu")
 
 
 @call_number.register_fake
 def _fake_number(*_: Any) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _operator(name: str, send: Callable[..., None], schema: str) -> Any:

@@ -208,6 +208,6 @@ def _first_broken(out: Tensor) -> Tensor:
     """Per head the first row that holds a NaN or an infinity, −1 if none."""
     # The usual case without a wide copy of the output; on other devices reading the sum back would synchronise.
     if out.device.type == "cpu" and math.isfinite(float(out.sum())):
-        return torch.full(out.shape[1:2], -1)
+        return torch.full(out.shape[1:2], -1, device=out.device)
     broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]
     return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)

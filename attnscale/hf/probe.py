@@ -70,11 +70,16 @@ def _inputs(model: nn.Module) -> dict[str, Any]:
     """Four tokens; or an image, waveform or spectrogram of zeros; or the model's own dummy inputs."""
     inner = transformers_model(model)
     device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
-    name, tokens = inner.main_input_name, torch.ones(1, 4, dtype=torch.int64)
+    name, tokens = inner.main_input_name, torch.ones(1, 4, dtype=torch.int64, device="cpu")
     shape = _shape(inner.config, name)
-    inputs: dict[str, Any] = dict(inner.dummy_inputs) if shape is None else {name: torch.zeros(shape)}
+    inputs: dict[str, Any]
     if name == "input_ids":
         inputs = {name: tokens}
+    elif shape is not None:
+        inputs = {name: torch.zeros(shape, device="cpu")}
+    else:
+        with torch.device("cpu"):
+            inputs = dict(inner.dummy_inputs)
     if inner.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = tokens
     return {

@@ -50,7 +50,7 @@ class MaxFinder(nn.Module):
 
 def draw_items(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Items [batch, length, 1 + CLASSES], a priority and a one-hot class each, and the answers [batch]."""
-    priorities = torch.rand(batch, length, generator=generator)
-    classes = torch.randint(CLASSES, (batch, length), generator=generator)
+    priorities = torch.rand(batch, length, generator=generator, device=generator.device)
+    classes = torch.randint(CLASSES, (batch, length), generator=generator, device=generator.device)
     items = torch.cat([priorities[..., None], one_hot(classes, CLASSES).to(priorities.dtype)], dim=-1)
     return items, classes.gather(1, priorities.argmax(1, keepdim=True))[:, 0]

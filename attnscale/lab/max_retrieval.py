@@ -121,7 +121,7 @@ def train(seed: int, config: MaxRetrieval) -> MaxFinder:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
     constant = config.policy("constant")
     for _ in range(config.steps):
-        length = int(torch.randint(2, config.train_length + 1, (), generator=generator))
+        length = int(torch.randint(2, config.train_length + 1, (), generator=generator, device=generator.device))
         items, answers = draw_items(BATCH, length, generator)
         loss = cross_entropy(model.answer(model.project(items), constant), answers)
         optimizer.zero_grad()

@@ -96,12 +96,14 @@ def hide_needles(
     """
     if not 1 <= needles <= style.most_keys:
         reject("needles", needles, f"1 to {style.most_keys}, the number of different keys")
-    keys = torch.randperm(style.most_keys, generator=generator)[:needles].tolist()
-    values = torch.randint(len(style.alphabet) ** style.value_symbols, (needles,), generator=generator).tolist()
+    keys = torch.randperm(style.most_keys, generator=generator, device=generator.device)[:needles].tolist()
+    values = torch.randint(
+        len(style.alphabet) ** style.value_symbols, (needles,), generator=generator, device=generator.device
+    ).tolist()
     written = [
         encode(style.needle.format(key=style.key(k), value=style.value(v))) for k, v in zip(keys, values, strict=True)
     ]
-    order = torch.randperm(needles, generator=generator)[:asked].tolist()
+    order = torch.randperm(needles, generator=generator, device=generator.device)[:asked].tolist()
     questions = [encode(style.question.format(key=style.key(keys[i]))) for i in order]
     answers = [encode(style.answer.format(value=style.value(values[i]))) for i in order]
     room = length - sum(map(len, written)) - sum(map(len, questions)) - sum(map(len, answers))
@@ -109,8 +111,8 @@ def hide_needles(
         reject("length", length, f"at least {length - room + needles} tokens for {needles} needles, {asked} questions")
     if text.numel() < room:
         reject("text", f"{text.numel()} tokens", f"at least {room} tokens of text for a length of {length}")
-    start = int(torch.randint(text.numel() - room + 1, (1,), generator=generator))
-    places = torch.randperm(room, generator=generator)[:needles]
+    start = int(torch.randint(text.numel() - room + 1, (1,), generator=generator, device=generator.device))
+    places = torch.randperm(room, generator=generator, device=generator.device)[:needles]
     return _assemble(text[start : start + room].tolist(), written, places.tolist(), questions, answers, order)
 
 
@@ -129,10 +131,10 @@ def _assemble(
         last = place
     tokens += text[last:]
     width = max(map(len, answers))
-    found = torch.full((len(answers), width), -1)
+    found = torch.full((len(answers), width), -1, device="cpu")
     for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         tokens += question
-        found[row, : len(answer)] = torch.arange(len(tokens), len(tokens) + len(answer))
+        found[row, : len(answer)] = torch.arange(len(tokens), len(tokens) + len(answer), device="cpu")
         tokens += answer
-    depths = torch.tensor([places[i] / max(1, len(text)) for i in order])
-    return Retrieval(torch.tensor(tokens), found, depths)
+    depths = torch.tensor([places[i] / max(1, len(text)) for i in order], device="cpu")
+    return Retrieval(torch.tensor(tokens, device="cpu"), found, depths)

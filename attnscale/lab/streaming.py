@@ -28,12 +28,16 @@ def stream(
     cache = None
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        rows = torch.arange(len(part)) if wanted is None else wanted[start : start + len(part)].nonzero()[:, 0]
+        rows = (
+            torch.arange(len(part), device="cpu")
+            if wanted is None
+            else wanted[start : start + len(part)].nonzero()[:, 0]
+        )
         if listener is not None:
             listener.offset = start
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": len(part) < len(tokens)}
         if keeps:
-            options["logits_to_keep"] = rows if len(rows) else torch.tensor([0])
+            options["logits_to_keep"] = rows if len(rows) else torch.tensor([0], device="cpu")
         out = model(part[None].to(head.device), **options)
         cache = out.past_key_values if options["use_cache"] else None
         if len(rows):

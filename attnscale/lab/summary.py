@@ -17,7 +17,7 @@ Samples = Mapping[str, tuple[Tensor, Tensor]]
 
 def interval(values: Tensor) -> tuple[float, float]:
     """The middle 95 % of resampled values."""
-    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype, device="cpu")).tolist()
     return low, high
 
 
@@ -36,8 +36,8 @@ def resample(samples: Samples, seed: int = 0) -> tuple[float, Tensor]:
     bottoms = torch.stack([bottom.double() for _, bottom in samples.values()])
     models, number = tops.shape
     value = (tops.sum(1) / bottoms.sum(1)).mean().item()
-    chosen = torch.randint(models, (RESAMPLES, models), generator=generator)
-    index = torch.randint(number, (RESAMPLES, models, number), generator=generator)
+    chosen = torch.randint(models, (RESAMPLES, models), generator=generator, device=generator.device)
+    index = torch.randint(number, (RESAMPLES, models, number), generator=generator, device=generator.device)
     drawn = [x[chosen].gather(2, index).sum(2) for x in (tops, bottoms)]
     return value, (drawn[0] / drawn[1]).mean(1)
 

@@ -68,7 +68,7 @@ def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
 
 
 def _tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    tops, bottoms = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    tops, bottoms = torch.tensor(pairs, dtype=torch.float64, device="cpu").unbind(1)
     return tops, bottoms
 
 

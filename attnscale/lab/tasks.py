@@ -48,7 +48,7 @@ def read_window(
     """
     edges = sorted({0, *(length // 2 for length in lengths), *lengths})
     inputs, targets = window[:-1], window[1:]
-    nats = torch.zeros(len(inputs), dtype=torch.float64)
+    nats = torch.zeros(len(inputs), dtype=torch.float64, device="cpu")
     rows = {length: _spread(length // 2, length) for length in lengths}
     with listen_to_rows(model, [position for some in rows.values() for position in some]) as listener:
         for positions, logits in stream(model, inputs, chunk, listener=listener):
@@ -68,9 +68,9 @@ def answer_questions(model: nn.Module, retrieval: Retrieval, chunk: int) -> dict
     """
     tokens, answers = retrieval.tokens, retrieval.answers
     asked = answers >= 0
-    wanted = torch.zeros(len(tokens), dtype=torch.bool)
+    wanted = torch.zeros(len(tokens), dtype=torch.bool, device="cpu")
     wanted[answers[asked] - 1] = True
-    right = torch.zeros(len(tokens), dtype=torch.bool)
+    right = torch.zeros(len(tokens), dtype=torch.bool, device="cpu")
     rows = (answers[:, 0] - 1).tolist()
     with listen_to_rows(model, rows) as listener:
         for positions, logits in stream(model, tokens[:-1], chunk, wanted[:-1], listener):
@@ -91,15 +91,19 @@ def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], g
     half = len(vocabulary) // 2
     if not 1 <= num_kv_pairs <= half or 4 * num_kv_pairs > length:
         reject("num_kv_pairs", num_kv_pairs, f"1 to {min(half, length // 4)} at input_seq_len={length}")
-    symbols = torch.tensor(list(vocabulary))
-    keys = symbols[torch.randperm(half, generator=generator)[:num_kv_pairs]]
-    values = symbols[half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), generator=generator)]
-    tokens = symbols[torch.randint(len(vocabulary), (length,), generator=generator)]
+    symbols = torch.tensor(list(vocabulary), device="cpu")
+    keys = symbols[torch.randperm(half, generator=generator, device=generator.device)[:num_kv_pairs]]
+    values = symbols[
+        half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), generator=generator, device=generator.device)
+    ]
+    tokens = symbols[torch.randint(len(vocabulary), (length,), generator=generator, device=generator.device)]
     pairs = torch.stack([keys, values], -1)
     tokens[: 2 * num_kv_pairs] = pairs.flatten()
-    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, generator=generator)[:num_kv_pairs]
+    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, generator=generator, device=generator.device)[
+        :num_kv_pairs
+    ]
     places = 2 * num_kv_pairs + 2 * slots.sort().values
-    order = torch.randperm(num_kv_pairs, generator=generator)
+    order = torch.randperm(num_kv_pairs, generator=generator, device=generator.device)
     tokens[places], tokens[places + 1] = keys[order], values[order]
     return Retrieval(tokens, (places + 1)[:, None], 2 * order / length)
 

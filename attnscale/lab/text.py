@@ -29,7 +29,9 @@ class Text(NamedTuple):
             content = files("attnscale.lab").joinpath("embedded", "held_out.txt").read_bytes()
         else:
             content = _first_bytes(path)
-        tokens = torch.tensor(tokenizer(content.decode("utf-8", "replace"), add_special_tokens=False).input_ids)
+        tokens = torch.tensor(
+            tokenizer(content.decode("utf-8", "replace"), add_special_tokens=False).input_ids, device="cpu"
+        )
         return cls(tokens.long(), hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16], tokenizer)
 
     def encode(self, text: str) -> list[int]:

@@ -130,8 +130,8 @@ def train(training: Training, policy: str, seed: int, report: Callable[[int], No
     model.train()
     for step in range(training.steps):
         longest = min(training.length, 32 + int((training.length - 32) * 2 * step / training.steps))
-        length = 4 * int(torch.randint(8, longest // 4 + 1, (1,), generator=generator))
-        needles = int(torch.randint(1, max(2, length // 12 + 1), (1,), generator=generator))
+        length = 4 * int(torch.randint(8, longest // 4 + 1, (1,), generator=generator, device=generator.device))
+        needles = int(torch.randint(1, max(2, length // 12 + 1), (1,), generator=generator, device=generator.device))
         tokens = sample_batch(text, training.batch, length, needles, generator)
         logits = model(tokens[:, :-1]).logits.transpose(1, 2)
         losses = cross_entropy(logits, tokens[:, 1:], reduction="none")  # [B, T − 1]
@@ -151,7 +151,7 @@ def train(training: Training, policy: str, seed: int, report: Callable[[int], No
 def read_text(part: str) -> Tensor:
     """The bytes [N] of Paradise Lost (1667): "train", or "held_out", the end of it, which no model was trained on."""
     content = files("attnscale.lab").joinpath("embedded", f"{part}.txt").read_bytes()
-    return torch.tensor(list(content))
+    return torch.tensor(list(content), device="cpu")
 
 
 def sample_batch(text: Tensor, batch: int, length: int, needles: int, generator: Generator) -> Tensor:
@@ -159,16 +159,19 @@ def sample_batch(text: Tensor, batch: int, length: int, needles: int, generator:
 
     Each repetition asks for its last byte. The same as `needles.hide_needles` in the format `BYTES`, a batch at a time.
     """
-    body, symbols = length - NEEDLE_BYTES * needles, torch.tensor(list(BYTES.alphabet.encode()))
-    start = torch.randint(len(text) - body, (batch, 1), generator=generator)
-    tokens = torch.empty(batch, length, dtype=torch.long)
-    tokens[:, :body] = text[start + torch.arange(body)]
-    keys = torch.rand(batch, BYTES.most_keys, generator=generator).argsort(1)[:, :needles]
-    values = torch.randint(len(symbols), (batch, needles), generator=generator)
+    body, symbols = length - NEEDLE_BYTES * needles, torch.tensor(list(BYTES.alphabet.encode()), device="cpu")
+    start = torch.randint(len(text) - body, (batch, 1), generator=generator, device=generator.device)
+    tokens = torch.empty(batch, length, dtype=torch.long, device="cpu")
+    tokens[:, :body] = text[start + torch.arange(body, device="cpu")]
+    keys = torch.rand(batch, BYTES.most_keys, generator=generator, device=generator.device).argsort(1)[:, :needles]
+    values = torch.randint(len(symbols), (batch, needles), generator=generator, device=generator.device)
     marks = torch.ones_like(keys)
     written = torch.stack([marks, symbols[keys // len(symbols)], symbols[keys % len(symbols)], symbols[values]], -1)
-    slots = torch.rand(batch, body // NEEDLE_BYTES, generator=generator).argsort(1)[:, :needles] * NEEDLE_BYTES
-    tokens.scatter_(1, (slots[..., None] + torch.arange(NEEDLE_BYTES)).flatten(1), written.flatten(1))
-    order = torch.rand(batch, needles, generator=generator).argsort(1)
+    slots = (
+        torch.rand(batch, body // NEEDLE_BYTES, generator=generator, device=generator.device).argsort(1)[:, :needles]
+        * NEEDLE_BYTES
+    )
+    tokens.scatter_(1, (slots[..., None] + torch.arange(NEEDLE_BYTES, device="cpu")).flatten(1), written.flatten(1))
+    order = torch.rand(batch, needles, generator=generator, device=generator.device).argsort(1)
     tokens[:, body:] = written.gather(1, order[..., None].expand(-1, -1, NEEDLE_BYTES)).flatten(1)
     return tokens

@@ -103,8 +103,11 @@ def _assemble(path: str, cells: _Cells, groups: list[list[Alert]]) -> Run:
     columns = [(layer, head) for layer, found in heads.items() for head in sorted(found)]
     row, column = {step: i for i, step in enumerate(steps)}, {one: i for i, one in enumerate(columns)}
     flat = {place: row[place[0]] * len(columns) + column[place[1:]] for place in cells.places}
-    where, source = torch.tensor(list(flat.values())), torch.tensor(list(cells.places.values()))
-    planes = {key: torch.full((len(steps) * len(columns),), torch.nan) for key in cells.planes}
+    where, source = (
+        torch.tensor(list(flat.values()), device="cpu"),
+        torch.tensor(list(cells.places.values()), device="cpu"),
+    )
+    planes = {key: torch.full((len(steps) * len(columns),), torch.nan, device="cpu") for key in cells.planes}
     for key, plane in cells.planes.items():
         values = torch.frombuffer(plane, dtype=torch.float32)
         there = source < len(values)

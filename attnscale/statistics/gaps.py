@@ -197,13 +197,13 @@ def _histogram(ratios: Tensor, bins: int) -> Tensor:
     rows, width = ratios.shape[:-1], bins + 2
     integer, mantissa = (torch.int32, 23) if ratios.dtype == torch.float32 else (torch.int64, 52)
     shift = mantissa - int(math.log2(STEPS_PER_OCTAVE))
-    one = int(torch.ones((), dtype=ratios.dtype).view(integer)) >> shift
+    one = int(torch.ones((), dtype=ratios.dtype, device="cpu").view(integer)) >> shift
     index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(one - 1, one + bins)  # a NaN is clamped too
     if ratios.device.type != "cpu":  # there, bincount would synchronise
         index = (index - (one - 1)).to(torch.int64)
         empty = torch.zeros(*rows, width, dtype=ratios.dtype, device=ratios.device)
         return empty.scatter_add_(-1, index, empty.new_ones(()).expand(index.shape))
-    offset = torch.arange(rows.numel(), dtype=integer).view(*rows, 1) * width + (1 - one)
+    offset = torch.arange(rows.numel(), dtype=integer, device=ratios.device).view(*rows, 1) * width + (1 - one)
     counts = torch.bincount(index.add_(offset).flatten(), minlength=rows.numel() * width)
     return counts.view(*rows, width).to(ratios.dtype)
 

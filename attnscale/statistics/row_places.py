@@ -79,7 +79,7 @@ def _same(a: Span | Tensor, b: Span | Tensor) -> bool:
         return a == b
     if is_watched() or any(isinstance(x, Tensor) and x.is_meta for x in (a, b)):
         return True
-    first, second = (x if isinstance(x, Tensor) else torch.arange(*x)[None] for x in (a, b))
+    first, second = (x if isinstance(x, Tensor) else torch.arange(*x, device="cpu")[None] for x in (a, b))
     return first is second or bool((first == second.to(first.device)).all())
 
 

@@ -37,7 +37,7 @@ def spread(x: Tensor) -> Spread:
     """
     n, d = x.shape
     y = x / x.norm(dim=-1, keepdim=True)
-    cosines = (y @ y.T)[~torch.eye(n, dtype=torch.bool)]
+    cosines = (y @ y.T)[~torch.eye(n, dtype=torch.bool, device=x.device)]
     squares = x.square().sum(-1)
     return Spread(n, d, *(float(v) for v in (cosines.min(), cosines.max(), squares.min(), squares.max())))
 

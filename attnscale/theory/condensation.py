@@ -179,7 +179,7 @@ def chance_of_signal(n: float, m: float, sigma: float = 1.0) -> float:
     >>> chance_of_signal(2, 0.0)
     0.5
     """
-    return math.exp((n - 1) * torch.special.log_ndtr(torch.tensor(m / sigma, dtype=torch.float64)).item())
+    return math.exp((n - 1) * torch.special.log_ndtr(torch.tensor(m / sigma, dtype=torch.float64, device="cpu")).item())
 
 
 def winner(n: float, beta: float, m: float, sigma: float = 1.0) -> Literal["signal", "noise", "nobody"]:

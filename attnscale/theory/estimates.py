@@ -46,7 +46,11 @@ def median(samples: Tensor, seed: int = 0, draws: int = 200) -> Estimate:
     """
     flat = samples.flatten()
     generator = torch.Generator().manual_seed(seed)
-    drawn = flat[torch.randint(flat.numel(), (draws, flat.numel()), generator=generator)].median(-1).values
+    drawn = (
+        flat[torch.randint(flat.numel(), (draws, flat.numel()), generator=generator, device=generator.device)]
+        .median(-1)
+        .values
+    )
     finite = drawn[drawn.isfinite()]
     return Estimate(flat.median().item(), finite.std().item() if finite.numel() > 1 else 0.0)
 

@@ -59,8 +59,10 @@ class Gaussian(Family):
         >>> Gaussian().sample_best(2**40, 2, 8, torch.Generator().manual_seed(0)).shape
         torch.Size([2, 8])
         """
-        arrivals = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
-        others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64)
+        arrivals = (
+            torch.empty(rows, ranks, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
+        )
+        others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64, device="cpu")
         total = arrivals[:, -1:] + torch._standard_gamma(others, generator)
         quantiles: Tensor = torch.special.ndtri(arrivals / total)
         return -self.sigma * quantiles
@@ -104,7 +106,7 @@ class Simplex(Family):
         _check("rho", self.rho, "a number < 1", self.rho < 1)
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
-        return _with_own_key(torch.full((rows, n), self.rho, dtype=torch.float64), 1.0, generator)
+        return _with_own_key(torch.full((rows, n), self.rho, dtype=torch.float64, device="cpu"), 1.0, generator)
 
     def accumulation(self, n: int) -> float:
         return math.log(n) / (1 - self.rho)
@@ -143,7 +145,7 @@ class AlmostSimplex(Family):
         gap, ln_n = 1 - self.rho, math.log(n)
         if 2 * ln_n > self.d * gap:
             return math.sqrt(2 * ln_n * self.d / gap)
-        z = torch.linspace(-8.0, math.sqrt(2 * ln_n), 4001, dtype=torch.float64)
+        z = torch.linspace(-8.0, math.sqrt(2 * ln_n), 4001, dtype=torch.float64, device="cpu")
         within = torch.log1p((n - 1) * torch.special.ndtr(-z))
         reach = gap - z * math.sqrt(gap / self.d)
         return (within / reach)[reach > 0].max().item()
@@ -174,10 +176,10 @@ class ThreeLevel(Family):
         return min(n - 1, round(self.kappa * math.pow(n, self.tau)))
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
-        scores = torch.full((rows, n), self.low, dtype=torch.float64)
+        scores = torch.full((rows, n), self.low, dtype=torch.float64, device="cpu")
         scores[:, : self.neighbours(n) + 1] = self.high
         scores[:, 0] = 1.0
-        order = torch.rand(rows, n, generator=generator).argsort(dim=-1)
+        order = torch.rand(rows, n, generator=generator, device=generator.device).argsort(dim=-1)
         return scores.gather(-1, order)
 
     def accumulation(self, n: int) -> float:
@@ -193,7 +195,7 @@ class Cluster(Family):
     exponent = 2.0
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
-        others = torch.full((rows, n), -1 / math.log(max(n, 2)), dtype=torch.float64)
+        others = torch.full((rows, n), -1 / math.log(max(n, 2)), dtype=torch.float64, device="cpu")
         return _with_own_key(others, 0.0, generator)
 
     def accumulation(self, n: int) -> float:
@@ -272,14 +274,14 @@ def ln_cap_constant(d: int) -> float:
 
 
 def _normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def _with_own_key(others: Tensor, own: Tensor | float, generator: torch.Generator) -> Tensor:
     """Scores with that of the row's own key in a place of its own, drawn for each row."""
     rows, n = others.shape
-    place = torch.randint(n, (rows, 1), generator=generator)
-    return others.scatter(-1, place, torch.as_tensor(own, dtype=others.dtype).expand(rows, 1))
+    place = torch.randint(n, (rows, 1), generator=generator, device=generator.device)
+    return others.scatter(-1, place, torch.as_tensor(own, dtype=others.dtype, device=others.device).expand(rows, 1))
 
 
 def _check(argument: str, value: object, accepted: str, holds: bool) -> None:

@@ -82,8 +82,8 @@ def limit_ratio(family: Family, rows: int, generator: torch.Generator, ranks: in
     torch.Size([3])
     """
     if not family.random:
-        return torch.ones(rows, dtype=torch.float64)
-    arrivals = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+        return torch.ones(rows, dtype=torch.float64, device="cpu")
+    arrivals = torch.empty(rows, ranks, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
     if isinstance(family, Sphere):
         scores = -(arrivals ** (2 / (family.d - 1)))
     elif isinstance(family, (Gaussian, CorrelatedGaussian)):
@@ -103,8 +103,10 @@ def certificate(r: float, n: float = math.inf) -> float:
     """
     _above(r)
     if n == math.inf:
-        return 1 / float(torch.special.zeta(torch.tensor(r, dtype=torch.float64), torch.tensor(1.0)))
-    return 1 / (torch.arange(1, int(n) + 1, dtype=torch.float64) ** -r).sum().item()
+        return 1 / float(
+            torch.special.zeta(torch.tensor(r, dtype=torch.float64, device="cpu"), torch.tensor(1.0, device="cpu"))
+        )
+    return 1 / (torch.arange(1, int(n) + 1, dtype=torch.float64, device="cpu") ** -r).sum().item()
 
 
 def entropy_bound(r: float) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 EULER = 0.5772156649015329
 TAIL = 40.0  # e^−40 is below the rounding of what is summed
-SCORES = torch.linspace(-12.0, 12.0, 2401, dtype=torch.float64)  # the grid of U
+SCORES = torch.linspace(-12.0, 12.0, 2401, dtype=torch.float64, device="cpu")  # the grid of U
 STEP = 0.1  # of x
 
 
@@ -60,7 +60,7 @@ def mean_sigmoid(n: float, b: float, logit: float) -> float:
     >>> round(mean_sigmoid(3, 0.0, 0.0), 9)
     0.25
     """
-    y = torch.arange(-2 * TAIL - ln_mean(n, b), 6.0, STEP, dtype=torch.float64)  # s = e^y
+    y = torch.arange(-2 * TAIL - ln_mean(n, b), 6.0, STEP, dtype=torch.float64, device="cpu")  # s = e^y
     return STEP * torch.exp(y - y.exp() + n * ln_laplace(y - logit, b)).sum().item()
 
 
@@ -86,12 +86,12 @@ def mean_largest_weight(n: float, b: float) -> float:
     """
     likely = SCORES[(n - 1) * torch.special.log_ndtr(SCORES) + math.log(n) - SCORES**2 / 2 > -TAIL]
     spacing = max((likely[-1] - likely[0]).item() / 100, 0.01)
-    u = torch.arange(likely[0].item(), likely[-1].item(), spacing, dtype=torch.float64)
+    u = torch.arange(likely[0].item(), likely[-1].item(), spacing, dtype=torch.float64, device="cpu")
     density = torch.exp(math.log(n) + (n - 1) * torch.special.log_ndtr(u) - u**2 / 2) / math.sqrt(2 * math.pi)
-    z = torch.arange(-3.2, 3.2, 0.03, dtype=torch.float64)
+    z = torch.arange(-3.2, 3.2, 0.03, dtype=torch.float64, device="cpu")
     unit = 0.5 * (1 + torch.tanh(math.pi / 2 * torch.sinh(z)))
     weight = 0.03 * math.pi / 4 * torch.cosh(z) / torch.cosh(math.pi / 2 * torch.sinh(z)) ** 2
-    y = torch.arange(-TAIL, 4.5, 0.2, dtype=torch.float64)  # λ = e^y
+    y = torch.arange(-TAIL, 4.5, 0.2, dtype=torch.float64, device="cpu")  # λ = e^y
     total = 0.0
     for top, mass in zip(u.tolist(), density.tolist(), strict=True):
         reach = max(top, 0.0) + 10
@@ -125,4 +125,6 @@ def _grid(n: float, b: float) -> Tensor:
     """Where L(x)^n goes from 1 to 0: P(Z > e^−x) ≤ e^x E Z on the left, and Z ≥ e^(b max U) on the right."""
     unlikely = SCORES[n * torch.special.log_ndtr(SCORES) < -TAIL]
     least = unlikely[-1].item() if len(unlikely) else SCORES[0].item()
-    return torch.arange(-ln_mean(n, b) - TAIL, math.log(TAIL) - b * least + STEP, STEP, dtype=torch.float64)
+    return torch.arange(
+        -ln_mean(n, b) - TAIL, math.log(TAIL) - b * least + STEP, STEP, dtype=torch.float64, device="cpu"
+    )

@@ -137,7 +137,7 @@ def sweep(
     >>> [(point.rho, point.gamma) for point in points]
     [(0.2, 0.5), (0.2, 3.0), (0.5, 0.5), (0.5, 3.0)]
     """
-    seeds = torch.randint(2**31, (draws,), generator=generator).tolist()
+    seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device).tolist()
     for rho in rhos:
         samples = [almost_simplex(n, d, rho, torch.Generator().manual_seed(seed)) for seed in seeds]
         for gamma in gammas:

@@ -40,10 +40,12 @@ def draw_limit(
     True
     """
     check_int("draws", draws, "an int >= 1", least=1)
-    arrivals = torch.empty(draws, points, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+    arrivals = (
+        torch.empty(draws, points, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
+    )
     scaled = arrivals ** (1.0 / exponent)
     shifted = (-ratio * (scaled - scaled[:, :1])).exp()
-    kappa = torch.tensor(exponent, dtype=torch.float64)
+    kappa = torch.tensor(exponent, dtype=torch.float64, device="cpu")
     last = ratio * scaled[:, -1]
     beyond = torch.special.gammaincc(kappa, last) * math.gamma(exponent + 1.0) * ratio**-exponent
     beyond_radial = torch.special.gammaincc(kappa + 1, last) * math.gamma(exponent + 1.0) * exponent
@@ -65,7 +67,7 @@ def mean_largest_weight(ratio: float, exponent: float) -> float:
     >>> round(mean_largest_weight(1.0, 1.0), 8) == round(math.exp(-0.57721566490153286), 8)
     True
     """
-    grid = torch.arange(-32.0, 6.0, 0.25, dtype=torch.float64).exp()
+    grid = torch.arange(-32.0, 6.0, 0.25, dtype=torch.float64, device="cpu").exp()
     width = 0.25 * grid  # dz of z = ln of the grid
     first = grid[grid < 60.0]
     at = first[:, None] ** (1.0 / exponent) + grid / ratio  # [s, v], u^(1/κ) at v = λ(u^(1/κ) − s^(1/κ))
@@ -87,7 +89,7 @@ def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
     """
     check_int("n", n, "an int >= 2", least=2)
     step = 0.3 / (d + 2)  # the chance that no key is nearer changes by e^((d−1)/2·step) from cell to cell
-    z = torch.arange(-36.0, 36.0, step, dtype=torch.float64)
+    z = torch.arange(-36.0, 36.0, step, dtype=torch.float64, device="cpu")
     t = 2.0 * torch.sigmoid(z)  # on (0, 2), crowded at both ends
     log_density = (d - 1) / 2 * (torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z))
     log_mass = log_density - log_density.logsumexp(0)
@@ -95,7 +97,7 @@ def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
     t, mass = t[kept], log_mass[kept].exp()  # P(t in the cell)
     # The cell of the nearest key itself counts half as nearer, half as farther: the trapezoidal rule at that end.
     nearer = mass.cumsum(0) - 0.5 * mass
-    x = torch.arange(-36.0, 5.0, 0.25, dtype=torch.float64).exp()
+    x = torch.arange(-36.0, 5.0, 0.25, dtype=torch.float64, device="cpu").exp()
     total = 0.0
     for index in torch.nonzero((n * mass > 1e-12) & (n * nearer < 40.0)).flatten().tolist():
         farther = mass[index:].clone()

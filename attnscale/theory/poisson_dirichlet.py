@@ -24,7 +24,7 @@ def mean_largest(t: float) -> float:
     0.627
     """
     alpha = _alpha(t)
-    y = torch.arange(-45.0, 5.0, 0.05, dtype=torch.float64)  # λ = e^y
+    y = torch.arange(-45.0, 5.0, 0.05, dtype=torch.float64, device="cpu")  # λ = e^y
     rate = y.exp()
     incomplete = torch.special.gammainc(torch.full_like(rate, 1 - alpha), rate) * math.gamma(1 - alpha)
     return 0.05 * float((torch.exp(y - rate) / (torch.exp(-rate) + rate**alpha * incomplete)).sum())
@@ -58,7 +58,7 @@ def sample_weights(t: float, rows: int, ranks: int, generator: torch.Generator) 
     torch.Size([3, 100])
     """
     _alpha(t)
-    gaps = torch.empty(rows, ranks, dtype=torch.float64).exponential_(generator=generator)
+    gaps = torch.empty(rows, ranks, dtype=torch.float64, device="cpu").exponential_(generator=generator)
     arrivals = gaps.cumsum(-1)
     points = arrivals**-t
     beyond = arrivals[:, -1:] ** (1 - t) / (t - 1)  # ∫ x^(−t) dx from the last arrival on

@@ -22,7 +22,7 @@ def quantile(n: int) -> float:
     3.0902
     """
     check_int("n", n, "an int >= 2", least=2)
-    return float(-torch.special.ndtri(torch.tensor(1.0 / n, dtype=torch.float64)))
+    return float(-torch.special.ndtri(torch.tensor(1.0 / n, dtype=torch.float64, device="cpu")))
 
 
 def mean_gap(n: int, k: int) -> float:
@@ -35,7 +35,7 @@ def mean_gap(n: int, k: int) -> float:
     True
     """
     check_int("k", k, f"an int from 2 to n={n}", least=2)
-    x = torch.linspace(-12.0, 40.0, 8001, dtype=torch.float64)
+    x = torch.linspace(-12.0, 40.0, 8001, dtype=torch.float64, device="cpu")
     below, above = torch.special.log_ndtr(x), torch.special.log_ndtr(-x)
     total = 0.0
     for j in range(1, k):
@@ -62,5 +62,5 @@ def printed_top_weight(t: float, draws: int, generator: torch.Generator, terms: 
     >>> printed_top_weight(1.0, 4, torch.Generator().manual_seed(0)).shape
     torch.Size([4])
     """
-    gaps = torch.empty(draws, terms, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+    gaps = torch.empty(draws, terms, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
     return (1.0 + (-t * gaps).exp().sum(-1)).reciprocal()

@@ -43,7 +43,7 @@ def uniform(d: int) -> KeyDensity:
     """
 
     def draw(rows: int, n: int, generator: torch.Generator) -> Tensor:
-        keys = torch.randn(rows, n, d, generator=generator, dtype=torch.float64)
+        keys = torch.randn(rows, n, d, generator=generator, dtype=torch.float64, device=generator.device)
         return functional.normalize(keys, dim=-1)
 
     return KeyDensity("uniform", d, draw, uniform_law(d))
@@ -80,7 +80,7 @@ def partly_on_subsphere(d: int, inner: int, share: float) -> KeyDensity:
     def draw(rows: int, n: int, generator: torch.Generator) -> Tensor:
         keys = outside(rows, n, generator)
         some = functional.pad(inside(rows, n, generator), (0, d - inner))
-        chosen = torch.rand(rows, n, 1, generator=generator) < share
+        chosen = torch.rand(rows, n, 1, generator=generator, device=generator.device) < share
         return torch.where(chosen, some, keys)
 
     law = uniform_law(inner)
@@ -97,10 +97,10 @@ def tilted(concentration: float, cosine: float) -> KeyDensity:
     True
     """
     centre = tilted_centre(cosine)
-    rest = torch.tensor([-centre[1], centre[0], 0.0], dtype=torch.float64)
+    rest = torch.tensor([-centre[1], centre[0], 0.0], dtype=torch.float64, device="cpu")
 
     def draw(rows: int, n: int, generator: torch.Generator) -> Tensor:
-        uniforms = torch.rand(rows, n, 2, generator=generator, dtype=torch.float64)
+        uniforms = torch.rand(rows, n, 2, generator=generator, dtype=torch.float64, device=generator.device)
         # The cosine with m by inversion of its distribution function, the angle around m uniform.
         decay = math.exp(-2.0 * concentration)
         along = 1.0 + torch.log(decay + (1.0 - decay) * (1.0 - uniforms[..., 0])) / concentration
@@ -119,7 +119,7 @@ def tilted_centre(cosine: float) -> Tensor:
     >>> tilted_centre(0.0)
     tensor([0., 1., 0.], dtype=torch.float64)
     """
-    return torch.tensor([cosine, math.sqrt(1.0 - cosine * cosine), 0.0], dtype=torch.float64)
+    return torch.tensor([cosine, math.sqrt(1.0 - cosine * cosine), 0.0], dtype=torch.float64, device="cpu")
 
 
 def tilted_harmonic(concentration: float, degree: int) -> float:
@@ -159,7 +159,7 @@ def read(keys: Tensor, beta: float) -> Readout:
     >>> read(torch.eye(2, dtype=torch.float64)[None], 0.0).w_max
     tensor([0.5000], dtype=torch.float64)
     """
-    query = torch.zeros(len(keys), 1, 1, keys.shape[-1], dtype=keys.dtype)
+    query = torch.zeros(len(keys), 1, 1, keys.shape[-1], dtype=keys.dtype, device=keys.device)
     query[..., 0] = 1.0
     request = StatsRequest(lse=False, max_logit=False)
     output, stats = attention_with_stats(query, keys[:, None], keys[:, None], scale=beta, request=request)

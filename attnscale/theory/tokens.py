@@ -28,8 +28,8 @@ def simplex(n: int, d: int, rho: float, q: float = 1.0) -> Tensor:
         reject("d", d, f"at least n={n} dimensions: the tokens of a simplex are linearly independent")
     own = math.sqrt(1.0 - rho)
     shared = (math.sqrt(1.0 - rho + n * rho) - own) / n
-    tokens = torch.zeros(n, d, dtype=torch.float64)
-    tokens[:, :n] = own * torch.eye(n, dtype=torch.float64) + shared
+    tokens = torch.zeros(n, d, dtype=torch.float64, device="cpu")
+    tokens[:, :n] = own * torch.eye(n, dtype=torch.float64, device="cpu") + shared
     return math.sqrt(q) * tokens
 
 
@@ -42,7 +42,7 @@ def almost_simplex(n: int, d: int, rho: float, generator: torch.Generator) -> Te
     >>> torch.allclose(x @ x.T, 0.5 * (1 + torch.eye(64, dtype=torch.float64)), atol=0.1)
     True
     """
-    draws = torch.randn(n + 1, d, generator=generator, dtype=torch.float64) / math.sqrt(d)
+    draws = torch.randn(n + 1, d, generator=generator, dtype=torch.float64, device=generator.device) / math.sqrt(d)
     return math.sqrt(rho) * draws[:1] + math.sqrt(1.0 - rho) * draws[1:]
 
 
@@ -59,7 +59,7 @@ def groups(n: int, size: int, far: float, near: float) -> Tensor:
         reject("near", near, f"a cosine from far={far} to 1")
     if size < 1 or n % size:
         reject("size", size, f"a divisor of n={n}")
-    shared = torch.full((n, 1), math.sqrt(far), dtype=torch.float64)
-    group = torch.eye(n // size, dtype=torch.float64).repeat_interleave(size, 0) * math.sqrt(near - far)
-    own = torch.eye(n, dtype=torch.float64) * math.sqrt(1.0 - near)
+    shared = torch.full((n, 1), math.sqrt(far), dtype=torch.float64, device="cpu")
+    group = torch.eye(n // size, dtype=torch.float64, device="cpu").repeat_interleave(size, 0) * math.sqrt(near - far)
+    own = torch.eye(n, dtype=torch.float64, device="cpu") * math.sqrt(1.0 - near)
     return torch.cat((shared, group, own), dim=1)

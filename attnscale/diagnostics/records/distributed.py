@@ -122,10 +122,14 @@ class Processes(Uncopied):
         heads = [here[name].rows.shape[1] if name in here else 0 for name in self._heads]
         modes = [int(here[name].training) if name in here else 0 for name in self._heads]
         rows = [
-            here[name].rows.flatten() if name in here and own == expected else torch.zeros(expected * width)
+            here[name].rows.flatten()
+            if name in here and own == expected
+            else torch.zeros(expected * width, device="cpu")
             for (name, expected), own in zip(self._heads.items(), heads, strict=True)
         ]
-        return torch.cat([torch.tensor([step % STEP_MODULUS, *heads, *modes], dtype=torch.float32), *rows])
+        return torch.cat(
+            [torch.tensor([step % STEP_MODULUS, *heads, *modes], dtype=torch.float32, device="cpu"), *rows]
+        )
 
     def _gather(self, message: Tensor) -> Tensor:
         """The messages of all processes, [P, ...]."""
@@ -153,7 +157,7 @@ class Processes(Uncopied):
             elif bool((column > 0).any()):
                 training = bool(trained.any())
                 chosen = trained if training else column > 0
-                parts = torch.tensor([of_process.get(name, 0) for of_process in self._head_parts])
+                parts = torch.tensor([of_process.get(name, 0) for of_process in self._head_parts], device="cpu")
                 for part in sorted(set(parts[chosen].tolist())):
                     own = body[chosen & (parts == part)].view(-1, expected, width)
                     found.append(Part(name, training, own, part * expected))

@@ -130,7 +130,7 @@ def _quantiles(samples: Tensor, numbers: Tensor) -> Tensor:
     weight = share.movedim(0, 2).flatten(2).gather(-1, order)
     # A row lies in the middle of what it stands for; the first at 0.
     places = weight.cumsum(-1) - weight / 2 - weight[..., :1] / 2
-    place = places.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64)
+    place = places.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64, device=samples.device)
     below = (torch.searchsorted(places, place, right=True) - 1).clamp_(min=0).minimum(last)
     above = torch.minimum(below + 1, last)
     left, right = places.gather(-1, below), places.gather(-1, above)

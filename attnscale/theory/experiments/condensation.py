@@ -79,7 +79,7 @@ def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]
     """Statistics [rows] of the same Gaussian rows at each β."""
     generator = torch.Generator().manual_seed(seed)
     # Filled in place: small results that outlive the large ones of their chunk would fragment the heap to gigabytes.
-    lse, max_logit, w_max = (torch.empty(len(betas), rows, dtype=torch.float64) for _ in range(3))
+    lse, max_logit, w_max = (torch.empty(len(betas), rows, dtype=torch.float64, device="cpu") for _ in range(3))
     chunk = max(1, min(rows, CHUNK // n))
     for start in range(0, rows, chunk):
         scores = families.sample("gaussian", n, min(chunk, rows - start), generator)
@@ -87,7 +87,7 @@ def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]
             stats = row_statistics(scores, beta, request=REQUEST)
             for column, values in ((lse, stats.lse), (max_logit, stats.max_logit), (w_max, stats.w_max)):
                 column[place, start : start + chunk] = _given(values)
-    visible = torch.full((rows,), n)
+    visible = torch.full((rows,), n, device="cpu")
     return [RowStats(visible, *columns) for columns in zip(lse, max_logit, w_max, strict=True)]
 
 
@@ -118,7 +118,9 @@ def _poisson_rows(rows: int) -> Rows:
     found = []
     for t in (2.0, 3.0, 4.0):
         generator = torch.Generator().manual_seed(7)
-        arrivals = torch.empty(rows, 2048, dtype=torch.float64).exponential_(generator=generator).cumsum(-1)
+        arrivals = (
+            torch.empty(rows, 2048, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
+        )
         w_max = _given(row_statistics(-arrivals.log(), t, request=REQUEST).w_max)
         half = mean((w_max > 0.5).double())
         largest = _pair("mean_w_max", poisson_dirichlet.mean_largest(t), mean(w_max))
@@ -136,7 +138,7 @@ def _retrieval(n: int, rows: int) -> Rows:
         beta = t * critical
         for share in SIGNALS:
             m = share * critical
-            alone = row_statistics(torch.full((rows, 1), m, dtype=torch.float64), beta, request=REQUEST)
+            alone = row_statistics(torch.full((rows, 1), m, dtype=torch.float64, device="cpu"), beta, request=REQUEST)
             weight = torch.exp(beta * m - _given(stats.merge(alone).lse))
             wins = (m * beta > _given(stats.max_logit)).double()
             found.append(
@@ -159,9 +161,9 @@ def _unscaled(n: int, batches: int) -> Rows:
     found = []
     for d in (4, 16, 64, 256):
         generator = torch.Generator().manual_seed(d)
-        query = torch.randn(batches, 1, 1, d, generator=generator, dtype=torch.float64)
+        query = torch.randn(batches, 1, 1, d, generator=generator, dtype=torch.float64, device=generator.device)
         query *= math.sqrt(d) / query.norm(dim=-1, keepdim=True)
-        key = torch.randn(batches, 1, n, d, generator=generator, dtype=torch.float64)
+        key = torch.randn(batches, 1, n, d, generator=generator, dtype=torch.float64, device=generator.device)
         for scaled in (True, False):
             scale = 1 / math.sqrt(d) if scaled else 1.0
             stats = attention_with_stats(query, key, key, scale=scale, request=REQUEST).stats
@@ -178,7 +180,7 @@ def _pair(name: str, predicted: float, measured: Estimate) -> dict[str, float]:
 
 def _given(statistic: Tensor | None) -> Tensor:
     """A statistic that was asked for."""
-    return torch.empty(0) if statistic is None else statistic
+    return torch.empty(0, device="cpu") if statistic is None else statistic
 
 
 def _line(quantity: str, parameters: str, row: dict[str, Any], name: str) -> Comparison:

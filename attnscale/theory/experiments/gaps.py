@@ -110,7 +110,7 @@ def _contacts(family: Family, n: int, sizes: Sizes, generator: torch.Generator) 
         parts.append(gaps.contact_point(scores))
         kept = scores[: sizes.transition_rows] if kept is None else kept
     joined = ContactPoint(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    return joined, torch.empty(0) if kept is None else kept
+    return joined, torch.empty(0, device="cpu") if kept is None else kept
 
 
 def _law(label: str, family: Family, n: int, contact: ContactPoint, ratio: Estimate) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tu
     for r in CRITICALITIES:
         beta = r * accumulation
         stats = row_statistics(scores, beta, request=REQUEST)
-        w_max = torch.empty(0) if stats.w_max is None else stats.w_max
-        entropy = torch.empty(0) if stats.entropy is None else stats.entropy
+        w_max = torch.empty(0, device="cpu") if stats.w_max is None else stats.w_max
+        entropy = torch.empty(0, device="cpu") if stats.entropy is None else stats.entropy
         separation = w_max * -torch.expm1(-beta * (best[:, 0] - best[:, 1]))
         places.append(
             {

@@ -108,9 +108,9 @@ def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -
     """min cosine, distance from the identity and η over γ, each with its bound; d is large enough for Assumption 2."""
     n, d, rho, alpha = sizes.n, 4 * sizes.n, 0.5, 0.5
     x = tokens.almost_simplex(n, d, rho, generator)
-    x = x * (0.8 + 0.4 * torch.rand(n, 1, generator=generator, dtype=x.dtype))
+    x = x * (0.8 + 0.4 * torch.rand(n, 1, generator=generator, dtype=x.dtype, device=generator.device))
     given, y = bounds.spread(x), phase.directions(x)
-    off = ~torch.eye(n, dtype=torch.bool)
+    off = ~torch.eye(n, dtype=torch.bool, device=x.device)
     found: list[dict[str, Any]] = []
     for step in range(1, 25):
         gamma = step * 0.25
@@ -143,7 +143,9 @@ def _middle_phase(sizes: Sizes, generator: torch.Generator, lines: list[Comparis
     """The share of a row's weight on itself, on near and on far tokens: groups of √n tokens, through attention."""
     n, size = sizes.group**2, sizes.group
     y = tokens.groups(n, size, FAR, NEAR)
-    members = torch.eye(n // size, dtype=y.dtype).repeat_interleave(size, 0)  # value: which group a token is in
+    members = torch.eye(n // size, dtype=y.dtype, device=y.device).repeat_interleave(
+        size, 0
+    )  # value: which group a token is in
     found = []
     for step in range(1, 25):
         gamma = step * 0.2
@@ -188,7 +190,7 @@ def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
             lines.append(Comparison("t_n·E(a₁ − a_k)", f"n={n} k={k}", exact, *mean(gap)))
     for t in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
         w_max = row_statistics(scores, t * math.sqrt(2.0 * math.log(n))).w_max
-        weights = torch.zeros(0) if w_max is None else w_max
+        weights = torch.zeros(0, device="cpu") if w_max is None else w_max
         found.append(
             {"kind": "weight", "n": n, "x": t, "measured": float(weights.mean()), "standard_error": mean(weights).error}
             | {"printed": float(spacings.printed_top_weight(t, draws, generator).mean())}
