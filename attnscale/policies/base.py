@@ -73,12 +73,21 @@ class LengthPolicy(nn.Module):
         if "_is_built" in self.__dict__:
             self._refuse_change(name, f"{name}={value!r}")
         super().__setattr__(name, value)
-        self.__dict__.pop("_identity", None)
+        self._identify()
 
     def __delattr__(self, name: str) -> None:
         self._refuse_change(name, f"deleting {name}")
         super().__delattr__(name)
-        self.__dict__.pop("_identity", None)
+        self._identify()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._identify()
+
+    def _identify(self) -> None:
+        """Compute the identity of a finished policy, which calls in any thread then only read."""
+        if "_is_built" in self.__dict__:
+            self.__dict__["_identity"] = _identity(self)
 
     def _refuse_change(self, name: str, what: str) -> None:
         if any(field.init and field.name == name for field in dataclasses.fields(self)):
@@ -142,8 +151,8 @@ class FormulaPolicy(LengthPolicy):
     def identity(self) -> Hashable | None:
         """What β depends on besides n and position; None where that is not plain data, and β must not be remembered."""
         state = self.__dict__
-        if "_identity" not in state:
-            state["_identity"] = _identity(self)
+        if state["_parameters"] or state["_buffers"] or state["_modules"]:
+            return None
         return state["_identity"]  # type: ignore[no-any-return]
 
 
@@ -168,18 +177,15 @@ def _identity(policy: LengthPolicy) -> Hashable | None:
 
     Attributes enter as text, whose hash Python keeps, and in which 0.0 and −0.0 differ.
     """
-    state = policy.__dict__
-    if any(state[kind] for kind in ("_parameters", "_buffers", "_modules")):
-        return None
-    values = {name: value for name, value in state.items() if name not in _UNREAD}
+    values = {name: value for name, value in list(policy.__dict__.items()) if name not in _UNREAD}
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in values.values()):
         return None
     return type(policy), repr([(name, type(value), value) for name, value in values.items()])
 
 
-# What nn.Module keeps in every instance, but for `training`, an attribute like any other that a formula may read; and
-# the numbers of heads, on which no β without parameters depends.
-_UNREAD = (frozenset(nn.Module().__dict__) | {"own_heads"}) - {"training"}
+# What nn.Module keeps in every instance, but for `training`, an attribute like any other that a formula may read; the
+# numbers of heads, on which no β without parameters depends; and the identity itself.
+_UNREAD = (frozenset(nn.Module().__dict__) | {"own_heads", "_identity"}) - {"training"}
 
 
 def real(x: Tensor) -> Tensor:
