@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# How many times the expected 1/Λ a call may contribute to the running estimate of `GapAdaptive(scope="head")`.
+LARGEST_STEP = 4.0
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class ScorePolicy(LengthPolicy):
     """Base of the policies that read scores: `request` says which statistics at β = 1, `from_stats` makes β of them.
@@ -87,9 +91,10 @@ class GapAdaptive(ScorePolicy):
     such rows.
 
     `scope="head"` uses a running estimate per head: 1/Λ = a + b/ln n, fitted to the rows of every training call with
-    exponential forgetting (`momentum`). Averaging 1/Λ is robust against the heavy tail of Λ. In eval mode the estimate
-    is frozen and reads no scores, so that prefill and decoding agree. In a distributed run the rows of all processes
-    enter the estimate, or of those that `attnscale.distributed.share_rows` names.
+    exponential forgetting (`momentum`). Averaging 1/Λ is robust against the heavy tail of Λ. What one call contributes
+    is bounded, so that a single step with logits far too large hardly moves the estimate, and rows with NaN do not
+    enter. In eval mode the estimate is frozen and reads no scores, so that prefill and decoding agree. In a distributed
+    run the rows of all processes enter the estimate, or of those that `attnscale.distributed.share_rows` names.
     """
 
     name = "gap_adaptive"
@@ -144,19 +149,28 @@ class GapAdaptive(ScorePolicy):
         if self.scope == "row":
             return self._bounded(self._r * scale)
         self._learn(stats.visible, scale)
-        return self.formula(stats.visible, stats.visible)
+        # A head none of whose rows could be used so far, such as one of NaN, has β = 1.
+        return torch.where(local(self.sums)[:, :1] > 0, self._estimate(stats.visible), 1.0)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         if self.scope == "row":
             return super().formula(n, position)
-        count, x, y, xx, xy = local(self.sums).unbind(-1)
+        count = local(self.sums)[:, 0]
         if not torch.compiler.is_compiling() and not count.is_meta and not bool((count > 0).all()):
             raise ArgumentError("gap_adaptive with scope='head' has seen no rows: train it first, or use scope='row'")
-        spread = (count * xx - x * x).clamp(min=1e-12)
-        slope = (count * xy - x * y) / spread
-        level = (y - slope * x) / count
-        inverse = level[:, None] + slope[:, None] / ln(n)
-        return self._bounded(self._r / inverse.clamp(min=self._r / self.ceiling))
+        return self._estimate(n)
+
+    def _estimate(self, n: Tensor) -> Tensor:
+        """β = r·Λ of each head [..., H, Tq] by the running estimate."""
+        return self._bounded(self._r / self._inverse(1 / ln(n)))
+
+    def _inverse(self, x: Tensor) -> Tensor:
+        """1/Λ = a + b·x of each head, [..., H, Tq], for x = 1/ln n [..., 1|H, Tq]."""
+        count, mean, y, xx, xy = local(self.sums).unbind(-1)
+        spread = (count * xx - mean * mean).clamp(min=1e-12)
+        slope = (count * xy - mean * y) / spread
+        level = (y - slope * mean) / count
+        return (level[:, None] + slope[:, None] * x).clamp(min=self._r / self.ceiling)
 
     def longest_beta(self) -> float:
         return self.ceiling
@@ -177,10 +191,14 @@ class GapAdaptive(ScorePolicy):
                 "attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
             )
         moments = sum_over_rows(moments, self._rows, self._order)
-        share = moments / moments[:, :1].clamp(min=1)
+        ones, x, y, xx, xy = (moments / moments[:, :1].clamp(min=1)).unbind(-1)
         sums = local(self.sums)
-        first = sums[:, :1] == 0
-        mixed = torch.where(first, share, self.momentum * sums + (1 - self.momentum) * share)
+        first = sums[:, 0] == 0
+        # One call with logits far too large would outweigh hundreds of others. A 1/Λ that is too small cannot.
+        most = LARGEST_STEP * self._inverse(x[:, None])[:, 0]
+        kept = torch.where(first, 1.0, (most / y).clamp(max=1.0))
+        share = torch.stack([ones, x, kept * y, xx, kept * xy], dim=-1)
+        mixed = torch.where(first[:, None], share, self.momentum * sums + (1 - self.momentum) * share)
         sums.copy_(torch.where(moments[:, :1] > 0, mixed, sums))
 
     def _order(self) -> int:

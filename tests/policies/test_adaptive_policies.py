@@ -17,6 +17,7 @@ from attnscale import (
     accumulation_scale,
     attention_with_stats,
     build_policy,
+    scaled_dot_product_attention,
 )
 from attnscale.policies.adaptive import inverse_zeta
 
@@ -175,6 +176,56 @@ def test_a_heads_estimate_is_frozen_in_eval_and_the_same_in_prefill_and_decoding
     other = head_policy()
     other.load_state_dict(policy.state_dict())
     assert torch.equal(other.eval()(torch.arange(2, 50)), policy(torch.arange(2, 50)))
+
+
+def train(policy, steps: int, seed: int = 0, size: float = 1.0) -> None:
+    for step in range(steps):
+        q, k, v = tensors((2, 2, 64, 16), (2, 2, 64, 16), torch.float32, seed=seed + step)
+        scaled_dot_product_attention(size * q, k, v, is_causal=True, policy=policy)
+
+
+@pytest.mark.parametrize("size", [900.0, 1e6, 1e-3, 0.0])
+def test_one_step_far_off_hardly_moves_a_heads_estimate(size):
+    policy = head_policy()
+    train(policy, 50)
+    before = policy.eval()(64)
+    train(policy.train(), 1, size=size)
+    torch.testing.assert_close(policy.eval()(64), before, rtol=0.05, atol=0)
+
+
+def test_a_lasting_change_is_followed():
+    policy = head_policy(momentum=0.9)
+    train(policy, 20)
+    before = policy.eval()(64)
+    train(policy.train(), 60, size=20.0)
+    torch.testing.assert_close(policy.eval()(64) * 20, before, rtol=0.15, atol=0)
+
+
+def test_rows_that_cannot_be_used_leave_a_heads_estimate_as_it_was():
+    policy = head_policy()
+    train(policy, 5)
+    before = policy.sums.clone()
+    q, k, v = tensors((2, 2, 64, 16), (2, 2, 64, 16), torch.float32)
+    k[:, 1] = math.nan
+    scaled_dot_product_attention(q, k, v, is_causal=True, policy=policy)
+    assert torch.equal(policy.sums[1], before[1])
+    assert not torch.equal(policy.sums[0], before[0])
+    assert torch.isfinite(policy.sums).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_first_call_of_nan_alone_gives_nan_and_learns_nothing(compiled):
+    policy = head_policy()
+    q, k, v = tensors((2, 2, 64, 16), (2, 2, 64, 16), torch.float32)
+    attend = scaled_dot_product_attention
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager")
+    assert attend(q, k * math.nan, v, is_causal=True, policy=policy).isnan().all()
+    assert (policy.sums == 0).all()
+    with pytest.raises(ArgumentError, match="has seen no rows"):
+        policy.eval()(64)
+    assert torch.isfinite(attend(q, k, v, is_causal=True, policy=policy.train())).all()
+    assert torch.isfinite(policy.eval()(64)).all()
 
 
 def test_modules_take_them_like_any_other():
