@@ -120,9 +120,9 @@ def attend(
         # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
         enable_gqa=True if grouped else False,  # noqa: SIM210
     )
-    if query.device.type != "cpu" or query.is_nested or is_dtensor(query) or not (out.numel() and key.numel()):
+    if query.device.type != "cpu" or query.is_nested or is_dtensor(query):
         return out
-    if not is_watched() and bool(out.detach()[..., 0].all()):  # no row is zero
+    if not is_watched() and bool(out.detach()[..., :1].all()):  # no row is zero
         return out
     return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
 
@@ -133,14 +133,14 @@ def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> T
     torch's CPU kernel takes such a row for one that sees no key and returns zeros. Its query is not finite, or no key
     that it sees is; then neither is the first of these.
     """
-    broken = _is_broken(key)
+    broken = F.pad(_is_broken(key), (0, 1))  # a slot that nothing sees, where there is no other
     if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
         broken = broken.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-2)
     if mask is None:
         lost = _is_broken(query) | broken[..., :1]
     else:
         seen = mask if mask.dtype == torch.bool else mask.detach() > -math.inf
-        first = seen.to(torch.uint8).argmax(-1).expand(out.shape[:-1])
+        first = F.pad(seen, (0, 1)).to(torch.uint8).argmax(-1).expand(out.shape[:-1])
         lost = (_is_broken(query) | broken.expand(*out.shape[:-2], -1).gather(-1, first)) & seen.any(-1)
     return torch.where((lost & (out == 0).all(-1)).unsqueeze(-1), math.nan, 0.0).to(out.dtype)
 
