@@ -151,13 +151,14 @@ def read(name: str) -> list[dict[str, str]]:
 def test_figures_are_those_of_the_committed_tables() -> None:
     rows = read("bench_cpu.csv")
     measured = {(row["provider"], row["mode"], row["metric"], row["x"]): f"{float(row['y']):.2f}" for row in rows}
-    for provider in ("constant", "sqrt_log", "log", "log_squared"):
+    names = {name: f"`{name}`" for name in ("constant", "sqrt_log", "log", "log_squared")}
+    for provider, name in {**names, "log_bf16": "`log`, bf16"}.items():
         shown = [
             measured[provider, mode, "time_ratio", length]
             for length in ("512", "2048", "8192")
             for mode in ("forward", "forward+backward")
         ]
-        assert f"| `{provider}` | {' | '.join(shown)} |" in BENCH
+        assert f"| {name} | {' | '.join(shown)} |" in BENCH
     shown = [measured["stats_all_rows", "forward", "time_ratio", length] for length in ("2048", "4096", "8192")]
     assert f"| statistics of all rows, forward | {' | '.join(shown)} |" in BENCH
 

@@ -75,7 +75,7 @@ def attend_by_row(
     if dtype == torch.bfloat16 and query.device.type != "cpu":
         return _attend_in_parts(query, key, value, beta, *options)
     with autocast.off(query.device):
-        product = query.float() * beta.unsqueeze(-1)
+        product = query * beta.unsqueeze(-1)  # in fp32, the dtype of β
         return attend(product, key.float(), value.float(), *options).to(dtype)
 
 

@@ -33,6 +33,8 @@ from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
 from attnscale.policies.fields import check_length
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 # From this β on so many weights underflow that it shows in the time.
 SHARP = 16.0
 
@@ -49,6 +51,7 @@ class Plan:
 
     lengths: tuple[int, ...] = (512, 2048, 8192)
     policies: tuple[str, ...] = ("constant", "sqrt_log", "log", "log_squared")
+    half_policies: tuple[str, ...] = ("log",)
     heads: int = 8
     head_dim: int = 64
     rounds: tuple[int, ...] = (200, 25, 5)
@@ -75,16 +78,17 @@ class Plan:
             "model_lengths",
         )
         tuples = ("lengths", "rounds", "statistics_lengths", "statistics_rounds", *more)
-        for name in (*tuples, "policies"):
+        for name in (*tuples, "policies", "half_policies"):
             if not isinstance(getattr(self, name), tuple):
                 reject_type(name, getattr(self, name), "a list")
         for name in tuples:
             for value in getattr(self, name):
                 check_length(name, value, least=2 if name.endswith("rounds") else 1)
-        for policy in self.policies:
-            if not isinstance(policy, str):
-                reject_type("policies", policy, "names of policies")
-            build_policy(policy)
+        for name in ("policies", "half_policies"):
+            for policy in getattr(self, name):
+                if not isinstance(policy, str):
+                    reject_type(name, policy, "names of policies")
+                build_policy(policy)
         for rounds, lengths in (("rounds", "lengths"), ("statistics_rounds", "statistics_lengths")):
             if len(getattr(self, rounds)) != len(getattr(self, lengths)):
                 reject(rounds, getattr(self, rounds), f"as many as {lengths}={getattr(self, lengths)}")
@@ -114,9 +118,10 @@ class Case(Protocol):
 def cases(plan: Plan) -> Iterator[Case]:
     """Everything a plan measures, in the order it is measured."""
     for length, rounds in zip(plan.lengths, plan.rounds, strict=True):
-        for policy in plan.policies:
-            for mode in ("forward", "forward+backward"):
-                yield AttentionCost(plan, policy, length, mode, rounds)
+        for dtype, policies in (("fp32", plan.policies), ("bf16", plan.half_policies)):
+            for policy in policies:
+                for mode in ("forward", "forward+backward"):
+                    yield AttentionCost(plan, policy, length, mode, rounds, dtype)
     for length in plan.rival_lengths:
         yield FlexAttentionCost(plan.heads, plan.head_dim, length, rounds=11)
     for length, rounds in zip(plan.statistics_lengths, plan.statistics_rounds, strict=True):
@@ -156,22 +161,24 @@ def _ratio(
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """One policy at one length, forward or with backward: causal, fp32, on the CPU."""
+    """One policy at one length, forward or with backward: causal, on the CPU, over torch in the same dtype."""
 
     plan: Plan
     policy: str
     length: int
     mode: str
     rounds: int
+    dtype: str = "fp32"
 
     def measure(self) -> list[Row]:
-        policy = build_policy(self.policy)
+        policy, dtype = build_policy(self.policy), DTYPES[self.dtype]
         step = functools.partial(
             causal_step,
             heads=self.plan.heads,
             length=self.length,
             head_dim=self.plan.head_dim,
             backward=self.mode != "forward",
+            dtype=dtype,
         )
         candidate = step(functools.partial(scaled_dot_product_attention, policy=policy))
         baseline = step(F.scaled_dot_product_attention)
@@ -180,13 +187,14 @@ class AttentionCost:
             # Torch's own time for logits as sharp as these: denormal numbers are slow on some CPUs.
             sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1, device="cpu")))
             rows.append(self._row("time_ratio_same_logits", *interleaved_ratio(candidate, sharp, self.rounds)))
-        copy = 4 * self.plan.heads * self.length * self.plan.head_dim
+        copy = dtype.itemsize * self.plan.heads * self.length * self.plan.head_dim
         extra = (peak_bytes(candidate) - peak_bytes(baseline)) / copy
         return [*rows, self._row("extra_query_copies", extra, extra, extra)]
 
     def _row(self, metric: str, y: float, low: float, high: float) -> Row:
-        labels = label(self.plan.heads, self.plan.head_dim)
-        return Row("attention", self.policy, self.mode, metric, self.length, y, low, high, *labels)
+        labels = label(self.plan.heads, self.plan.head_dim, self.dtype)
+        provider = self.policy if self.dtype == "fp32" else f"{self.policy}_{self.dtype}"
+        return Row("attention", provider, self.mode, metric, self.length, y, low, high, *labels)
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,8 @@ def verdict(row: Row) -> str:
 
 def target_of(row: Row) -> float:
     """The largest value that a row should have, or the least for metrics in `AT_LEAST`."""
+    if row.provider.endswith("_bf16"):  # computed in fp32: q, k, v and the output are copied, twice as wide
+        return {"extra_query_copies": 14.0}.get(row.metric, 1.2 if row.mode == "forward" else 1.5)
     by_metric = {"added_ms": 150.0, "extra_query_copies": 1.0, "extra_mb": 256.0, **AT_LEAST}
     if row.kernel == "monitor" and row.metric == "extra_mb":
         return 32.0

@@ -18,6 +18,7 @@ def causal_step(
     head_dim: int,
     backward: bool,
     beta: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[[], object]:
     """A function that runs attention once on fixed random inputs, with backward or without gradients at all.
 
@@ -27,8 +28,8 @@ def causal_step(
     generator = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(shape, generator=generator, device=generator.device) for _ in range(3))
     q = q if beta is None else q * beta[:, None]
-    q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
-    gradient = torch.randn(shape, generator=generator, device=generator.device)
+    q, k, v = (x.to(dtype).requires_grad_(backward) for x in (q, k, v))
+    gradient = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
     def step() -> None:
         with torch.set_grad_enabled(backward):
@@ -39,8 +40,8 @@ def causal_step(
     return step
 
 
-def label(heads: int, head_dim: int) -> tuple[str, str, str]:
+def label(heads: int, head_dim: int, dtype: str = "fp32") -> tuple[str, str, str]:
     """Configuration, device and version of a row."""
     version: Any = torch.__version__
-    config = f"H={heads} D={head_dim} fp32 causal threads={torch.get_num_threads()}"
+    config = f"H={heads} D={head_dim} {dtype} causal threads={torch.get_num_threads()}"
     return config, f"cpu {platform.machine()}", f"torch {version}"

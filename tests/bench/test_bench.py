@@ -303,6 +303,8 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
     assert (time.y, time.low, time.high) == (1.5, 1.25, 1.75)
     # One copy of the query; β is remembered from the warm-up.
     assert (memory.metric, memory.y) == ("extra_query_copies", 1.0)
+    half = AttentionCost(plan, "log", 32, "forward", 9, "bf16").measure()[0]
+    assert (half.provider, "bf16" in half.config) == ("log_bf16", True)
 
 
 @pytest.fixture
