@@ -256,14 +256,16 @@ def test_a_plan_is_every_policy_in_both_modes_at_every_length_and_the_import() -
     *attention, last = cases(plan)
     assert last == ImportCost(2)
     assert {
-        (case.length, case.rounds, case.policy, case.mode) for case in attention if isinstance(case, AttentionCost)
+        (case.length, case.rounds, case.policy, case.mode, case.dtype)
+        for case in attention
+        if isinstance(case, AttentionCost)
     } == {
-        (length, rounds, policy, mode)
+        (length, rounds, policy, mode, dtype)
         for length, rounds in ((8, 5), (16, 3))
-        for policy in ("constant", "log")
+        for policy, dtype in (("constant", "fp32"), ("log", "fp32"), ("log", "bf16"))
         for mode in ("forward", "forward+backward")
     }
-    assert sum(isinstance(case, AttentionCost) for case in attention) == 8
+    assert sum(isinstance(case, AttentionCost) for case in attention) == 12
 
 
 def test_a_plan_is_read_from_yaml_and_keeps_the_defaults_it_does_not_name(tmp_path: Path) -> None:
