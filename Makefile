@@ -14,14 +14,16 @@ help:  ## show this list
 
 setup: $(INSTALLED)  ## create .venv with everything that development needs
 
-# PIP_CONSTRAINT (PIP_BUILD_CONSTRAINT in newer pips) carries the pins into the isolated build environment too.
+# PIP_CONSTRAINT (PIP_BUILD_CONSTRAINT in newer pips) carries the pins into the isolated build environment too. Lenient:
+# with the links of a strict installation, which is the default of pyproject.toml, new files would be missing.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "attnscale needs Python 3.10 or newer, but '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
 	  echo "Name another one, for example: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
-	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
+	  --config-settings editable_mode=lenient -e '.[dev]'
 	# In a folder of its own: beside it, models of transformers cannot be pickled. The test of the Hub build uses it.
 	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --upgrade --target $(VENV)/hub \
 	  'kernels; python_version >= "3.11"'
@@ -71,15 +73,16 @@ format: $(INSTALLED)  ## ruff: fix and format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# setuptools copies whatever an earlier build left in build/ into the wheel, so none may stay there.
+# setuptools copies whatever an earlier build left in build/lib into the wheel, so none may stay there. The links of an
+# editable installation, in build/ too, stay.
 wheel: $(INSTALLED)  ## build sdist and wheel into dist/
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(PY) -m build
-	rm -rf build
+	rm -rf build/lib build/bdist.*
 
 hub-kernel: $(INSTALLED)  ## write the kernels as a repository of the HuggingFace Hub into dist/hub-kernel
 	$(PY) scripts/hub_kernel.py
 
 clean:  ## remove what was built and cached; .venv and the real model stay
-	rm -rf build dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build/lib build/bdist.* dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find attnscale kernels tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -17,28 +17,32 @@ STATISTICS = "task,model,policy,length,layer,head,rows,visible,beta,w_max,entrop
 
 @dataclass(frozen=True)
 class Small:
-    """What is run."""
+    """What is run.
+
+    Args:
+        models: Folders of models.
+        output: Folder to write.
+        policies: Laws, of which
+            100% are run.
+        lengths: Lengths of the contexts.
+        text: File with text.
+        trained_length: Length that the model was trained at.
+        windows: Pieces of text.
+        rate: Of learning.
+        shuffled: In any order.
+        dtype: Of the weights.
+    """
 
     models: tuple[str, ...]
-    """Folders of models."""
     output: str
-    """Folder to write."""
     policies: tuple[str, ...] = ("constant", "log")
-    """Laws, of which 100% are run."""
     lengths: tuple[int, ...] = (128, 256)
-    """Lengths of the contexts."""
     text: str | None = None
-    """File with text."""
     trained_length: int | None = None
-    """Length that the model was trained at."""
     windows: int = 8
-    """Pieces of text."""
     rate: float = 0.5
-    """Of learning."""
     shuffled: bool = False
-    """In any order."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights."""
 
     def __post_init__(self) -> None:
         if self.windows < 1:

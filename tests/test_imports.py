@@ -136,10 +136,9 @@ def test_a_call_without_its_package_names_the_extra(tmp_path: Path) -> None:
         blocked=("yaml", "transformers"),
     )
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.splitlines() == [
-        "MissingDependencyError YAML files need PyYAML: pip install 'attnscale[cli]'",
-        "MissingDependencyError attnscale.hf needs transformers: pip install 'attnscale[hf]'",
-    ]
+    of_yaml, of_hf = finished.stdout.splitlines()
+    assert of_yaml.startswith("MissingDependencyError a YAML file needs yaml: pip install rich pyyaml ")
+    assert of_hf.startswith("MissingDependencyError attnscale.hf needs transformers: pip install 'transformers>=")
 
 
 def test_every_public_name_exists() -> None:
@@ -152,21 +151,3 @@ def test_a_star_import_gives_the_public_names_and_no_others() -> None:
     names: dict[str, object] = {}
     exec("from attnscale import *", names)
     assert set(names) - {"__builtins__"} == set(attnscale.__all__)
-
-
-def test_the_command_line_without_rich_names_the_extra_in_one_sentence() -> None:
-    finished = fresh(
-        """
-        import runpy
-        for arguments in ([], ["doctor"], ["bench", "--config", "plan.yaml"]):
-            sys.argv = ["attnscale", *arguments]
-            try:
-                runpy.run_module("attnscale", run_name="__main__")
-            except SystemExit as end:
-                print(end.code)
-        """,
-        blocked=("rich",),
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.split() == ["2", "2", "2"]
-    assert finished.stderr.splitlines() == ["attnscale: the command line needs rich: pip install 'attnscale[cli]'"] * 3

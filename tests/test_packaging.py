@@ -1,4 +1,4 @@
-"""What the wheel holds, and that `kernels/` shadows nobody."""
+"""What the wheel holds, that it works where only torch and einops are, and that `kernels/` shadows nobody."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,15 +37,43 @@ def fresh(*arguments: str, cwd: Path, path: Iterable[Path] = ()) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built without network from a copy, so that nothing is left in the repository."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that nothing is left in the repository."""
     if importlib.util.find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed")
-    source, built = tmp_path_factory.mktemp("source") / "attnscale", tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    path = tmp_path_factory.mktemp("source") / "attnscale"
+    shutil.copytree(ROOT, path, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built without network."""
+    built = tmp_path_factory.mktemp("built")
     fresh("-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(source), cwd=built)
     (path,) = built.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel is unpacked into."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that an editable wheel is unpacked into."""
+    built, folder = (tmp_path_factory.mktemp(name) for name in ("built", "site"))
+    hook = f"import setuptools.build_meta as backend; backend.build_editable({str(built)!r})"
+    fresh("-c", hook, cwd=source)
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +143,116 @@ def test_the_extras_are_the_documented_ones(metadata: Message) -> None:
     assert {"rich", "pyyaml", "triton", "transformers"} <= {name.lower() for name in requirements(metadata, core=False)}
 
 
-def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path, metadata: Message, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
+def test_the_version_of_the_wheel_is_that_of_the_package(installed: Path, metadata: Message, tmp_path: Path) -> None:
     code = "import attnscale, attnscale_kernels as k; print(attnscale.__version__, attnscale.__file__, k.__file__)"
-    version, *where = fresh("-c", code, cwd=tmp_path, path=[tmp_path]).split()
+    version, *where = fresh("-c", code, cwd=tmp_path, path=[installed]).split()
     assert version == metadata["Version"]
-    assert [Path(path).parent for path in where] == [tmp_path / name for name in PACKAGES]
+    assert [Path(path).parent for path in where] == [installed / name for name in PACKAGES]
+
+
+# An installation without what the extras `cli`, `hf`, `report` and `triton` bring.
+BARE = """
+import contextlib, io, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("rich", "yaml", "jsonargparse", "transformers", "triton", "matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+from attnscale.cli import main
+
+def run(*words):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+"""
+
+
+def test_the_core_commands_of_a_plain_installation_work(installed: Path, metadata: Message, tmp_path: Path) -> None:
+    code = f"""{BARE}
+from attnscale.cli.parser import COMMANDS
+from attnscale.policies import POLICIES
+
+assert run("--version") == (0, "attnscale {metadata["Version"]}\\n", "")
+assert run() == run("--help")
+assert run()[0] == 0 and "doctor" in run()[1]
+for command in COMMANDS:
+    assert run(command, "--help")[::2] == (0, ""), run(command, "--help")
+code, out, err = run("doctor")
+assert (code, err) == (0, "") and "blockwise" in out and "pip install triton" in out, out + err
+code, out, err = run("policies")
+assert (code, err) == (0, "") and all(name in out for name in POLICIES), out + err
+"""
+    fresh("-c", code, cwd=tmp_path, path=[installed])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_other_commands_name_the_packages_to_install(installed: Path, metadata: Message, tmp_path: Path) -> None:
+    """By the names that an index has: attnscale itself is on none."""
+    code = f"""{BARE}
+for words in ("evaluate m", "run experiment/training", "watch m", "bench", "theory all", "demo"):
+    code, out, err = run(*words.split())
+    assert (code, out) == (2, ""), out
+    print(err, end="")
+import attnscale
+try:
+    attnscale.build_policy("policy/log.yaml")
+except ImportError as error:
+    print(error)
+try:
+    attnscale.hf
+except ImportError as error:
+    print(error)
+"""
+    *lines, of_hf = fresh("-c", code, cwd=tmp_path, path=[installed]).splitlines()
+    declared = metadata.get_all("Requires-Dist", [])
+    for extra, said in [("cli", line) for line in lines] + [("hf", of_hf)]:
+        wanted = [line.partition(";")[0].strip() for line in declared if line.endswith(f'extra == "{extra}"')]
+        assert shlex.split(said.partition(": pip install ")[2]) == wanted
+
+
+def test_the_wheel_holds_the_configurations(files: set[str]) -> None:
+    shipped = {name.removeprefix("attnscale/") for name in files if name.startswith("attnscale/configs/")}
+    assert shipped == {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
+
+
+CONFIGURED = """
+from pathlib import Path
+import attnscale
+from attnscale.cli.experiments import read_experiment
+from attnscale.diagnostics import Thresholds
+
+long, short = (read_experiment(Path(name), []) for name in ("configs/experiment/training.yaml", "experiment/training"))
+assert long == short
+assert attnscale.build_policy("configs/policy/llama4.yaml").name == "llama4"
+assert Thresholds.read("monitor/strict").collapsed == 0.9
+Path("configs/policy").mkdir(parents=True)
+Path("configs/policy/llama4.yaml").write_text("name: log\\n")
+assert attnscale.build_policy("configs/policy/llama4.yaml").name == "log"
+print(attnscale.__file__)
+"""
+
+
+def test_the_configurations_are_found_by_name_unless_the_user_has_a_file(installed: Path, tmp_path: Path) -> None:
+    assert fresh("-c", CONFIGURED, cwd=tmp_path, path=[installed]).startswith(str(installed))
+
+
+def test_an_editable_installation_is_a_folder_that_type_checkers_can_read(editable: Path, tmp_path: Path) -> None:
+    (line,) = (path.read_text().strip() for path in editable.glob("*.pth"))
+    folder = Path(line)
+    assert {path.name for path in folder.iterdir()} == set(PACKAGES)
+    assert fresh("-c", CONFIGURED, cwd=tmp_path, path=[folder]).startswith(str(folder))
+    pytest.importorskip("mypy")
+    # What mypy asks the interpreter for: the path after site-packages has been read, with its .pth files.
+    (tmp_path / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(editable)!r})\n")
+    (tmp_path / "program.py").write_text("import attnscale\nimport attnscale_kernels\n")
+    code = "from mypy import api; print(*api.run(['--strict', '--follow-imports=skip', 'program.py']))"
+    assert fresh("-c", code, cwd=tmp_path, path=[tmp_path]).startswith("Success")
 
 
 def test_the_changelog_knows_the_version() -> None:

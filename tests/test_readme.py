@@ -104,6 +104,21 @@ def test_a_snippet_runs(block: Block, model_folder: Path, monkeypatch: pytest.Mo
         exec(code, names(model_folder))
 
 
+def test_calls_that_are_said_to_give_the_same_rows_do_and_the_others_do_not(model_folder: Path) -> None:
+    (block,) = (block.code for block in BLOCKS if "attend = functools.partial" in block.code)
+    same, _, fewer = block.partition("# Here rows see fewer keys")
+    known = names(model_folder)
+    exec(same, known)
+    prefill = eval("attend(q, k, v)", known)
+    calls = {part: re.findall(r"^attend\(.*?\)(?=  #)", part, re.MULTILINE) for part in (same, fewer)}
+    assert [len(found) for found in calls.values()] == [4, 3]
+    for call in calls[same]:
+        (rows,) = re.findall(r"attend\(q(\[.*?\])?, k", call)
+        torch.testing.assert_close(eval(call, known), eval(f"prefill{rows}", known | {"prefill": prefill}))
+    for call in calls[fewer]:
+        assert (eval(call, known) - prefill).abs().max() > 0.1, call
+
+
 @readmes
 def test_snippets_name_nothing_that_was_not_introduced(readme: str) -> None:
     known = set(dir(builtins))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -25,13 +27,15 @@ attend = attnscale.ScaledDotProductAttention("log")
 
 output: Tensor = attnscale.scaled_dot_product_attention(q, q, q, None, 0.0, True, policy="log", window=4)
 measured = attnscale.attention_with_stats(q, q, q, is_causal=True, policy="log", window=(4, None))
-entropy: Tensor | None = measured.stats.entropy
+entropy: Tensor = measured.stats.entropy.mean()
 chosen: str = attnscale.explain_dispatch(q, q, q, softcap=30.0, backend="auto").chosen
 weights: Tensor = attnscale.attention_weights(q, q, is_causal=True, key_padding=torch.zeros(8, dtype=torch.bool))
 n: Tensor = attnscale.visible_keys(4, 4, is_causal=True, window=3)
 same: Tensor = attend(q, q, q, is_causal=True, cache_offset=2)
 request = attnscale.StatsRequest(accumulation="bracket")
 also: Tensor = attnscale.attention_with_stats(q, q, q, None, 0.0, True, None, False, request=request).output
+scale: Tensor = attnscale.attention_with_stats(q, q, q, request=request).stats.accumulation.middle
+critical: Tensor = attnscale.row_statistics(q, request=request).merge(measured.stats).criticality > 1
 
 attnscale.scaled_dot_product_attention(q, q, q, widow=4)  # wrong
 attnscale.attention_with_stats(q, q, q, widow=4)  # wrong
@@ -61,6 +65,45 @@ def test_mypy_checks_a_users_calls(tmp_path: Path) -> None:
     errors = {int(line.split(":")[1]) for line in finished.stdout.splitlines() if ": error:" in line}
     wrong = {number for number, line in enumerate(CALLS.splitlines(), 1) if line.endswith("# wrong")}
     assert errors == wrong, textwrap.indent(finished.stdout + finished.stderr, "    ")
+
+
+# What the snippets of a README take from the ones before.
+BEFORE = """import attnscale
+import torch
+import transformers
+
+q = k = v = torch.randn(1, 8, 64, 16)
+path = "folder"
+tokens = torch.randint(1, 64, (1, 32))
+"""
+# Packages of others, whose types are not our concern.
+OTHERS = """[mypy]
+strict = True
+[mypy-transformers.*,peft.*,lm_eval.*,triton.*]
+follow_imports = skip
+ignore_missing_imports = True
+"""
+
+
+def test_mypy_accepts_every_snippet_in_a_strict_project_of_a_user(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "mypy.ini").write_text(OTHERS, encoding="utf-8")
+    readmes = [REPOSITORY / "README.md"]
+    readmes += [path for part in ("attnscale", "kernels") for path in sorted((REPOSITORY / part).rglob("README.md"))]
+    count = 0
+    for readme in readmes:
+        for code in re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL):
+            examples = doctest.DocTestParser().get_examples(code)
+            code = "".join(example.source for example in examples) or code
+            name = f"{readme.parent.name}_{count}.py"
+            (tmp_path / name).write_text(BEFORE + code, encoding="utf-8")
+            count += 1
+    assert count > 15
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(ROOTS))
+    finished = subprocess.run(
+        [sys.executable, "-m", "mypy", "."], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=900
+    )
+    assert finished.stdout.startswith("Success"), textwrap.indent(finished.stdout + finished.stderr, "    ")
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import re
+import shlex
 from typing import Any
 
 from attnscale.errors import MissingDependencyError
 
 
 def need(module: str, what: str, extra: str) -> Any:
-    """Import a module of an optional package, or raise an error that names the extra to install.
+    """Import a module of an optional package, or raise an error with the command that installs the extra's packages.
 
-    >>> need("json", "this example", "none").dumps(1)
+    >>> need("json", "this example", "cli").dumps(1)
     '1'
-    >>> need("no_such_package.part", "this example", "none")
+    >>> need("no_such_package.part", "this example", "cli")
     Traceback (most recent call last):
     ...
-    attnscale.errors.MissingDependencyError: this example needs no_such_package: pip install 'attnscale[none]'
+    attnscale.errors.MissingDependencyError: this example needs no_such_package: pip install ...
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         # The package that is missing may be one that the module needs in turn.
         package = (error.name or module).partition(".")[0]
-        raise MissingDependencyError(f"{what} needs {package}: pip install 'attnscale[{extra}]'") from error
+        raise MissingDependencyError(f"{what} needs {package}: {install_command(extra)}") from error
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra, by their own names: attnscale is on no package index."""
+    try:
+        declared = importlib.metadata.requires("attnscale") or []
+    except importlib.metadata.PackageNotFoundError:  # imported from a clone that is not installed
+        return f"pip install '.[{extra}]' in the repository of attnscale"
+    packages = [line.partition(";")[0].strip() for line in declared if re.search(rf"extra == .{extra}\W", line)]
+    return shlex.join(["pip", "install", *packages])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnscale._util.yaml_files import read_yaml
+from attnscale._util.yaml_files import PACKAGED, read_yaml
 from attnscale.cli.fields import build
 from attnscale.cli.parser import Parser
 from attnscale.errors import ArgumentError, reject
@@ -28,8 +28,10 @@ EXPERIMENTS: dict[str, tuple[str, str, str]] = {
 def run(parser: Parser) -> None:
     """Options of `attnscale run`."""
     parser.set_defaults(run=_run)
-    parser.show_examples("configs/experiment/NAME.yaml", "configs/experiment/NAME.yaml output=again 'seeds=[0,1]'")
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help=f"key `experiment` ({', '.join(EXPERIMENTS)})")
+    parser.show_examples("experiment/training", "configs/experiment/training.yaml output=again 'seeds=[0,1]'")
+    packaged = ", ".join(f"experiment/{file.stem}" for file in sorted((PACKAGED / "experiment").glob("*.yaml")))
+    about = f"YAML file with the key `experiment` ({', '.join(EXPERIMENTS)}), or one of the package: {packaged}"
+    parser.add_argument("file", type=Path, metavar="FILE", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="instead of what the file says; lists: [0,1]")
 
 

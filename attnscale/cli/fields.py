@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import inspect
 import re
 import types
 from collections.abc import Collection, Mapping
@@ -38,9 +39,10 @@ def add_options(parser: Parser, kind: type[Any], skip: Collection[str], defaults
 
 
 def field_documents(kind: type[Any]) -> dict[str, str]:
-    """What the docstring of a dataclass, or the strings below its fields, say of each field, as argparse takes it."""
-    parsed = need("docstring_parser", "this command", "cli").parse_from_object(kind)
-    return {entry.arg_name: " ".join((entry.description or "").split()).replace("%", "%%") for entry in parsed.params}
+    """What `Args:` in the docstring of a dataclass says of each field, as argparse takes it."""
+    _, _, entries = (inspect.getdoc(kind) or "").partition("\nArgs:\n")
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE)
+    return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:

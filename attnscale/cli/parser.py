@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from attnscale import __version__
 from attnscale.errors import ArgumentError, ArgumentTypeError
 
 # Name, the file in this folder whose function of that name adds the options, and what it does. Only the file of the
@@ -59,11 +60,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command: `command`, its `parser`, and `run(console, options)`, which returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """The options of a command: `command`, its `parser`, and `run`, which returns the exit code. No words give help."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     asked = next((word for word in words if not word.startswith("-")), None)
     top = Parser(prog="attnscale", description="Attention whose temperature knows its context.")
-    top.show_examples("demo", "evaluate MODEL --lengths 512:8192 --text FILE", "COMMAND --help")
+    top.add_argument("--version", action="version", version=f"attnscale {__version__}")
+    top.show_examples("doctor", "evaluate MODEL --lengths 512:8192 --text FILE", "COMMAND --help")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (file, summary) in COMMANDS.items():
         # `help` alone puts a line into the list of commands; the parser of the others is never used.

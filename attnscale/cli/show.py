@@ -36,40 +36,28 @@ def watch(parser: Parser) -> None:
 def report(parser: Parser) -> None:
     """Options of `attnscale report`."""
     parser.set_defaults(run=_report)
-    parser.show_examples("run/attn.jsonl --output run/report.html", "demo")
+    parser.show_examples("run/attn.jsonl", "demo --output demo.html")
     parser.add_argument("path", type=Path, help="JSONL file that a JsonlSink has written, or folder of an evaluation")
-    parser.add_argument("--output", type=Path, help="page (default: report.html, in the folder of an evaluation)")
+    parser.add_argument("--output", type=Path, help="page (default: beside the file, or report.html in the folder)")
 
 
-def _doctor(console: Console, _: Namespace) -> int:
-    from rich.markup import escape
-    from rich.table import Table
-
+def _doctor(_: Namespace) -> int:
     from attnscale.doctor import doctor
 
-    table = Table("", "", "", title="attnscale doctor", show_header=False, title_justify="left")
-    previous = ""
-    for topic, subject, value in doctor().findings:
-        if previous and topic != previous:
-            table.add_section()
-        table.add_row("" if topic == previous else f"[bold]{topic}[/]", subject, escape(value))
-        previous = topic
-    console.print(table)
+    print(doctor())
     return 0
 
 
-def _policies(console: Console, _: Namespace) -> int:
-    from rich.markup import escape
-    from rich.table import Table
-
+def _policies(_: Namespace) -> int:
+    """Two lines per policy: name and formula, and below it the parameters."""
     from attnscale.policies import POLICIES
 
-    table = Table("policy", "parameters", "β", title="Temperature policies", title_justify="left")
+    width = max(map(len, POLICIES))
     for name, kind in POLICIES.items():
         fields = [field for field in dataclasses.fields(kind) if field.init]
         parameters = ", ".join(f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default}" for f in fields)
-        table.add_row(name, parameters, escape((kind.__doc__ or "").strip().splitlines()[0]))
-    console.print(table)
+        print(f"{name:<{width}}  {(kind.__doc__ or '').strip().splitlines()[0]}")
+        print(f"{'':<{width}}  {parameters or 'no parameters'}")
     return 0
 
 
@@ -80,11 +68,8 @@ def _watch(console: Console, options: Namespace) -> int:
     return 0
 
 
-def _report(console: Console, options: Namespace) -> int:
+def _report(options: Namespace) -> int:
     from attnscale.report import write_report
 
-    with console.status("reading records"):
-        # Where the page goes by default depends on what is read.
-        written = write_report(options.path, *([] if options.output is None else [options.output]))
-    console.print(f"wrote {written}", markup=False, highlight=False, soft_wrap=True)
+    print(f"wrote {write_report(options.path, options.output)}")
     return 0

@@ -27,7 +27,8 @@ class Thresholds:
         draws of noise (median prominence, below). Only the mean and deviation of the scores are used, so many equal
         keys look like noise: a head that copies repeated tokens, once more than 1/(1 + 2·ln n) of the keys match its
         query. Switch it off there.
-    exploding: the largest logit of any row (above).
+    exploding: the largest logit of the sampled rows (above). A row that was not sampled is not seen; with
+        `Monitor(rows=None)` all are.
     vanishing: gain of the gradient through the block, ‖(dQ, dK, dV)‖/‖dO‖ (below).
     mismatch: statistics of the same rows in backward and forward (largest difference, above).
     broken: NaN or infinity in the output, or in the statistics of a row.

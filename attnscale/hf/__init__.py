@@ -1,14 +1,15 @@
-"""Policies in the attention of HuggingFace transformers models. Needs transformers: pip install 'attnscale[hf]'.
+"""Policies in the attention of HuggingFace transformers models. Needs transformers, the extra `hf`.
 
 README.md beside this file is the guide: what lives where, the order of imports, and how to use it.
 """
 
+from attnscale._util.optional import install_command
 from attnscale.errors import MissingDependencyError
 
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise MissingDependencyError("attnscale.hf needs transformers: pip install 'attnscale[hf]'") from error
+    raise MissingDependencyError(f"attnscale.hf needs transformers: {install_command('hf')}") from error
 
 from attnscale.diagnostics.discovery import add_finder
 from attnscale.hf.attach import attach

@@ -95,4 +95,4 @@ def measure_rows(call: AttentionCall) -> Tensor:
     scales = [scale for mask in (shown, late) for scale in accumulation_scales(scores, RANKS, mask)]
     criticality = beta / scales[RANKS.index(8)]
     columns = [stats.visible.to(scores.dtype), beta, stats.w_max, stats.entropy, *scales, criticality]
-    return torch.stack([column for column in columns if column is not None], dim=-1).cpu()
+    return torch.stack(columns, dim=-1).cpu()

@@ -108,6 +108,8 @@ class Evaluation:
         for task in self.tasks:
             if task not in TASKS:
                 reject("tasks", task, ", ".join(TASKS))
+        for entry in self.policies:
+            read_law(entry, self.trained_length or 2, self.rope)  # refuses mistakes before a model is looked at
 
     def lengths_of(self, task: str) -> tuple[int, ...]:
         """The lengths at which a task is measured."""
@@ -133,8 +135,8 @@ def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
     folders = [ModelFolder.at(given, evaluation.dtype) for given in evaluation.models]
     if len({folder.name for folder in folders}) < len(folders):
         reject("models", evaluation.models, "folders of different names")
-    texts = [_read_text(evaluation, folder) for folder in folders]  # refuses what is missing, before any work
-    laws = {folder.name: _laws(evaluation, folder) for folder in folders}
+    laws = {folder.name: _laws(evaluation, folder) for folder in folders}  # refuses mistakes, before any work
+    texts = [_read_text(evaluation, folder) for folder in folders]
     jobs = [
         _Job(folder, law, text, key)
         for folder, text in zip(folders, texts, strict=True)
@@ -204,10 +206,15 @@ def _trained_length(evaluation: Evaluation, folder: ModelFolder) -> int:
 
 
 def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
+    from attnscale.hf.plan import read_plan
+
     trained = _trained_length(evaluation, folder)
     laws = [read_law(entry, trained, evaluation.rope) for entry in evaluation.policies]
     if len({law.label for law in laws}) < len(laws):
         reject("policies", evaluation.policies, "entries with different labels (label=name:key=value)")
+    for law in laws:
+        if law.policy != {"name": OWN}:
+            read_plan(law.policy)  # a file may hold a plan, which only `hf` can read
     return laws
 
 

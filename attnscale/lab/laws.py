@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import reject
 from attnscale.lab.rope import UNSTRETCHED, read_rope
-from attnscale.policies import POLICIES
+from attnscale.policies import POLICIES, build_policy_for
+from attnscale.policies.build import required_fields
 
 # Laws of the length, which a trained model is given anchored at its trained length, and never below 1.
 ANCHORED = ("sqrt_log", "log", "log_squared", "power")
 
 OWN = "own"  # the policy that a model was saved with
+
+# What a module of the model brings to its policy, and a value for the message about each other field without a default.
+_SHAPE = {"num_heads": 1, "head_dim": 2}
+_EXAMPLES = {"exponent": 0.5, "factor": 4, "original_length": 4096, "reference_length": 4096, "a": 4096, "rho": 0.5}
 _ENTRY = re.compile(r"(?:(?P<label>[\w.+-]+)=)?(?P<name>[^:=]+)(?P<parameters>(?::\w+=[^:=]+)*)")
 
 
@@ -29,7 +34,7 @@ class Law(NamedTuple):
 def read_law(entry: str, trained_length: int, rope: str | None = None) -> Law:
     """A policy from its text; length laws without parameters are anchored at the trained length.
 
-    `@` and a rotary embedding at the end take the place of `rope`.
+    `@` and a rotary embedding at the end take the place of `rope`. Parameters are checked here, before a model is read.
 
     >>> read_law("log", 128)
     Law(label='log', policy={'name': 'log', 'reference_length': 128, 'floor': True}, rope=None)
@@ -55,8 +60,21 @@ def read_law(entry: str, trained_length: int, rope: str | None = None) -> Law:
         parameters = {"reference_length": trained_length, "floor": True}
     if name == OWN and rope is not None and rope != UNSTRETCHED:
         reject("policies", entry, f"{OWN}@{UNSTRETCHED}: a model with its own policy keeps its rotary embedding")
+    if name != OWN:
+        _check(entry, name, parameters)
     label = found["label"] or name + found["parameters"] + at + own_rope
     return Law(label, {"name": name, **parameters}, rope)
+
+
+def _check(entry: str, name: str, parameters: dict[str, Any]) -> None:
+    """Refuse parameters that are missing, with an example, or that the policy does not take."""
+    missing = [field for field in required_fields(POLICIES[name]) if field not in parameters | _SHAPE]
+    if not set(missing) <= _EXAMPLES.keys():
+        reject("policies", entry, f"a YAML file: {name} needs {', '.join(missing)}")
+    if missing:
+        example = ":".join([name, *(f"{field}={_EXAMPLES[field]}" for field in missing)])
+        reject("policies", entry, f"{name} with {' and '.join(missing)}, such as {example}")
+    build_policy_for({"name": name, **parameters}, **_SHAPE)
 
 
 def _number(text: str) -> Any:

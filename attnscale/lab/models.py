@@ -58,26 +58,28 @@ class ModelFolder:
         transformers, config = need("transformers", "evaluate", "hf"), self._config()
         stretch(config, rope, trained_length)
         options = {"config": config, "dtype": getattr(torch, self.dtype)}
-        model: nn.Module = self._read(lambda: transformers.AutoModelForCausalLM.from_pretrained(self.path, **options))
+        model: nn.Module = self._read(
+            "model", lambda: transformers.AutoModelForCausalLM.from_pretrained(self.path, **options)
+        )
         return _placed(model)
 
     def load_with_policy(self) -> nn.Module:
         """The same with the policy that it was saved with."""
         import attnscale.hf
 
-        handle = self._read(lambda: attnscale.hf.load(self.path, dtype=getattr(torch, self.dtype)))
+        handle = self._read("model", lambda: attnscale.hf.load(self.path, dtype=getattr(torch, self.dtype)))
         return _placed(handle.model)
 
     def tokenizer(self) -> Any:
         """Its tokenizer."""
         transformers = need("transformers", "evaluate", "hf")
-        return self._read(lambda: transformers.AutoTokenizer.from_pretrained(self.path))
+        return self._read("tokenizer of model", lambda: transformers.AutoTokenizer.from_pretrained(self.path))
 
     def _config(self) -> Any:
         transformers = need("transformers", "evaluate", "hf")
-        return self._read(lambda: transformers.AutoConfig.from_pretrained(self.path))
+        return self._read("config of model", lambda: transformers.AutoConfig.from_pretrained(self.path))
 
-    def _read(self, read: Callable[[], Any]) -> Any:
+    def _read(self, what: str, read: Callable[[], Any]) -> Any:
         logging = need("transformers.utils.logging", "evaluate", "hf")
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # the evaluation has its own
@@ -86,10 +88,8 @@ class ModelFolder:
         except ArgumentError:
             raise
         except Exception as error:  # a broken file surfaces as many kinds of exception
-            text = str(error).strip().splitlines()
-            raise ArgumentError(
-                f"model={str(self.path)!r} cannot be loaded: {text[0] if text else type(error).__name__}"
-            ) from error
+            why = _first_sentence(str(error)) or type(error).__name__
+            raise ArgumentError(f"{what}={str(self.path)!r} cannot be loaded: {why}") from error
         finally:
             if shown:
                 logging.enable_progress_bar()
@@ -103,6 +103,17 @@ class ModelFolder:
                 rows = module.num_embeddings
                 if limit <= rows <= limit + 2 and length > limit:
                     reject("lengths", length, f"at most {limit}: this model has a table of that many positions")
+
+
+def _first_sentence(text: str) -> str:
+    """The lines of a text up to the first that ends a sentence, as one line.
+
+    >>> _first_sentence("Expected one of: \\n(1) a file \\n(2) an instance. \\nSee the documentation.")
+    'Expected one of: (1) a file (2) an instance.'
+    """
+    lines = [line.strip() for line in text.strip().splitlines()]
+    ends = (number for number, line in enumerate(lines, 1) if line.endswith((".", "!", "?")))
+    return " ".join(lines[: next(ends, len(lines))])
 
 
 def _placed(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale._util.processes import OwnHeads
+from attnscale._util.tracing import is_watched
 from attnscale._util.yaml_files import write_yaml
 from attnscale.errors import FrozenPolicyError, reject, reject_type
 
@@ -42,7 +43,8 @@ class LengthPolicy(nn.Module):
 
     It is called with n, an int or an integer tensor of any shape, optionally with the 0-based absolute positions (else
     n − 1), and returns β that broadcasts with them: fp32, or fp64 where it has fp64 parameters. Per-head policies have
-    the head axis at −2: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1.
+    the head axis at −2: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1; a negative n
+    is refused, unless it is on another device than the CPU or in a compiled graph.
 
     Fields are fixed after construction, since `validate` may have derived values from them: build a new policy, for
     instance with `dataclasses.replace`. Parameters, buffers and submodules are those of any `nn.Module`.
@@ -204,7 +206,10 @@ def ln(n: Tensor) -> Tensor:
 
 def read_lengths(n: int | Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """n ≥ 1 and the position, n − 1 where it is not given, as int64 tensors."""
-    visible = integers("n", n).clamp(min=1)
+    given = integers("n", n)
+    if _is_negative(n):
+        reject("n", n, "an int or an integer tensor >= 0")
+    visible = given.clamp(min=1)
     return visible, visible - 1 if positions is None else integers("positions", positions).clamp(min=0)
 
 
@@ -218,6 +223,13 @@ def integers(argument: str, value: object) -> Tensor:
         # On the host whatever the default device: a policy may be built under torch.device("meta").
         return torch.as_tensor(value, dtype=torch.int64, device="cpu")
     reject_type(argument, value, "an int or an integer tensor")
+
+
+def _is_negative(n: int | Tensor) -> bool:
+    """Whether n, or one of them, is negative; False where reading a tensor back would synchronise or break a graph."""
+    if isinstance(n, int):
+        return n < 0
+    return type(n) is Tensor and n.device.type == "cpu" and not is_watched() and bool((n < 0).any())
 
 
 def _has_float64(x: Tensor) -> bool:

@@ -30,7 +30,7 @@ POLICIES: dict[str, type[LengthPolicy]] = {
 _FILES = (".yaml", ".yml")
 
 
-def _required(kind: type[LengthPolicy]) -> list[str]:
+def required_fields(kind: type[LengthPolicy]) -> list[str]:
     """The fields of a policy that have no default."""
     missing = dataclasses.MISSING
     fields = (field for field in dataclasses.fields(kind) if field.init)
@@ -38,7 +38,7 @@ def _required(kind: type[LengthPolicy]) -> list[str]:
 
 
 # Policies that need no argument; those that learn need at least their number of heads.
-STATELESS: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if not _required(kind))
+STATELESS: tuple[str, ...] = tuple(name for name, kind in POLICIES.items() if not required_fields(kind))
 
 PolicySpec = str | Path | Mapping[str, Any] | Policy
 Kind = TypeVar("Kind", bound=type[LengthPolicy])
@@ -144,7 +144,7 @@ def _build(name: object, parameters: Mapping[str, Any]) -> Policy:
             f"parameter {unknown[0]!r} (value {parameters[unknown[0]]!r}) is not accepted by policy {name!r}: "
             f"it takes {', '.join(fields) or 'no parameters'}"
         )
-    missing = [key for key in _required(kind) if key not in parameters]
+    missing = [key for key in required_fields(kind) if key not in parameters]
     if missing:
         raise ArgumentError(f"policy {name!r} needs {', '.join(missing)}: it takes {', '.join(fields)}")
     for key, value in parameters.items():

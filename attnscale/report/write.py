@@ -15,22 +15,30 @@ from attnscale.report.page import build_page
 
 logger = logging.getLogger(__name__)
 
+TITLE = "<title>attnscale · "  # in the first lines of every page
+
 
 def write_report(path: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of a JSONL run (default: report.html), or of an evaluation's folder (default: report.html in it).
+    """Write the page of a JSONL run, by default RUN.html beside RUN.jsonl, or of an evaluation's folder, report.html.
 
-    If the page goes into the folder, the pictures of `write_pictures` go beside it, unless matplotlib is not installed.
-    On an error no file is written or changed.
+    Where no output is named, only an earlier page is replaced. If the page goes into the folder, the pictures of
+    `write_pictures` go beside it, unless matplotlib is not installed. On an error no file is written or changed.
     """
     path = Path(path)
     folder = path.is_dir()
-    output = Path(output) if output is not None else path / "report.html" if folder else Path("report.html")
+    named = output is not None
+    beside = path / "report.html" if folder else path.with_name(f"{path.name.removesuffix('.jsonl')}.html")
+    output = beside if output is None else Path(output)
     if output.is_dir():
         reject("output", str(output), "an HTML file, not a directory")
     if not folder and output.exists() and path.exists() and output.samefile(path):
         reject("output", str(output), "another file than the one with the records")
     if folder and output.suffix in (".csv", ".json") and output.parent.resolve() == path.resolve():
         reject("output", str(output), "another file than those of the evaluation")
+    if not named and output.exists() and not _is_page(output):
+        raise ArgumentError(
+            f"{str(output)!r} exists and is no page of attnscale: name another output, or this one to replace it"
+        )
     text = build_evaluation_page(read_evaluation(path)) if folder else build_page(read_run(path))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -43,3 +51,11 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
         except MissingDependencyError as error:
             logger.info("no pictures: %s", error)
     return output
+
+
+def _is_page(file: Path) -> bool:
+    try:
+        with file.open("rb") as start:
+            return TITLE.encode() in start.read(1024)
+    except OSError:
+        return False

@@ -60,6 +60,8 @@ def fit_exponents(lengths: list[int], contacts: list[ContactPoint]) -> Exponents
     >>> round(fit_exponents([16, 256], [contact_point(scores.expand(2, -1)) for scores in rows]).accumulation.value, 9)
     1.0
     """
+    if len(set(lengths)) < 2 or min(lengths) < 2 or len(lengths) != len(contacts):
+        reject("lengths", lengths, f"{len(contacts)} lengths >= 2, as many as contacts, at least two of them different")
     x = [math.log(math.log(n)) for n in lengths]
     logs = [
         (contact.accumulation.log(), (contact.rank.double().log() / math.log(n)).log(), contact.gap.log())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,5 +163,4 @@ def read(keys: Tensor, beta: float) -> Readout:
     query[..., 0] = 1.0
     request = StatsRequest(lse=False, max_logit=False)
     output, stats = attention_with_stats(query, keys[:, None], keys[:, None], scale=beta, request=request)
-    w_max, entropy = cast(Tensor, stats.w_max), cast(Tensor, stats.entropy)  # both are asked for by default
-    return Readout(output[:, 0, 0], w_max[:, 0, 0], entropy[:, 0, 0])
+    return Readout(output[:, 0, 0], stats.w_max[:, 0, 0], stats.entropy[:, 0, 0])

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from .availability import why_unavailable
 from .launch import interpreting
 from .visibility import Visibility
+
+if TYPE_CHECKING:
+    from .decode.op import decode_attention as decode_attention
+    from .flash.op import flash_attention as flash_attention
+    from .gaps.op import accumulation_bracket as accumulation_bracket
+    from .gaps.op import adaptive_attention as adaptive_attention
+    from .gaps.op import gap_counts as gap_counts
+    from .softmax.op import row_softmax as row_softmax
 
 # The operators are imported on first use, and triton with them: name → module.
 _MODULES = {

@@ -29,7 +29,7 @@ def why_unavailable(device: torch.device | None = None, dtype: torch.dtype = tor
     'triton kernels need a CUDA or ROCm device, not meta'
     """
     if not INSTALLED:
-        return "triton is not installed (pip install 'attnscale[triton]')"
+        return "triton is not installed (pip install triton)"
     if not (interpreting() and (device is None or device.type == "cpu")):
         if device is not None and device.type != "cuda":
             return f"triton kernels need a CUDA or ROCm device, not {device.type}"

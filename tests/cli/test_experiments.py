@@ -180,11 +180,11 @@ def test_demo_runs_the_embedded_evaluation_and_shows_its_table(
     assert printed.endswith(f"\nwrote {expected[0]}/report.html\n")
 
 
-def test_report_leaves_the_place_of_the_page_to_what_is_read(
+def test_report_passes_on_what_was_asked_and_says_what_was_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     monkeypatch.setattr(attnscale.report, "write_report", lambda *given: calls.append(given) or Path("page.html"))
     assert main(["report", "folder"]) == main(["report", "folder", "--output", "other.html"]) == 0
-    assert calls == [(Path("folder"),), (Path("folder"), Path("other.html"))]
+    assert calls == [(Path("folder"), None), (Path("folder"), Path("other.html"))]
     assert capsys.readouterr().out == "wrote page.html\n" * 2

@@ -21,7 +21,7 @@ BARE = f"""
 import sys, types
 sys.path.insert(0, {str(Path(small_experiment.__file__).parent)!r})
 bare = types.ModuleType("attnscale")
-bare.__path__ = {list(attnscale.__path__)!r}
+bare.__path__, bare.__version__ = {list(attnscale.__path__)!r}, "1.0"
 sys.modules["attnscale"] = bare
 from attnscale.cli import main
 from attnscale.cli.experiments import EXPERIMENTS
@@ -67,13 +67,13 @@ def in_a_bare_process(words: list[list[str]]) -> tuple[list[str], list[str]]:
 
 
 def test_no_help_imports_torch_or_draws_tables() -> None:
-    words = [["--help"], *([name, "--help"] for name in COMMANDS)]
+    words = [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
     assert in_a_bare_process(words) == (["0"] * len(words), [])
 
 
 def test_no_mistake_imports_torch_or_draws_tables(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("experiment: evaluation\nmodels: m\noutput: o\nwindwos: 1\n")
-    words = [[], ["nonsense"], ["doctor", "--nonsense"], ["bench", "tpu"], ["run", str(tmp_path / "bad.yaml")]]
+    words = [["nonsense"], ["doctor", "--nonsense"], ["bench", "tpu"], ["run", str(tmp_path / "bad.yaml")]]
     assert in_a_bare_process(words) == (["2"] * len(words), [])
 
 
@@ -93,7 +93,33 @@ def test_the_help_lists_every_command_and_ends_with_examples(capsys: pytest.Capt
         main(["--help"])
     commands, examples = capsys.readouterr().out.split("\nexamples:\n")
     assert [name for name in COMMANDS if f"\n    {name} " not in commands] == []
-    assert examples.startswith("  attnscale demo\n")
+    assert examples.startswith("  attnscale doctor\n")
+
+
+def test_no_words_are_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in ([], ["--help"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(words)
+        assert exit_.value.code == 0
+        shown.append(capsys.readouterr())
+    assert shown[0] == shown[1]
+    assert shown[0].err == ""
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"attnscale {attnscale.__version__}\n"
+
+
+def test_the_help_of_run_names_the_experiments_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = capsys.readouterr().out
+    experiments = (Path(__file__).parents[2] / "configs" / "experiment").glob("*.yaml")
+    assert [file.stem for file in experiments if f"experiment/{file.stem}" not in shown] == []
 
 
 def test_the_options_of_evaluate_are_the_fields_with_their_documents_and_defaults(
@@ -113,7 +139,6 @@ def test_the_options_of_evaluate_are_the_fields_with_their_documents_and_default
 
 
 MISTAKES = {
-    "attnscale: the following arguments are required": [],
     "attnscale: argument COMMAND: invalid choice: 'nonsense'": ["nonsense"],
     "attnscale doctor: unrecognized arguments: more": ["doctor", "more"],
     "attnscale watch: the following arguments are required: path": ["watch"],
@@ -162,4 +187,5 @@ def test_without_the_library_of_the_options_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert main(["evaluate", "m"]) == 2
     error = capsys.readouterr().err
-    assert error == "MissingDependencyError: this command needs jsonargparse: pip install 'attnscale[cli]'\n"
+    assert error.startswith("MissingDependencyError: this command needs jsonargparse: pip install rich pyyaml ")
+    assert error.count("\n") == 1

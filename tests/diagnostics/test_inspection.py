@@ -143,7 +143,7 @@ def test_what_is_not_installed_is_named_with_its_extra(seen, method: str, packag
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf"{method} needs {package}: pip install 'attnscale\[report\]'"):
+    with pytest.raises(MissingDependencyError, match=rf"{method} needs {package}: pip install matplotlib pandas"):
         getattr(seen, method)()
 
 

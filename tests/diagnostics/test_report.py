@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -401,9 +402,28 @@ def test_report_writes_the_page_and_says_where(
     assert main(["report", str(run_file), "--output", str(output)]) == 0
     assert capsys.readouterr().out.strip() == f"wrote {output}"
     assert output.read_text(encoding="utf-8") == page
+
+
+def test_the_page_lies_beside_the_records_and_replaces_nothing_but_a_page(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    (tmp_path / "run.v2").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(run_file)]) == 0
-    assert (tmp_path / "report.html").exists()
+    Path("report.html").write_text("mine")
+    records, output = Path("run.v2", "attn.jsonl"), Path("run.v2", "attn.html")
+    shutil.copy(run_file, records)
+    for _ in range(2):  # the second replaces the first
+        assert main(["report", str(records)]) == 0
+        assert capsys.readouterr().out == f"wrote {output}\n"
+        written = output.read_text(encoding="utf-8")
+        assert len(written) > len(page) // 2
+    output.write_text("<title>notes of mine</title>")
+    assert main(["report", str(records)]) == 2
+    assert "'run.v2/attn.html' exists and is no page of attnscale" in capsys.readouterr().err
+    assert output.read_text() == "<title>notes of mine</title>"
+    assert main(["report", str(records), "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == written
+    assert Path("report.html").read_text() == "mine"
 
 
 def lines(tmp_path: Path, content: bytes) -> Path:

@@ -76,7 +76,7 @@ def test_once_prints_the_latest_numbers_of_every_layer_and_the_alerts(
     lines = capsys.readouterr().out.splitlines()
     assert "step 50 · 2 reports · 2 layers × 2 heads" in lines[0]
     rows = {line.split()[0]: line.split() for line in lines if line.startswith("layers.")}
-    # w_max and entropy are means over heads, gain the least, max_logit the largest of any row.
+    # w_max and entropy are means over heads, gain the least, max_logit the largest of the sampled rows.
     numbers = {name: [float(cell) for cell in cells[1:] if cell[0].isdigit()] for name, cells in rows.items()}
     assert numbers == {"layers.0": [0.45, 0.55, 0.25, 12.0], "layers.1": [2, 0.45, 0.55, 0.2, 12.0]}
     assert "2 alerts: 2 collapsed" in "".join(lines)
@@ -87,6 +87,33 @@ def test_what_is_no_terminal_gets_the_state_once_without_asking(path: Path, caps
     write(path, [report(7)])
     assert main(["watch", str(path)]) == 0
     assert "step 7" in capsys.readouterr().out
+
+
+FOREIGN = {"csv": b"step,loss\n0,2\n", "a word": b"loss", "json": b'{\n "a": 1\n}\n', "pickle": b"\x80\x02]q\x00."}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("more", [[], ["--once"]])
+def test_a_file_without_any_record_is_refused(
+    content: bytes, more: list[str], path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path.write_bytes(content)
+    assert main(["watch", str(path), *more]) == 2
+    captured = capsys.readouterr()
+    assert f"path={str(path)!r} is not accepted: expected a file of records" in captured.err
+    assert captured.out == ""
+
+
+def test_a_file_that_turns_out_to_hold_no_records_says_so_until_it_does(path: Path) -> None:
+    watch = Watch(path)
+    for content, shown in ((b"", "no records yet"), (b'{"kind": "rec', "no records yet"), (b"loss", "not a file of")):
+        path.write_bytes(content)
+        watch.update()
+        assert shown in printed(watch)
+    path.unlink()
+    write(path, [report(0)])
+    watch.update()
+    assert "step 0" in printed(watch)
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory"])

@@ -14,6 +14,9 @@ from attnscale.cli import main
 from attnscale.errors import ArgumentError
 from attnscale.lab.byte_tokenizer import save_byte_tokenizer
 from attnscale.lab.evaluation import evaluate
+from attnscale.lab.laws import read_law
+from attnscale.lab.models import ModelFolder
+from attnscale.policies import POLICIES
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def full_disk(most):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_said_and_the_next_run_goes_on(folder, text, tmp_path):
+def test_a_full_disk_is_said_and_the_next_run_goes_on(folder, text, tmp_path, capsys):
     settings = small(folder, text, tmp_path / "out", tasks=("multi_needle",))
     whole = evaluate(small(folder, text, tmp_path / "whole", tasks=("multi_needle",)))
     # A cell has the time that it took, in more or fewer digits.
@@ -91,6 +94,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(folder, text, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
     with full_disk(100):
         assert main(["report", str(whole)]) == 2
+    assert "report.html' cannot be written: File too large" in capsys.readouterr().err
     assert not list(whole.glob("**/*.part")) + list(whole.glob("*.html")) + list(whole.glob("*.png"))
 
 
@@ -109,8 +113,6 @@ def test_accidents_on_the_command_line_get_a_sentence_and_exit_code_two(folder, 
         ([str(folder), "--text", "nowhere.txt"], "text='nowhere.txt' is not accepted: expected an existing text file"),
         ([str(folder), "--text", str(empty)], "expected a text file that is not empty"),
         ([str(folder), "--lengths", "4096"], "text='6000 tokens' is not accepted: expected at least 8194"),
-        ([str(folder), "--policies", "constant,log:gama=1"], "parameter 'gama' (value 1) is not accepted"),
-        ([str(folder), "--policies", "log@warp:2"], "rope='warp:2' is not accepted: expected yarn:4 or linear:4"),
     ):
         given = ["--text", str(text), "--output", str(tmp_path / "out"), "--lengths", "64", "--windows", "2"]
         assert main(["evaluate", *given, "--tasks", "perplexity", *words]) == 2, words
@@ -118,6 +120,53 @@ def test_accidents_on_the_command_line_get_a_sentence_and_exit_code_two(folder, 
         assert message in error
         assert error.count("\n") == 1
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("yarn", "policies='yarn' is not accepted: expected yarn with factor, such as yarn:factor=4"),
+        ("far=longrope:factor=8", "expected longrope with original_length, such as longrope:original_length=4096"),
+        ("per_head", "policies='per_head' is not accepted: expected a YAML file: per_head needs heads"),
+        ("log:gama=1", "parameter 'gama' (value 1) is not accepted by policy 'log'"),
+        ("yarn:factor=0", "factor=0 is not accepted: expected a number > 0"),
+        ("log@warp:2", "rope='warp:2' is not accepted: expected yarn:4 or linear:4"),
+        ("nowhere.yaml", "path='nowhere.yaml' is not accepted: expected an existing YAML file"),
+    ],
+)
+def test_a_policy_that_cannot_be_built_is_refused_before_a_model_is_looked_at(policy, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["evaluate", "nowhere", "--policies", f"constant,log,{policy}", "--output", "nowhere"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_plan_that_cannot_be_built_is_refused_before_a_model_is_loaded(folder, text, tmp_path, monkeypatch):
+    for name in ("load", "tokenizer"):
+        monkeypatch.setattr(ModelFolder, name, lambda *_: pytest.fail("a model was loaded"))
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("default: constant\nlayers:\n  0-1: yarn\n")
+    with pytest.raises(ArgumentError, match="policy 'yarn' needs factor"):
+        evaluate(small(folder, text, tmp_path / "out", policies=("constant", str(plan))))
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "per_head"])
+def test_the_example_in_a_refusal_is_accepted(name):
+    try:
+        read_law(name, 64)
+    except ArgumentError as error:
+        read_law(str(error).rpartition("such as ")[2], 64)
+
+
+def test_what_is_said_of_a_missing_tokenizer_is_a_whole_sentence(folder, text, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ArgumentError, match=r"^tokenizer of model='.*bare' cannot be loaded: .*\.$"):
+        evaluate(small(bare, text, tmp_path / "out"))
 
 
 def test_a_mistake_in_the_last_policy_or_length_shows_before_anything_is_computed(folder, text, tmp_path, monkeypatch):

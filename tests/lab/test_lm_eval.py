@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'attnscale[eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
 
 import lm_eval
 import nltk

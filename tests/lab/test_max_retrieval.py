@@ -247,7 +247,7 @@ def test_without_matplotlib_the_run_says_so_before_it_trains(
     tmp_path: Path, trained_seeds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"attnscale\[report\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install matplotlib pandas"):
         run(tiny(tmp_path / "out"))
     assert trained_seeds == []
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from catalogue import FIXED, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnscale.errors import ArgumentTypeError
+from attnscale.errors import ArgumentError, ArgumentTypeError
 from attnscale.policies import build_policy
 
 # f at n = 1, 2, 1024, 8192 and 2³¹, from mpmath at 40 digits. The logarithms take ln 1 as ln 2; the power has p = 0.3.
@@ -140,7 +140,30 @@ def test_beta_is_finite_and_positive_at_every_length(name: str, n: int) -> None:
 @every_fixed_policy
 def test_rows_without_a_key_count_as_one_key(name: str) -> None:
     policy = build(name)
-    assert (policy(torch.tensor([0, -5])) == policy(1)).all()
+    assert policy(0) == policy(1)
+    assert (policy(torch.tensor([0, 1])) == policy(1)).all()
+
+
+@every_fixed_policy
+@pytest.mark.parametrize("n", [-5, torch.tensor(-5), torch.tensor([[3, -1]])], ids=["int", "0-d", "tensor"])
+def test_a_negative_number_of_keys_is_refused(name: str, n: int | torch.Tensor) -> None:
+    with pytest.raises(ArgumentError, match=r"^n=.*-.* is not accepted: expected an int or an integer tensor >= 0"):
+        build(name)(n)
+
+
+@pytest.mark.parametrize("n", [2.5, math.nan, math.inf, True, "8", torch.tensor([2.5]), torch.tensor([2j])], ids=str)
+def test_a_number_of_keys_that_is_no_integer_is_refused(n: object) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^n="):
+        build("log")(n)
+
+
+def test_a_tensor_is_read_back_only_where_that_costs_nothing() -> None:
+    """A graph keeps its one β for every n, and a device is not waited for."""
+    policy, n = build("log"), torch.tensor([3, -1])
+    expected = policy(torch.tensor([3, 0]))
+    assert (torch.compile(policy, fullgraph=True, backend="eager")(n) == expected).all()
+    assert (torch.func.vmap(policy)(n) == expected).all()
+    assert policy(n.to("meta")).is_meta
 
 
 @every_fixed_policy

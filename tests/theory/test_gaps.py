@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import families as awkward
 import pytest
@@ -37,6 +38,13 @@ def test_the_exponents_of_exact_families_are_exact() -> None:
         contacts = [gaps.contact_point(families.sample(name, n, 2, generator())) for n in lengths]
         found = gaps.fit_exponents(lengths, contacts)
         assert [part.value for part in found] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [[64], [64, 64], [1, 64], [64, 128, 256], []], ids=str)
+def test_exponents_need_two_lengths_and_a_contact_for_each(lengths: list[int]) -> None:
+    contacts = [gaps.contact_point(families.sample("simplex", 64, 2, generator())) for _ in lengths[:2]]
+    with pytest.raises(ArgumentError, match=rf"lengths={re.escape(str(lengths))} is not accepted: expected"):
+        gaps.fit_exponents(lengths, contacts)
 
 
 def test_gaussian_medians_grow_with_the_root_of_ln_n() -> None:

@@ -12,7 +12,6 @@ from attnscale.bench.gpu.problem import Inputs, Problem
 from attnscale.bench.gpu.provider import Answer, Attention, Provider
 from attnscale.policies.adaptive import GapAdaptive
 from attnscale.statistics import StatsRequest
-from attnscale.statistics.gaps import Accumulation
 
 POLICY = GapAdaptive()
 
@@ -68,9 +67,8 @@ def blockwise_temperature(problem: Problem, inputs: Inputs) -> Tensor:
     query, key, value = (x.detach() for x in inputs.leaves)
     rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     stats = attention_with_stats(query, key, value, request=EXACT, policy=POLICY, backend="blockwise", **rule).stats
-    scale = _known(stats.accumulation).lower
-    ratio = scale if stats.criticality is None else stats.criticality
-    beta = torch.where(scale == 0, POLICY.floor, ratio * scale)
+    scale = stats.accumulation.lower
+    beta = torch.where(scale == 0, POLICY.floor, stats.criticality * scale)
     return torch.where(torch.isinf(scale), POLICY.ceiling, beta)
 
 
@@ -79,14 +77,8 @@ def bounds(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     query, key, value = (x.detach().double() for x in inputs.leaves)
     rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     stats = attention_with_stats(query, key, value, request=EXACT, backend="reference", **rule).stats
-    scale = POLICY.r * _known(stats.accumulation).lower
+    scale = POLICY.r * stats.accumulation.lower
     return scale.clamp(POLICY.floor, POLICY.ceiling), (BRACKET * scale).clamp(POLICY.floor, POLICY.ceiling)
-
-
-def _known(scale: Accumulation | None) -> Accumulation:
-    if scale is None:
-        raise TypeError("Λ was asked for and is missing")
-    return scale
 
 
 ADAPTIVE = (

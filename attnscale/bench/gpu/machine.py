@@ -66,7 +66,7 @@ def versions() -> str:
     try:
         return f"torch {torch.__version__} triton {importlib.metadata.version('triton')}"
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingDependencyError("the kernels need triton: pip install 'attnscale[triton]'") from error
+        raise MissingDependencyError("the kernels need triton: pip install triton") from error
 
 
 def _about(profile: Profile, name: str, card: Card | None) -> tuple[str, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attnscale._util.optional import need
 from attnscale.bench.gpu.machine import INTERPRETER
 from attnscale.bench.gpu.report import short
 from attnscale.bench.rows import Row
-from attnscale.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,8 +77,7 @@ class Curve(NamedTuple):
 
 def check_matplotlib() -> None:
     """Say what to install, before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError("plots need matplotlib: pip install 'attnscale[bench]'")
+    need("matplotlib", "plots", "bench")
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -40,7 +40,13 @@ class Tail:
         self.skipped = 0
         self.restarts = 0
         self._identity: tuple[int, int] | None = None
+        self._incomplete = b""  # the first byte of a line whose end is not there yet
         self._overlong = False  # the offset is inside a line that is longer than a record can be
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the file holds something that is no record: lines that were skipped, or the beginning of one."""
+        return self.skipped > 0 or self._incomplete not in (b"", b"{")
 
     def new(self) -> Iterator[Record | Alert]:
         """What has been added since the last call, oldest first; nothing while the file does not exist."""
@@ -54,10 +60,12 @@ class Tail:
             if before not in (None, self._identity) or status.st_size < self.offset:
                 self.offset, self.skipped, self._overlong = 0, 0, False
                 self.restarts += 1
+            self._incomplete = b""
             file.seek(self.offset)
             while line := file.readline(LONGEST):
                 complete = line.endswith(b"\n")
                 if not complete and len(line) < LONGEST:
+                    self._incomplete = line[:1]
                     return
                 self.offset += len(line)
                 overlong, self._overlong = self._overlong, not complete

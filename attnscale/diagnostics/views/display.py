@@ -101,7 +101,7 @@ ALERTS = {
     "diffuse": AlertKind("attention is spread over all keys", ("relative_entropy",)),
     "collapsed": AlertKind("one key has all the weight", ("w_max",)),
     "noise": AlertKind("most of the weight is on a score no higher than noise", ("prominence", "w_max")),
-    "exploding": AlertKind("a logit has become too large", ("max_logit",)),
+    "exploding": AlertKind("a logit of a sampled row has become too large", ("max_logit",)),
     "vanishing": AlertKind("hardly any gradient passes the attention", ("gain",)),
     "mismatch": AlertKind("backward saw other statistics than forward", ("mismatch",)),
     "broken": AlertKind("NaN or infinity in the output", ("broken_row",)),

@@ -24,6 +24,7 @@ BROKEN = "×"
 NUMBER = 8  # characters of a number and the gap before it
 NARROW = 6  # the shortest useful sparkline
 SHOWN_ALERTS = 8
+RECORDS = "a file of records, lines of JSON that a JsonlSink writes"
 
 
 class Watch:
@@ -46,8 +47,15 @@ class Watch:
         if self.tail.restarts != restarts:  # by a file that has no records yet
             self.history = History()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the file has content, none of which is a record."""
+        return not self.history.layers and self.tail.foreign
+
     def view(self, width: int, height: int | None = None, *, bars: str = BARS) -> RenderableType:
         """A table of this width, of all layers or as many as fit into the height."""
+        if self.is_foreign:
+            return Text(f"{self.path}: not {RECORDS}", style="yellow")
         if not self.history.layers:
             waiting = "no records yet" if self.path.exists() else "the file does not exist yet"
             return Text(f"{self.path}: {waiting}", style="dim")
@@ -192,6 +200,8 @@ def show(path: str | Path, console: Console, *, once: bool = False, interval: fl
         reject("path", str(path), "an existing file of records")
     bars = BARS if console.encoding.lower().startswith("utf") else PLAIN
     watch.update()
+    if watch.is_foreign:
+        reject("path", str(path), RECORDS)
     if once:
         console.print(watch.view(console.width, bars=bars))
         return

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscale.errors import MissingDependencyError, reject
+from attnscale._util.optional import need
+from attnscale.errors import reject
 
 FOLDER = Path(__file__).parent
 
@@ -24,10 +25,7 @@ def task_manager(lm: Any, max_seq_lengths: Sequence[int], *, public_tasks: bool 
 
     Example: `lm_eval.simple_evaluate(lm, tasks=["attnscale_needle"], task_manager=task_manager(lm, [2048, 4096]))`.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise MissingDependencyError("these tasks need lm-eval: pip install 'attnscale[eval]'") from error
+    tasks = need("lm_eval.tasks", "task_manager", "eval")
     tokenizer = getattr(lm.tokenizer, "name_or_path", "")
     if not tokenizer:
         reject("lm", lm, "an HFLM whose tokenizer was loaded from a name or a folder: save it and load it from there")
@@ -38,4 +36,4 @@ def task_manager(lm: Any, max_seq_lengths: Sequence[int], *, public_tasks: bool 
         # Plain dicts: lm-eval copies them with the types that it finds.
         "attnscale": json.loads(json.dumps(getattr(lm.config, "attnscale", None))),
     }
-    return TaskManager(include_path=str(FOLDER), include_defaults=public_tasks, metadata=read | metadata)
+    return tasks.TaskManager(include_path=str(FOLDER), include_defaults=public_tasks, metadata=read | metadata)

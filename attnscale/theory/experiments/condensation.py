@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from attnscale.attention import attention_with_stats
 from attnscale.statistics import RowStats, StatsRequest, row_statistics
@@ -86,7 +85,7 @@ def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]
         for place, beta in enumerate(betas):
             stats = row_statistics(scores, beta, request=REQUEST)
             for column, values in ((lse, stats.lse), (max_logit, stats.max_logit), (w_max, stats.w_max)):
-                column[place, start : start + chunk] = _given(values)
+                column[place, start : start + chunk] = values
     visible = torch.full((rows,), n, device="cpu")
     return [RowStats(visible, *columns) for columns in zip(lse, max_logit, w_max, strict=True)]
 
@@ -97,17 +96,17 @@ def _crossover(n: int, rows: int, seed: int) -> Rows:
     found = []
     for t in TEMPERATURES:
         here, doubled = stats[t], stats[2 * t]
-        squares = torch.exp(_given(doubled.lse) - 2 * _given(here.lse))
+        squares = torch.exp(doubled.lse - 2 * here.lse)
         found.append(
             {
                 "n": n,
                 "t": t,
                 "rows": rows,
-                **_pair("mean_ln_w_max", condensation.mean_ln_w_max(n, t), mean(_given(here.w_max).log())),
-                **_pair("mean_w_max", condensation.mean_w_max(n, t), mean(_given(here.w_max))),
+                **_pair("mean_ln_w_max", condensation.mean_ln_w_max(n, t), mean(here.w_max.log())),
+                **_pair("mean_w_max", condensation.mean_w_max(n, t), mean(here.w_max)),
                 **_pair("sum_of_squares", condensation.participation_ratio(n, t * critical), mean(squares)),
-                **_pair("spread", condensation.log_partition_spread(n, t * critical), spread(_given(here.lse))),
-                "highest_bound": (_given(here.lse) - _given(here.max_logit)).max().item() / math.log(n),
+                **_pair("spread", condensation.log_partition_spread(n, t * critical), spread(here.lse)),
+                "highest_bound": (here.lse - here.max_logit).max().item() / math.log(n),
             }
         )
     return found
@@ -121,7 +120,7 @@ def _poisson_rows(rows: int) -> Rows:
         arrivals = (
             torch.empty(rows, 2048, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
         )
-        w_max = _given(row_statistics(-arrivals.log(), t, request=REQUEST).w_max)
+        w_max = row_statistics(-arrivals.log(), t, request=REQUEST).w_max
         half = mean((w_max > 0.5).double())
         largest = _pair("mean_w_max", poisson_dirichlet.mean_largest(t), mean(w_max))
         found.append({"t": t, **largest, **_pair("more_than_half", poisson_dirichlet.chance_of_more(0.5, t), half)})
@@ -139,8 +138,8 @@ def _retrieval(n: int, rows: int) -> Rows:
         for share in SIGNALS:
             m = share * critical
             alone = row_statistics(torch.full((rows, 1), m, dtype=torch.float64, device="cpu"), beta, request=REQUEST)
-            weight = torch.exp(beta * m - _given(stats.merge(alone).lse))
-            wins = (m * beta > _given(stats.max_logit)).double()
+            weight = torch.exp(beta * m - stats.merge(alone).lse)
+            wins = (m * beta > stats.max_logit).double()
             found.append(
                 {
                     "n": n,
@@ -168,7 +167,7 @@ def _unscaled(n: int, batches: int) -> Rows:
             scale = 1 / math.sqrt(d) if scaled else 1.0
             stats = attention_with_stats(query, key, key, scale=scale, request=REQUEST).stats
             t = scale * math.sqrt(d) / condensation.critical_beta(n)
-            measured = mean(_given(stats.w_max))
+            measured = mean(stats.w_max)
             row = {"n": n, "d": d, "scaled": scaled, "t": t, "critical_d": condensation.critical_dimension(n)}
             found.append(row | _pair("mean_w_max", condensation.mean_w_max(n, t), measured))
     return found
@@ -176,11 +175,6 @@ def _unscaled(n: int, batches: int) -> Rows:
 
 def _pair(name: str, predicted: float, measured: Estimate) -> dict[str, float]:
     return {f"{name}_predicted": predicted, name: measured.value, f"{name}_error": measured.error}
-
-
-def _given(statistic: Tensor | None) -> Tensor:
-    """A statistic that was asked for."""
-    return torch.empty(0, device="cpu") if statistic is None else statistic
 
 
 def _line(quantity: str, parameters: str, row: dict[str, Any], name: str) -> Comparison:

@@ -140,8 +140,7 @@ def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tu
     for r in CRITICALITIES:
         beta = r * accumulation
         stats = row_statistics(scores, beta, request=REQUEST)
-        w_max = torch.empty(0, device="cpu") if stats.w_max is None else stats.w_max
-        entropy = torch.empty(0, device="cpu") if stats.entropy is None else stats.entropy
+        w_max, entropy = stats.w_max, stats.entropy
         separation = w_max * -torch.expm1(-beta * (best[:, 0] - best[:, 1]))
         places.append(
             {

@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from attnscale.attention import attention_with_stats
 from attnscale.statistics import StatsRequest, row_statistics
@@ -152,7 +151,7 @@ def _middle_phase(sizes: Sizes, generator: torch.Generator, lines: list[Comparis
         beta = gamma * math.log(n)
         request = StatsRequest(entropy=False, lse=False, max_logit=False)
         shares, stats = attention_with_stats(y[None], y[None], members[None], scale=beta, request=request)
-        own = _value(stats.w_max)
+        own = float(stats.w_max.flatten()[0])
         group = float(shares[0, 0, 0])
         exact = middle_phase.row_mass(n, size - 1, FAR, NEAR, beta)
         found.append(
@@ -189,15 +188,10 @@ def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
         if k in (2, 9):
             lines.append(Comparison("t_n·E(a₁ − a_k)", f"n={n} k={k}", exact, *mean(gap)))
     for t in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
-        w_max = row_statistics(scores, t * math.sqrt(2.0 * math.log(n))).w_max
-        weights = torch.zeros(0, device="cpu") if w_max is None else w_max
+        weights = row_statistics(scores, t * math.sqrt(2.0 * math.log(n))).w_max
         found.append(
             {"kind": "weight", "n": n, "x": t, "measured": float(weights.mean()), "standard_error": mean(weights).error}
             | {"printed": float(spacings.printed_top_weight(t, draws, generator).mean())}
             | {"limit": poisson_dirichlet.mean_largest(t) if t > 1.0 else 0.0}
         )
     return found
-
-
-def _value(values: Tensor | None) -> float:
-    return math.nan if values is None else float(values.flatten()[0])

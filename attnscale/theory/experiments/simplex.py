@@ -57,8 +57,8 @@ def _closed_forms(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
             ("⟨y'_i, y'_j⟩", f"{where} α={alpha:g} n={n}", simplex.output_cosine(n, rho, beta, q, alpha), cosine, None),
             ("‖x'_i‖²", f"{where} α={alpha:g} n={n}", simplex.output_norm(n, rho, beta, q, alpha),
              float(after[0].square().sum()), None),
-            ("w_max = A_ii", f"{where} n={n}", simplex.weights(n, rho, beta).own, _mean(stats.w_max), None),
-            ("entropy", f"{where} n={n}", simplex.entropy(n, rho, beta), _mean(stats.entropy), None),
+            ("w_max = A_ii", f"{where} n={n}", simplex.weights(n, rho, beta).own, float(stats.w_max.mean()), None),
+            ("entropy", f"{where} n={n}", simplex.entropy(n, rho, beta), float(stats.entropy.mean()), None),
             ("Λ = ln n/(1−ρ)", f"{where} n={n}", simplex.critical_beta(n, rho),
              float(accumulation_scale(y @ y.T).median()), None),
             ("η, torch.func", f"{where} n={small}", simplex.jacobian_norm(small, small + 3, rho, low, q),
@@ -132,7 +132,3 @@ def _lifetime(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
     where = f"γ/γ_c={last['ratio']:g} n={last['n']:.0e}"
     lines.append(Comparison("layers until 1 − ρ has halved", where, last["predicted"], float(last["counted"])))
     return found
-
-
-def _mean(values: torch.Tensor | None) -> float:
-    return math.nan if values is None else float(values.mean())
