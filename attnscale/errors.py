@@ -24,7 +24,15 @@ class TensorError(ArgumentError, RuntimeError):
 
 
 class DtypeError(ArgumentTypeError, RuntimeError):
-    """A dtype that attention does not take: where torch's raises RuntimeError."""
+    """A dtype or layout that attention does not take: where torch's raises RuntimeError."""
+
+
+class ModuleArgumentError(TensorError, AssertionError):
+    """Shapes that do not fit a MultiheadAttention: torch's raises AssertionError for some, RuntimeError for others."""
+
+
+class ModuleDtypeError(DtypeError, AssertionError):
+    """A mask of a dtype that MultiheadAttention does not take: where torch's raises AssertionError."""
 
 
 class FrozenPolicyError(ArgumentError, AttributeError):

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from attnscale._util.checks import check_dense, check_floating, is_floating, read_int
 from attnscale._util.processes import is_dtensor
 from attnscale.attention import AttentionRules, attention_and_weights, attention_through
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.call.nested import nest_like, pad_nested
 from attnscale.call.tap import Tap
-from attnscale.errors import ArgumentError, ArgumentTypeError, BackendError, DtypeError, TensorError, reject_type
+from attnscale.errors import ArgumentTypeError, BackendError, ModuleArgumentError, ModuleDtypeError, reject, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 from attnscale.policies.settle import settle
 
@@ -99,8 +100,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         policy: PolicySpec = "constant",
     ) -> None:
-        if num_heads > 0 and embed_dim % num_heads:
-            raise ArgumentError(f"embed_dim={embed_dim} is not accepted: expected a multiple of num_heads={num_heads}")
+        embed_dim, num_heads = (
+            read_int(name, value, "an int >= 1", least=1)
+            for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads))
+        )
+        if embed_dim % num_heads:
+            reject("embed_dim", embed_dim, f"a multiple of num_heads={num_heads}", ModuleArgumentError)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -141,21 +146,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
                 reject_type(name, x, "a tensor [tokens, embedding], or with a batch axis")
+            if not x.is_nested:
+                check_dense(name, x)
+                check_floating(name, x)
         if query.is_nested or key.is_nested or value.is_nested:
             masked = attn_mask is not None or key_padding_mask is not None or is_causal
             if not (query is key is value) or masked or not self.batch_first:
-                raise ArgumentTypeError(
+                raise ModuleDtypeError(
                     "a nested tensor is not accepted here: expected one tensor as query, key and value, batch first, "
                     "without masks"
                 )
             padded, padding_of = pad_nested(query)
             found = self.forward(padded, padded, padded, padding_of, need_weights, None, average_attn_weights)
             return nest_like(query, found[0]), found[1]
-        if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
-            raise TensorError(
-                f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} are not "
-                "accepted: expected 2 dimensions each, or 3 with a batch"
-            )
+        _check_dimensions(query, key, value, attn_mask, key_padding_mask)
         batched, own_keys, one_tensor = query.dim() == 3, query is key, query is key is value
         if not batched:
             query, key, value = query[None], key[None], value[None]
@@ -202,21 +206,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Refuse what torch refuses; some of it would otherwise broadcast into another meaning."""
         (n, rows, _), keys = query.shape, key.shape[1]
         accepted = {
-            "query": (query, ([n, rows, self.embed_dim],)),
-            "key": (key, ([n, keys, self.kdim],)),
-            "value": (value, ([n, keys, self.vdim],)),
-            "attn_mask": (attn_mask, ([rows, keys], [n * self.num_heads, rows, keys])),
-            "key_padding_mask": (padding, ([n, keys],)),
+            "query": (query, ((n, rows, self.embed_dim),)),
+            "key": (key, ((n, keys, self.kdim),)),
+            "value": (value, ((n, keys, self.vdim),)),
+            "attn_mask": (attn_mask, ((n * self.num_heads, rows, keys), (rows, keys))),
+            "key_padding_mask": (padding, ((n, keys),)),
         }
-        if is_causal_bias(attn_mask):
-            raise ArgumentTypeError("attn_mask as a causal bias of torch is not accepted: expected is_causal=True")
         for name, (tensor, shapes) in accepted.items():
-            if tensor is not None and not isinstance(tensor, Tensor):
-                reject_type(name, tensor, "a tensor or None")
-            if tensor is not None and list(tensor.shape) not in shapes:
-                raise TensorError(
-                    f"{name} of shape {list(tensor.shape)} is not accepted: expected {' or '.join(map(str, shapes))} "
-                    "(batch first; N = 1 where there is no batch)"
+            if tensor is not None and tuple(tensor.shape) not in shapes:
+                raise ModuleArgumentError(
+                    f"{name} of shape {tuple(tensor.shape)} is not accepted: Expected `{name}` shape to be "
+                    f"{' or '.join(map(str, shapes))} (batch first; N = 1 where there is no batch)"
                 )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,14 +226,18 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "MultiheadAttention cannot be spread over processes by tensor parallelism: use a "
                 "ScaledDotProductAttention between projections of your own, with attnscale.distributed.HeadParallel()"
             )
-        if self.in_proj_weight is not None and query is key is value:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        packed, bias = self.in_proj_weight, None
+        if self.in_proj_bias is not None:
+            # torch accepts a bias of another dtype where strides make it add the bias in a separate step.
+            bias = self.in_proj_bias.to(self.q_proj_weight.dtype if packed is None else packed.dtype)
+        if packed is not None and query is key is value:
+            q, k, v = F.linear(query, packed, bias).chunk(3, dim=-1)
         else:
-            if self.in_proj_weight is not None:
-                weights = self.in_proj_weight.chunk(3)
+            if packed is not None:
+                weights = packed.chunk(3)
             else:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
             q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1).to(k.dtype)], dim=1)
@@ -246,9 +250,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, attn_mask: Tensor | None, padding: Tensor | None, added: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """torch's two masks as ours: `attn_mask` (True: visible) and `key_padding`; appended keys are visible."""
-        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
-            if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-                raise DtypeError(f"{name} of {mask.dtype} is not accepted: expected bool or a floating dtype")
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = rearrange(attn_mask, "(n h) q k -> n h q k", h=self.num_heads)
@@ -264,6 +265,46 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
         return attn_mask, padding
+
+
+def _check_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, padding: Tensor | None
+) -> None:
+    """Refuse masks of another type, and numbers of dimensions that torch refuses.
+
+    Messages on dimensions end in the words of torch's own errors, which its tests look for; so in `_check_shapes`.
+    """
+    dims = query.dim()
+    if dims not in (2, 3):
+        raise ModuleArgumentError(
+            f"query of shape {list(query.shape)} is not accepted: query should be unbatched 2D or batched 3D tensor"
+        )
+    if key.dim() != dims or value.dim() != dims:
+        raise ModuleArgumentError(
+            f"key, value of shapes {list(key.shape)}, {list(value.shape)} are not accepted: expected `key` and `value` "
+            f"to be {dims}-D but found {key.dim()}-D and {value.dim()}-D tensors respectively"
+        )
+    if is_causal_bias(attn_mask):
+        raise ArgumentTypeError("attn_mask as a causal bias of torch is not accepted: expected is_causal=True")
+    masks = (
+        ("attn_mask", attn_mask, (2, 3), ", 2-D or 3-D"),
+        ("key_padding_mask", padding, (dims - 1,), f" or {dims - 1}-D"),
+    )
+    for name, mask, accepted, said in masks:
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            reject_type(name, mask, "a tensor or None")
+        check_dense(name, mask)
+        if mask.dtype != torch.bool and not is_floating(mask.dtype):
+            raise ModuleDtypeError(
+                f"{name} of {mask.dtype} is not accepted: expected bool or a floating dtype of at least 16 bits"
+            )
+        if mask.dim() not in accepted:
+            raise ModuleArgumentError(
+                f"{name} of shape {list(mask.shape)} is not accepted: expected `{name}` to be `None`{said} but found "
+                f"{mask.dim()}-D tensor instead"
+            )
 
 
 def _close_fused_path(module: nn.Module, inputs: Any) -> None:

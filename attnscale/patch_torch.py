@@ -17,7 +17,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from attnscale._util import state
 from attnscale._util.removable import Removable
 from attnscale.attention import attention_and_weights, scaled_dot_product_attention
+from attnscale.backends.sdpa import TORCH_ATTENTION
 from attnscale.call.causal_bias import is_causal_bias
+from attnscale.errors import BackendError
 from attnscale.policies import Policy, PolicySpec, build_policy
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -30,7 +32,8 @@ def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
     It reaches the function wherever a module holds it by name (`from torch.nn.functional import ...`), and
     `torch.nn.MultiheadAttention` with and without weights; torch's fused inference path for encoders, which would skip
     the policy, is disabled. All calls share one policy, also its parameters. Code that computes its softmax itself, and
-    graphs compiled before, are not reached.
+    graphs compiled before, are not reached. `torch.jit.script` is refused, unless β is 1: TorchScript cannot compile a
+    policy.
 
     >>> q = torch.randn(1, 2, 16, 8)
     >>> with patch_torch("log", reference_length=4):
@@ -75,6 +78,7 @@ class TorchPatch(Removable):
             if namespace.get(name) is ours:
                 namespace[name] = _before(ours)
         self._replaced = []
+        _forget_unfinished_scripts()
         state.TORCH_REPLACED.remove(self._beneath)
         if self in state.CLOSED_FUSED_PATHS:
             state.CLOSED_FUSED_PATHS.remove(self)
@@ -86,6 +90,7 @@ class TorchPatch(Removable):
         before = getattr(F, function)
         ours: Any = make(before)
         ours.replaces, ours.patch = before, self
+        ours.__prepare_scriptable__ = functools.partial(self._prepare_script, before)
         for module_name, module in list(sys.modules.items()):
             foreign = not module_name.startswith(("torch.", "attnscale.")) or module is F
             namespace = getattr(module, "__dict__", None)
@@ -128,6 +133,19 @@ class TorchPatch(Removable):
         attend.__module__, attend.__doc__ = F.__name__, before.__doc__
         return attend
 
+    def _prepare_script(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """What `torch.jit.script` compiles in place of a function of ours; it calls this when it comes to one."""
+        if not self.active and before is not TORCH_ATTENTION:
+            prepare: Callable[[], Any] | None = getattr(before, "__prepare_scriptable__", None)
+            return before if prepare is None else prepare()
+        if not self.active or self.policy.uniform == 1.0:
+            return _torch_attention
+        _forget_unfinished_scripts()
+        raise BackendError(
+            f"torch.jit.script cannot compile attention under patch_torch({self.policy!r}), and would leave the policy "
+            "out: call remove() first, or use torch.compile or torch.export"
+        )
+
     def _is_overridden(self, *tensors: Any) -> bool:
         """Whether a tensor subclass or a proxy of torch.fx handles the call by its `__torch_function__`.
 
@@ -168,3 +186,27 @@ def _before(function: Any) -> Any:
     while hasattr(function, "patch") and not function.patch.active:
         function = function.replaces
     return function
+
+
+def _torch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's own function, for TorchScript, which compiles no keyword-only arguments."""
+    return TORCH_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _forget_unfinished_scripts() -> None:
+    """Remove module types that `torch.jit.script` failed to compile from its cache.
+
+    It would find them there again, with a part of their methods, and fail ("Can't redefine method").
+    """
+    store = torch.jit._recursive.concrete_type_store
+    for known in store.type_store.values():
+        known[:] = [found for found in known if found in store.methods_compiled]

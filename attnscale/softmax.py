@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale._util.checks import check_broadcasts, check_scores, read_number
+from attnscale._util.checks import check_broadcasts, check_dense, check_floating, check_scores, read_number
 from attnscale.backends.dispatch import why_kernels_distrusted
 from attnscale.call.context import shown
-from attnscale.errors import ArgumentError, BackendError, DtypeError, reject, reject_type
+from attnscale.errors import ArgumentError, BackendError, reject, reject_type
 from attnscale.statistics import RowStats, StatsRequest, checked_request, row_statistics
 from attnscale.statistics.gaps import FAR
 from attnscale_kernels import interpreting, why_unavailable
@@ -127,8 +127,8 @@ def _checked_beta(beta: object, scores: Tensor) -> Tensor:
 def _check_operand(name: str, value: object, scores: Tensor, shape: torch.Size) -> None:
     if not isinstance(value, Tensor):
         reject_type(name, value, "a floating-point tensor")
-    if not value.is_floating_point():
-        raise DtypeError(f"{name} of {value.dtype} is not accepted: expected a floating dtype")
+    check_dense(name, value)
+    check_floating(name, value)
     if value.device != scores.device:
         raise ArgumentError(f"{name} on {value.device} is not accepted: expected the device of scores, {scores.device}")
     check_broadcasts(name, value, shape)

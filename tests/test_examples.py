@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
+import os
 import runpy
 import subprocess
 import sys
@@ -9,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import RANKS, group_threads, join, on_two_ranks
+from torch import distributed
 
 from attnscale._util import state
 from attnscale.diagnostics import Record, read_jsonl
@@ -81,11 +87,62 @@ def test_a_model_is_trained_in_each_parallel_way() -> None:
         assert f"{way}, 1 processes: loss 4.36" in printed
 
 
-def test_two_processes_of_torchrun_have_the_loss_of_one() -> None:
+def test_two_processes_of_torchrun_have_the_loss_of_one_and_end() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(EXAMPLES / "train_distributed.py"), "--steps", "2", "--parallel", "cp", "--method", "ring"]
-    printed = subprocess.run([*launch, *program], capture_output=True, text=True, check=True).stdout
+    program = [str(EXAMPLES / "train_distributed.py"), "--steps", "2", "--parallel", "cp", "--method", "ulysses"]
+    printed = subprocess.run([*launch, *program], capture_output=True, text=True, check=True, timeout=120).stdout
     assert "cp, 2 processes: loss 4.36" in printed
+
+
+WAYS = (
+    ("ddp",),
+    ("cp", "--method", "gather"),
+    ("cp", "--method", "ulysses"),
+    ("cp", "--method", "ring"),
+    ("fsdp",),
+    ("tp",),
+)
+
+
+def trained_in_each_way(rank: int) -> dict[tuple[str, ...], tuple[str, list[str]]]:
+    """What the example prints in one of two processes, and the threads of its group once that is destroyed."""
+    destroy, found, left = distributed.destroy_process_group, {}, []
+    distributed.barrier()  # both have joined
+    destroy()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+
+    def recorded() -> None:
+        before = group_threads()
+        destroy()
+        left[:] = group_threads() if before else ["there were none"]
+
+    distributed.destroy_process_group = recorded
+    gc.freeze()  # what the example collects is what it has made
+    for way in WAYS:
+        folder = Path(os.environ["RANKS_FOLDER"], "-".join(way))
+        folder.mkdir(exist_ok=True)
+        join(folder, rank, RANKS)
+        sys.argv = ["train", "--steps", "2", "--parallel", *way]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(EXAMPLES / "train_distributed.py"), run_name="__main__")
+        found[way] = printed.getvalue(), list(left)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory):
+    return on_two_ranks(trained_in_each_way, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted on Linux")
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_in_each_parallel_way_two_processes_have_the_loss_of_one_and_end_their_group(
+    way: tuple[str, ...], pair
+) -> None:
+    (printed, left), (_, left_in_other) = (one[way] for one in pair)
+    assert f"{way[0]}, 2 processes: loss 4.36" in printed
+    if way[0] in ("ddp", "cp"):  # torch itself keeps the meshes of DTensors
+        assert left == left_in_other == []
 
 
 def test_contexts_are_extended(run) -> None:

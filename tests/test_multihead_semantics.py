@@ -6,9 +6,11 @@ import inspect
 import itertools
 import math
 import random
+import re
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -367,6 +369,8 @@ def test_integer_masks_are_refused_by_name(mask: str, shape: tuple[int, int]) ->
     x = torch.zeros(N, L, E)
     with pytest.raises(ArgumentTypeError, match=f"{mask} of torch.int64 is not accepted"):
         attnscale.MultiheadAttention(E, H, batch_first=True)(x, x, x, **{mask: torch.zeros(shape, dtype=torch.int64)})
+    with pytest.raises(AssertionError):  # as torch's module raises
+        attnscale.MultiheadAttention(E, H, batch_first=True)(x, x, x, **{mask: torch.zeros(shape, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize(
@@ -389,6 +393,8 @@ def test_integer_masks_are_refused_by_name(mask: str, shape: tuple[int, int]) ->
         (((N, L, E),) * 3, {"key_padding_mask": (N + 1, L)}),
         (((N, L, E),) * 3, {"key_padding_mask": (L,)}),
         (((L, E),) * 3, {"key_padding_mask": (1, L)}),
+        (((L, E),) * 3, {"attn_mask": (H + 1, L, L)}),
+        (((L, E),) * 3, {"attn_mask": (L,)}),
     ],
     ids=str,
 )
@@ -396,15 +402,78 @@ def test_integer_masks_are_refused_by_name(mask: str, shape: tuple[int, int]) ->
 def test_shapes_that_torch_refuses_are_refused_by_name(shapes: Any, masks: dict[str, Any], kind: torch.dtype) -> None:
     given = {name: torch.zeros(shape, dtype=kind) for name, shape in masks.items()}
     tensors = [torch.zeros(shape) for shape in shapes]
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+    with pytest.raises((AssertionError, RuntimeError)) as torchs:
         nn.MultiheadAttention(E, H, batch_first=True)(*tensors, **given)
-    with pytest.raises(ArgumentError, match="|".join(masks) or "query|key|value"):
+    with pytest.raises(ArgumentError, match="|".join(masks) or "query|key|value") as ours:
         attnscale.MultiheadAttention(E, H, batch_first=True)(*tensors, **given)
+    assert isinstance(ours.value, torchs.type)
+    words = re.search("xpected `.*?(?= but got|$)", str(torchs.value))
+    assert words is None or words[0] in str(ours.value)  # torch's own tests look for them
 
 
 def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="embed_dim=9 is not accepted: expected a multiple of num_heads=2"):
+    with pytest.raises(AssertionError):
+        nn.MultiheadAttention(9, 2)
+    with pytest.raises(
+        ArgumentError, match="embed_dim=9 is not accepted: expected a multiple of num_heads=2"
+    ) as raised:
         attnscale.MultiheadAttention(9, 2)
+    assert isinstance(raised.value, AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [((0, 1), ArgumentError), ((8, -2), ArgumentError), ((8.0, 2), ArgumentTypeError), ((8, True), ArgumentTypeError)],
+)
+def test_widths_and_heads_are_ints_of_at_least_one(arguments: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"(embed_dim|num_heads)=.* is not accepted: expected an int >= 1"):
+        attnscale.MultiheadAttention(*arguments)
+
+
+def test_widths_and_heads_may_be_numbers_of_numpy() -> None:
+    sizes = {"kdim": np.int64(3), "vdim": np.int32(5), "dropout": np.float32(0.5)}
+    ours = attnscale.MultiheadAttention(np.int64(E), np.int64(H), batch_first=True, policy="ssmax", **sizes)
+    q, k, v = (torch.randn(N, L, width) for width in (E, 3, 5))
+    assert ours(q, k, v, is_causal=True)[0].shape == (N, L, E)
+    assert ours.policy.num_heads == H
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("layout", ["batch_first", "sequence_first"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_half_bias_of_the_projections_in_a_double_module_is_taken(
+    layout: str, separate: bool, need_weights: bool
+) -> None:
+    widths = {"kdim": E + 1, "vdim": E + 2} if separate else {}
+    theirs, ours = twins(batch_first=layout == "batch_first", **widths)
+    bias = theirs.in_proj_bias.detach().half()
+    for module in (theirs, ours):
+        module.in_proj_bias = nn.Parameter(bias.double())
+    q, k, v = (tokens(N, L, width, seed=width) for width in (E, E + separate, E + 2 * separate))
+    expected = theirs(q, k, v)[0]
+    ours.in_proj_bias = nn.Parameter(bias)
+    output = ours(q, k, v, need_weights=need_weights)[0]
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    assert ours.in_proj_bias.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x: x.to_sparse(), "as a torch.sparse_coo tensor is not accepted: expected a dense one"),
+        (lambda x: x.to(torch.float8_e4m3fn), "of torch.float8_e4m3fn is not accepted"),
+    ],
+    ids=["sparse", "float8"],
+)
+def test_sparse_tensors_and_narrow_dtypes_are_refused_by_name(name: str, change: Any, sentence: str) -> None:
+    given = {"query": tokens(N, L, E), "key": tokens(N, S, E), "value": tokens(N, S, E)}
+    given |= {"attn_mask": torch.zeros(L, S), "key_padding_mask": torch.zeros(N, S)}
+    given[name] = change(given[name])
+    with pytest.raises(ArgumentTypeError, match=f"{name} {sentence}") as raised:
+        twins(batch_first=True).ours(**given)
+    assert isinstance(raised.value, RuntimeError)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -1,9 +1,11 @@
-"""Checks of numbers, flags and score matrices that callers pass."""
+"""Checks of numbers, flags and tensors that callers pass."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,52 @@ def read_number(argument: str, value: object, accepted: str = "a number") -> flo
         return torch.sym_float(value)  # type: ignore[no-any-return,no-untyped-call]
     if not isinstance(value, numbers.Real):
         reject_type(argument, value, accepted)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        reject(argument, value, f"{accepted}, within the range of a float")
+
+
+def read_int(argument: str, value: object, accepted: str, *, least: int | None = None, most: int | None = None) -> int:
+    """An int from anything with `__index__`, such as numpy's ints, between two bounds.
+
+    Refuses bools, and tensors, since reading one would synchronise its device.
+
+    >>> read_int("rows", 0, "an int >= 1", least=1)
+    Traceback (most recent call last):
+    ...
+    attnscale.errors.ArgumentError: rows=0 is not accepted: expected an int >= 1
+    """
+    if type(value) is int or isinstance(value, torch.SymInt):
+        number: Any = value
+    elif isinstance(value, (bool, Tensor)):
+        reject_type(argument, value, accepted)
+    else:
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            reject_type(argument, value, accepted)
+    if (least is not None and number < least) or (most is not None and number > most):
+        reject(argument, value, accepted)
+    return number  # type: ignore[no-any-return]
+
+
+def plain_numbers(value: Any) -> Any:
+    """`value` with Python's ints and floats in place of other real numbers, also inside mappings, lists and tuples.
+
+    >>> import numpy
+    >>> plain_numbers({"name": "log", "reference_length": numpy.int64(2048)})
+    {'name': 'log', 'reference_length': 2048}
+    """
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain_numbers, value))
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_flag(argument: str, value: object) -> None:
@@ -40,18 +87,36 @@ def check_flag(argument: str, value: object) -> None:
         reject_type(argument, value, "True or False")
 
 
+def check_dense(argument: str, value: Tensor) -> None:
+    """Refuse a sparse tensor, and any other without strides."""
+    if value.layout != torch.strided:
+        raise DtypeError(f"{argument} as a {value.layout} tensor is not accepted: expected a dense one (.to_dense())")
+
+
+def is_floating(dtype: torch.dtype) -> bool:
+    """Whether a dtype is floating with at least 16 bits; torch stores narrower ones, but does not compute in them."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def check_floating(argument: str, value: Tensor) -> None:
+    """Refuse integers, and floating dtypes of less than 16 bits."""
+    if not is_floating(value.dtype):
+        raise DtypeError(f"{argument} of {value.dtype} is not accepted: expected a floating dtype of at least 16 bits")
+
+
 def check_scores(scores: object, mask: object) -> None:
     """Refuse anything but floating scores [..., Tk] with None or a bool mask that broadcasts to them."""
     if not isinstance(scores, Tensor):
         reject_type("scores", scores, "a floating tensor [..., keys]")
-    if not scores.dtype.is_floating_point:
-        raise DtypeError(f"scores of {scores.dtype} is not accepted: expected a floating dtype")
+    check_dense("scores", scores)
+    check_floating("scores", scores)
     if scores.dim() == 0:
         raise TensorError("scores of shape [] is not accepted: expected [..., keys]")
     if mask is None:
         return
     if not isinstance(mask, Tensor):
         reject_type("mask", mask, "a bool tensor (True: visible) or None")
+    check_dense("mask", mask)
     if mask.dtype != torch.bool:
         raise DtypeError(
             f"mask of {mask.dtype} is not accepted: expected bool (True: visible); add a bias to the scores"
@@ -68,9 +133,3 @@ def check_broadcasts(argument: str, value: Tensor, shape: Sequence[int]) -> None
         raise TensorError(
             f"{argument} of shape {list(value.shape)} is not accepted: expected one that broadcasts to {list(shape)}"
         )
-
-
-def check_int(argument: str, value: object, accepted: str, *, least: int) -> None:
-    """Refuse anything but an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
-        reject(argument, value, accepted)

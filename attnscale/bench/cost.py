@@ -31,7 +31,7 @@ from attnscale.bench.steps import causal_step, label
 from attnscale.bench.variants import VARIANTS
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
-from attnscale.policies.fields import check_length
+from attnscale.policies.fields import read_length
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -68,7 +68,7 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
         for name, least in (("heads", 1), ("head_dim", 1), ("imports", 2)):
-            check_length(name, getattr(self, name), least=least)
+            read_length(name, getattr(self, name), least=least)
         more = (
             "rival_lengths",
             "variant_lengths",
@@ -83,7 +83,7 @@ class Plan:
                 reject_type(name, getattr(self, name), "a list")
         for name in tuples:
             for value in getattr(self, name):
-                check_length(name, value, least=2 if name.endswith("rounds") else 1)
+                read_length(name, value, least=2 if name.endswith("rounds") else 1)
         for name in ("policies", "half_policies"):
             for policy in getattr(self, name):
                 if not isinstance(policy, str):

@@ -14,6 +14,9 @@ from torch import Tensor
 # An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
 HIDDEN_BELOW = -1e4
 
+# The attribute by which `policies.temperature.mark_counted` numbers an n: counted by this package, and never changed.
+COUNTED = "_attnscale_count"
+
 Window = tuple[int | None, int | None]
 
 

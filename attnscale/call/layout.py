@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale._util.checks import check_dense, check_floating
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 
@@ -131,10 +132,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             reject_type(name, x, "a tensor [..., heads, tokens, dimension]")
         if x.is_nested:
             raise DtypeError(f"{name} as a nested tensor is not accepted here: expected a dense one, and cu_seqlens")
+        check_dense(name, x)
         if x.dim() < 2:
             reject(f"{name}.shape", list(x.shape), "at least [tokens, dimension]", TensorError)
-    if not query.dtype.is_floating_point:
-        raise DtypeError(f"query of {query.dtype} is not accepted: expected a floating dtype")
+    check_floating("query", query)
     # Under autocast torch casts all three itself, so mixed dtypes are fine there.
     if not (query.dtype == key.dtype == value.dtype) and not torch.is_autocast_enabled(query.device.type):
         raise DtypeError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Unpack
 
-from attnscale._util.checks import check_flag, check_int
+from attnscale._util.checks import check_flag, read_int
 from attnscale.call.causal_bias import is_causal_bias
 from attnscale.call.context import Context
 from attnscale.call.layout import Layout
@@ -29,8 +29,8 @@ def visible_keys(
     >>> visible_keys(1, 8, is_causal=True, cache_offset=5)
     tensor([[[6]]])
     """
-    for name, extent in (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads)):
-        check_int(name, extent, "an int >= 0", least=0)
+    extents = (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads))
+    queries, keys, batch, heads = (read_int(name, extent, "an int >= 0", least=0) for name, extent in extents)
     check_flag("is_causal", rules.get("is_causal", False))
     parts = [part for rule in rules.values() for part in (rule if isinstance(rule, (tuple, list)) else (rule,))]
     # A causal bias of torch holds no values, so that its device means nothing.

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnscale._util.checks import check_broadcasts
+from attnscale._util.checks import check_broadcasts, check_dense, is_floating, read_int
 from attnscale._util.tracing import is_watched
 from attnscale.call.causal_bias import read_causal_bias
-from attnscale.call.context import Context, Window
+from attnscale.call.context import COUNTED, Context, Window
 from attnscale.call.layout import Layout
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
@@ -66,6 +66,7 @@ def describe(
     if key_padding is not None:
         if not isinstance(key_padding, Tensor) or key_padding.dtype != torch.bool:
             reject_type("key_padding", _kind(key_padding), "a bool tensor, True where the key is padding")
+        check_dense("key_padding", key_padding)
         _check_device("key_padding", key_padding, device)
         key_padding = layout.rows("key_padding", key_padding, keys, "True where the key is padding")
     if visible is not None:
@@ -120,9 +121,11 @@ def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: to
     """Refuse a mask of another type, device or shape than attention takes."""
     if not isinstance(mask, Tensor):
         reject_type("attn_mask", mask, "a bool tensor (True: visible) or a floating one (added)")
-    if not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+    check_dense("attn_mask", mask)
+    if mask.dtype != torch.bool and not is_floating(mask.dtype):
         raise DtypeError(
-            f"attn_mask of {mask.dtype} is not accepted: expected bool (True: visible) or floating (added)"
+            f"attn_mask of {mask.dtype} is not accepted: expected bool (True: visible) or floating of at least 16 bits "
+            "(added)"
         )
     _check_device("attn_mask", mask, device)
     check_broadcasts("attn_mask", mask, (*layout.lead, queries, keys))
@@ -136,6 +139,8 @@ def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device)
     if not fits or n.shape[2] not in (1, queries):
         full = [layout.size, layout.heads, queries]
         reject("visible.shape", list(given.shape), f"[Tq], [B, Tq] or [B, H, Tq] that broadcasts to {full}")
+    if not hasattr(given, COUNTED):
+        _check_values("visible", n, (n < 0).any, "numbers of keys, none of them negative")
     # A tensor of the full length stays the same object, whose β may be remembered (`mark_counted`).
     return n if n.shape[2] == queries else n.expand(n.shape[0], n.shape[1], queries)
 
@@ -144,16 +149,16 @@ def _window(window: int | Window | None) -> Window:
     accepted = "an int >= 1 (keys nearer than that) or (left, right), each an int >= 0 or None"
     if window is None:
         return (None, None)
-    if isinstance(window, int) and not isinstance(window, bool):
-        if window < 1:
-            reject("window", window, accepted)
-        return (window - 1, window - 1)
-    if not isinstance(window, tuple) or len(window) != 2:
-        reject_type("window", window, accepted)
-    for extent in window:
-        if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 0):
-            reject("window", window, accepted)
-    return window
+    if not isinstance(window, tuple):
+        near = read_int("window", window, accepted, least=1) - 1
+        return (near, near)
+    if len(window) != 2:
+        reject("window", window, accepted)
+    left, right = (
+        None if extent is None else read_int(f"window[{side}]", extent, "an int >= 0 or None", least=0)
+        for side, extent in enumerate(window)
+    )
+    return (left, right)
 
 
 def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.device) -> int | Tensor:
@@ -167,11 +172,7 @@ def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.de
         if of_each:
             return offset
         return offset.reshape(-1, 1) + torch.arange(queries, device=device)
-    if isinstance(offset, bool) or not isinstance(offset, int):
-        reject_type("cache_offset", offset, accepted)
-    if offset < 0:
-        reject("cache_offset", offset, accepted)
-    return offset
+    return read_int("cache_offset", offset, accepted, least=0)
 
 
 def _slots_of_positions(positions: Tensor, padding: Tensor | None) -> Tensor:
@@ -247,6 +248,10 @@ def _at(slot: int | Tensor, first: Tensor, last: Tensor, *, queries: int) -> tup
     """The bounds of the document that each query's slot is in; behind the last key nothing is seen."""
     keys = first.shape[-1]
     if isinstance(slot, int):
+        if queries > keys:
+            reject(
+                "queries, keys", (queries, keys), "no more queries than keys with document_ids, which number the keys"
+            )
         if slot + queries > keys:
             reject(
                 "cache_offset", slot, f"at most {keys - queries}: {queries} queries among {keys} keys with document_ids"
@@ -261,6 +266,7 @@ def _at(slot: int | Tensor, first: Tensor, last: Tensor, *, queries: int) -> tup
 def _integer(argument: str, value: object, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
         reject_type(argument, _kind(value), "an integer tensor")
+    check_dense(argument, value)
     _check_device(argument, value, device)
     return value.to(torch.int64)
 

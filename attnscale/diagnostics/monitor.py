@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
@@ -77,14 +77,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         dump: str | Path | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
-        check_int("every", every, "an int >= 1", least=1)
+        self.every = read_int("every", every, "an int >= 1", least=1)
         if rows is not None:
-            check_int("rows", rows, "an int >= 1 or None for all rows", least=1)
+            rows = read_int("rows", rows, "an int >= 1 or None for all rows", least=1)
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
         group = read_group("process_group", process_group)
-        self.every = every
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
@@ -120,7 +119,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
         Every process of a distributed run calls it with the same number and gets the records of all.
         """
-        check_int("step", step, "an int >= 0", least=0)
+        step = read_int("step", step, "an int >= 0", least=0)
         records: list[Record] = []
         alerts: list[Alert] = []
         if self._closed:

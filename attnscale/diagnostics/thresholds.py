@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.yaml_files import read_yaml
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.views.display import ALERTS, QUANTITIES
-from attnscale.errors import ArgumentError, reject
+from attnscale.errors import ArgumentError, reject, reject_type
 
 FEW_KEYS = 8  # so few, or fewer, are often weighed evenly by chance
 
@@ -46,14 +46,18 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "broken":
-                if not isinstance(value, bool):
-                    reject(field.name, value, "True or False")
-            elif field.name == "after_step":
-                check_int(field.name, value, "an int >= 0", least=0)
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-                reject(field.name, value, "a number >= 0 or None")
+            name, value = field.name, getattr(self, field.name)
+            if name == "broken":
+                check_flag(name, value)
+            elif name == "after_step":
+                object.__setattr__(self, name, read_int(name, value, "an int >= 0", least=0))
+            elif value is not None:
+                if isinstance(value, bool):
+                    reject_type(name, value, "a number >= 0 or None")
+                limit = read_number(name, value, "a number >= 0 or None")
+                if not limit >= 0:
+                    reject(name, value, "a number >= 0 or None")
+                object.__setattr__(self, name, limit)
 
     @classmethod
     def read(cls, path: str | Path) -> Thresholds:

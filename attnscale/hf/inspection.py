@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from attnscale._util.checks import read_int
 from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf import selection
@@ -111,7 +112,8 @@ def inspect(
     texts of these `lengths`, of which a window hides a part. The warnings of `apply` stand at the end.
     """
     selection.check_on_existing(on_existing)
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+    lengths = tuple(read_int("lengths", n, "at least one int >= 1", least=1) for n in lengths)
+    if not lengths:
         reject("lengths", lengths, "at least one int >= 1")
     selection.refuse_model_as_policy(model, policy)
     found = find_attention_layers(model)
@@ -121,7 +123,7 @@ def inspect(
     try:
         chosen = {layer.path for layer in selection.select(model, layers=layers, cross=cross, towers=towers)}
     except ArgumentError:
-        if layers != "all" or towers not in ("text", "all"):
+        if str(layers) != "all" or towers not in ("text", "all"):
             raise
         chosen = set()  # a model without attention, or with none that reads text
     if plan is not None and chosen:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.checks import plain_numbers
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attention_layers import AttentionLayer
@@ -133,7 +134,7 @@ def _plain(spec: PolicySpec, **parameters: Any) -> Any:
         return build_policy(spec, **parameters)
     if not isinstance(spec, (str, Mapping)):
         raise ArgumentError(f"policy={spec!r} is not accepted: expected a name, a mapping, a YAML file or a policy")
-    plain = ({"name": spec} if isinstance(spec, str) else dict(spec)) | parameters
+    plain: dict[str, Any] = plain_numbers(({"name": spec} if isinstance(spec, str) else dict(spec)) | parameters)
     build_policy_for(plain, num_heads=1, head_dim=2)
     return plain
 

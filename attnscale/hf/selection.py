@@ -7,6 +7,7 @@ from typing import Literal, NoReturn
 
 from torch import nn
 
+from attnscale._util.checks import read_int
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, reject_model, transformers_model
@@ -32,19 +33,22 @@ def select(
     if not found:
         reject_model_without_attention(model)
     every = [layer for layer in found if (cross or not layer.cross) and (towers == "all" or layer.text)]
-    if layers == "all":
+    named = str(layers)  # an array of numpy compares its elements with a string
+    if named == "all":
         chosen = every
-    elif layers == "full":
+    elif named == "full":
         chosen = [layer for layer in every if layer.window is None]
-    elif layers == "nope":
+    elif named == "nope":
         chosen = [layer for layer in every if layer.rope is False]
     else:
         if isinstance(layers, str):
             numbers = read_range("layers", layers)
         else:
-            numbers = list(layers) if isinstance(layers, Iterable) else [layers]
-        if not numbers or any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            reject_type("layers", layers, "'all', 'full', 'nope', a number, several, or a range such as '4-11'")
+            accepted = "'all', 'full', 'nope', a number, several, or a range such as '4-11'"
+            given = list(layers) if isinstance(layers, Iterable) else [layers]
+            if not given:
+                reject_type("layers", layers, accepted)
+            numbers = [read_int("layers", number, accepted) for number in given]
         present = {layer.layer for layer in every}
         if present and any(number not in present for number in numbers):
             reject("layers", layers, f"'all', 'full', 'nope' or layers of this model, {write_range(sorted(present))}")

@@ -61,12 +61,13 @@ def _shards(position_ids: Tensor, mesh: Any, tokens: int, masked: bool) -> Any:
 
     from attnscale.distributed.shards import TokenShards
 
-    version = -1 if position_ids.is_inference() else position_ids._version
-    known, known_version, shards = getattr(state.HF_TOKEN_SHARDS, "entry", (lambda: None, 0, None))
+    version, group = -1 if position_ids.is_inference() else position_ids._version, mesh.get_group()
+    entry: tuple[Any, int, Any] = getattr(state.HF_TOKEN_SHARDS, "entry", (lambda: None, 0, None))
+    known, known_version, slots = entry
     is_new = known() is not position_ids or known_version != version or version == -1
     if is_new:
         flag = torch.full((1,), float(masked), device=position_ids.device)
-        masked = bool(collectives.all_reduce(flag, "max", mesh.get_group()))
+        masked = bool(collectives.all_reduce(flag, "max", group))
     if masked:
         raise BackendError(
             "under context parallelism a mask of one process's tokens says nothing of the others: pass no "
@@ -74,6 +75,7 @@ def _shards(position_ids: Tensor, mesh: Any, tokens: int, masked: bool) -> Any:
             "of transformers"
         )
     if is_new:
-        shards = TokenShards.of(position_ids, mesh, tokens)
-        state.HF_TOKEN_SHARDS.entry = weakref.ref(position_ids), version, shards
-    return shards
+        slots = TokenShards.of(position_ids, mesh, tokens).slots
+        # Without the group: its threads could not end while a reference is left.
+        state.HF_TOKEN_SHARDS.entry = weakref.ref(position_ids), version, slots
+    return TokenShards(slots, mesh.get_local_rank(), group)

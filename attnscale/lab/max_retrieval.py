@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from attnscale._util.checks import read_int
 from attnscale._util.files import write_whole
 from attnscale.errors import reject, reject_type
 from attnscale.lab.accuracy_plot import draw, needed_to_draw
@@ -68,13 +69,16 @@ class MaxRetrieval:
 
     def __post_init__(self) -> None:
         for name, least, most in (("seeds", 0, LARGEST_SEED), ("lengths", 2, LONGEST)):
-            for value in self._listed(name):
-                _check_int(name, value, least, most)
+            accepted = f"an int from {least} to {most}"
+            listed = tuple(read_int(name, value, accepted, least=least, most=most) for value in self._listed(name))
+            object.__setattr__(self, name, listed)
         for policy in self._listed("policies"):
             if not isinstance(policy, str) or policy not in POLICIES:
                 reject("policies", policy, f"some of {', '.join(POLICIES)}")
         for name, least in (("steps", 1), ("width", 1), ("train_length", 2), ("samples", 1)):
-            _check_int(name, getattr(self, name), least, LONGEST)
+            accepted = f"an int from {least} to {LONGEST}"
+            number = read_int(name, getattr(self, name), accepted, least=least, most=LONGEST)
+            object.__setattr__(self, name, number)
 
     def _listed(self, name: str) -> tuple[object, ...]:
         """A field that YAML gives as a list, made a tuple."""
@@ -190,10 +194,3 @@ def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Row]:
         torch.set_num_threads(threads)
     write_whole(path, json.dumps({"config": made_by, "rows": [asdict(row) for row in rows]}))
     return rows
-
-
-def _check_int(argument: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        reject_type(argument, value, f"an int from {least} to {most}")
-    if not least <= value <= most:
-        reject(argument, value, f"an int from {least} to {most}")

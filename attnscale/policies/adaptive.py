@@ -14,7 +14,7 @@ from attnscale._util import state
 from attnscale._util.processes import RowGroup, local, sum_over_rows
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies.base import LengthPolicy, Policy, ln
-from attnscale.policies.fields import check_length, check_number, flag, length, not_negative, number, positive
+from attnscale.policies.fields import flag, length, not_negative, number, positive, read_length
 from attnscale.statistics import RowStats, StatsRequest
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class GapAdaptive(ScorePolicy):
     target_w_max: float | None = number("a number in (0, 1)", None, above=0.0, below=1.0)
     min_rank: int = length(2)
     floor: float = positive(2.0**-20)
-    ceiling: float = 64.0
+    ceiling: float = positive(64.0)
     scope: Literal["row", "head"] = "row"
     exact: bool = flag(False)
     num_heads: int | None = length(None, least=1)
@@ -117,13 +117,14 @@ class GapAdaptive(ScorePolicy):
                 reject("r", self.r, "no r beside target_w_max, which chooses it")
             if self.min_rank != 2:
                 reject("min_rank", self.min_rank, "2 beside target_w_max: its guarantee needs every rank")
-        check_number("ceiling", self.ceiling, f"a number > floor={self.floor}", above=self.floor)
+        if self.ceiling <= self.floor:
+            reject("ceiling", self.ceiling, f"a number > floor={self.floor}")
         if self.scope not in ("row", "head"):
             reject("scope", self.scope, "'row' or 'head'")
         if self.gradient not in ("detach", "through"):
             reject("gradient", self.gradient, "'detach' or 'through'")
         if self.scope == "head":
-            check_length("num_heads", self.num_heads, least=1)
+            read_length("num_heads", self.num_heads, least=1)
             if self.gradient == "through":
                 reject("gradient", self.gradient, "'detach' with scope='head': a running estimate has no gradient")
             self.register_buffer("sums", torch.zeros(self.num_heads or 0, 5, dtype=torch.float64))

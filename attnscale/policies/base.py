@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.checks import plain_numbers, read_int
 from attnscale._util.processes import OwnHeads
 from attnscale._util.tracing import is_watched
 from attnscale._util.yaml_files import write_yaml
@@ -64,8 +65,8 @@ class LengthPolicy(nn.Module):
         nn.Module.__init__(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name, None)
-            if "check" in field.metadata and not (value is None and field.default is None):
-                field.metadata["check"](field.name, value)
+            if "read" in field.metadata and not (value is None and field.default is None):
+                setattr(self, field.name, field.metadata["read"](field.name, value))
         self.validate()
         if not math.isfinite(self.longest_beta()):
             reject("policy", self, f"parameters whose β is finite in fp32 at {LONGEST_USUAL_CONTEXT} keys")
@@ -132,8 +133,8 @@ class LengthPolicy(nn.Module):
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain data that `build_policy` takes back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        # A number may be of a subclass of float, such as numpy's, which YAML would not write.
-        return {"name": self.name} | {k: float(v) if isinstance(v, float) else v for k, v in values.items()}
+        # A class of a user may hold numbers of numpy, which neither YAML nor JSON can write.
+        return {"name": self.name} | {key: plain_numbers(value) for key, value in values.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the policy as YAML that `build_policy` takes back (learned parameters live in `state_dict`)."""
@@ -219,10 +220,9 @@ def integers(argument: str, value: object) -> Tensor:
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
             reject_type(argument, value.dtype, "an integer dtype")
         return value.to(torch.int64)
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        # On the host whatever the default device: a policy may be built under torch.device("meta").
-        return torch.as_tensor(value, dtype=torch.int64, device="cpu")
-    reject_type(argument, value, "an int or an integer tensor")
+    number = read_int(argument, value, "an int or an integer tensor")
+    # On the host whatever the default device: a policy may be built under torch.device("meta").
+    return torch.as_tensor(number, dtype=torch.int64, device="cpu")
 
 
 def _is_negative(n: int | Tensor) -> bool:

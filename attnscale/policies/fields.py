@@ -1,4 +1,4 @@
-"""Fields of policies that say which values they take; `LengthPolicy` checks them on construction."""
+"""Fields of policies that say which values they take; `LengthPolicy` reads them on construction, as plain numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnscale._util.checks import check_flag
+from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale.errors import reject, reject_type
 
 # No length is longer: int64 arithmetic on lengths cannot overflow below it.
@@ -20,7 +21,7 @@ LONGEST_CONTEXT = 2**62
 
 def number(accepted: str, default: Any = MISSING, *, above: float = -math.inf, below: float = math.inf) -> Any:
     """A field of a policy that takes numbers between two bounds; None only where that is the default."""
-    return _field(default, partial(check_number, accepted=accepted, above=above, below=below))
+    return _field(default, partial(read_between, accepted=accepted, above=above, below=below))
 
 
 def positive(default: Any = MISSING) -> Any:
@@ -35,33 +36,37 @@ def not_negative(default: Any = MISSING) -> Any:
 
 def length(default: Any = MISSING, *, least: int = 2) -> Any:
     """A field that takes ints of at least `least` (2: the first length whose logarithm is positive)."""
-    return _field(default, partial(check_length, least=least))
+    return _field(default, partial(read_length, least=least))
 
 
 def flag(default: bool) -> Any:
     """A field that takes True or False."""
-    return _field(default, check_flag)
+    return _field(default, _read_flag)
 
 
-def check_number(
+def read_between(
     argument: str, value: object, accepted: str, *, above: float = -math.inf, below: float = math.inf
-) -> None:
-    """Refuse anything but an int or float between the bounds that fp32 can hold."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+) -> float:
+    """A float between the bounds that fp32 can hold."""
+    if isinstance(value, (bool, Tensor)):
         reject_type(argument, value, accepted)
-    if not abs(value) <= torch.finfo(torch.float32).max or value <= above:
+    number = read_number(argument, value, accepted)
+    if not abs(number) <= torch.finfo(torch.float32).max or number <= above:
         reject(argument, value, f"{accepted}, finite in fp32")
-    if value >= below:
+    if number >= below:
         reject(argument, value, accepted)
+    return number
 
 
-def check_length(argument: str, value: object, *, least: int = 2) -> None:
-    """Refuse anything but an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        reject_type(argument, value, f"an int >= {least}")
-    if not least <= value <= LONGEST_CONTEXT:
-        reject(argument, value, f"an int >= {least} and <= {LONGEST_CONTEXT}")
+def read_length(argument: str, value: object, *, least: int = 2) -> int:
+    """An int of at least `least`."""
+    return read_int(argument, value, f"an int >= {least}, at most 2**62", least=least, most=LONGEST_CONTEXT)
 
 
-def _field(default: Any, check: Callable[[str, object], None]) -> Any:
-    return dataclasses.field(default=default, metadata={"check": check})
+def _read_flag(argument: str, value: bool) -> bool:
+    check_flag(argument, value)
+    return value
+
+
+def _field(default: Any, read: Callable[[str, Any], Any]) -> Any:
+    return dataclasses.field(default=default, metadata={"read": read})

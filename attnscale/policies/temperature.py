@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
-from attnscale.call.context import Context
+from attnscale.call.context import COUNTED, Context
 from attnscale.call.context_parallel import refuse_context_parallel
 from attnscale.call.lengths import count_visible, find_positions, same_for_every_row
 from attnscale.errors import ArgumentError, BackendError
 from attnscale.policies.base import FormulaPolicy, Policy
 
 _HOST = torch.device("cpu")
-_COUNT = "_attnscale_count"
 
 Beta = TypeVar("Beta")
 
@@ -73,7 +72,7 @@ def mark_counted(visible: Tensor) -> Tensor:
     Only for tensors that no other code holds, since a change through numpy leaves no trace on a tensor. The mark is an
     attribute of the tensor.
     """
-    setattr(visible, _COUNT, next(state.COUNT_NUMBERS))
+    setattr(visible, COUNTED, next(state.COUNT_NUMBERS))
     return visible
 
 
@@ -133,7 +132,7 @@ def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
 
 def _of_counted(policy: Policy, visible: Tensor) -> Tensor:
     """β of a given n, remembered if `mark_counted` declared that it cannot change."""
-    number = getattr(visible, _COUNT, None)
+    number = getattr(visible, COUNTED, None)
     if number is None:
         return policy(visible)
     return _remembered(policy, ("counted", number), visible.device, lambda: policy(visible))

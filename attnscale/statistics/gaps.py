@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnscale._util.checks import check_int, check_scores
+from attnscale._util.checks import check_scores, read_int
 
 # For the bracket: ranks taken exactly, and the bins behind them, sixteen to the octave. A bin is at most 1/16 wide, so
 # the upper end of a bracket is at most 6.25 % above the lower one.
@@ -70,7 +70,7 @@ def accumulation_scales(scores: Tensor, min_ranks: Sequence[int], mask: Tensor |
 
 def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Contact:
     """Λ with its point of contact, by sorting; `first` and `key` index the last axis."""
-    check_int("min_rank", min_rank, "an int >= 2", least=2)
+    min_rank = read_int("min_rank", min_rank, "an int >= 2", least=2)
     scores = prepared(scores, mask)
     if scores.shape[-1] < min_rank:
         nothing = scores.new_zeros(scores.shape[:-1])
@@ -116,7 +116,7 @@ def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None 
     >>> bracket_accumulation(torch.tensor([[0.0, -1.0, -1.0, -1.0]])).upper
     tensor([1.3863])
     """
-    check_int("min_rank", min_rank, "an int >= 2", least=2)
+    min_rank = read_int("min_rank", min_rank, "an int >= 2", least=2)
     return bracket(take_spectrum(prepared(scores, mask).clone(), min_rank, scores.shape[-1]), min_rank)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from attnscale._util.checks import check_flag, check_int, read_number
+from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale.errors import reject, reject_type
 
 
@@ -42,9 +42,12 @@ class StatsRequest:
             object.__setattr__(self, "gap_thresholds", thresholds)
         if self.accumulation not in (None, "bracket", "exact"):
             reject("accumulation", self.accumulation, "None, 'bracket' or 'exact'")
-        check_int("min_rank", self.min_rank, "an int >= 2", least=2)
+        object.__setattr__(self, "min_rank", read_int("min_rank", self.min_rank, "an int >= 2", least=2))
         if self.rows is not None:
-            check_int("rows", self.rows, "an int >= 1 or None for all rows", least=1)
+            rows = read_int("rows", self.rows, "an int >= 1 or None for all rows", least=1)
+            object.__setattr__(self, "rows", rows)
+        seed = read_int("seed", self.seed, "an int of 64 bits", least=-(2**63), most=2**64 - 1)
+        object.__setattr__(self, "seed", seed)
 
     @property
     def softmax(self) -> bool:

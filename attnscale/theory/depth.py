@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.theory import simplex
 
 
@@ -33,7 +33,7 @@ def trajectory(n: int, rho: float, beta: float, depth: int, q: float = 1.0, alph
     >>> [round(state.rho, 6) for state in trajectory(10**9, 0.5, 2 * math.log(10**9), depth=3)]
     [0.5, 0.8, 1.0, 1.0]
     """
-    check_int("depth", depth, "an int >= 0", least=0)
+    depth = read_int("depth", depth, "an int >= 0", least=0)
     states = [Configuration(1.0 - rho, q)]
     for _ in range(depth):
         apart, norm = states[-1]

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.errors import ArgumentTypeError, reject
 
 
@@ -129,7 +129,7 @@ class AlmostSimplex(Family):
 
     def __post_init__(self) -> None:
         _check("rho", self.rho, "a number in [0, 1)", 0 <= self.rho < 1)
-        check_int("d", self.d, "an int >= 1", least=1)
+        object.__setattr__(self, "d", read_int("d", self.d, "an int >= 1", least=1))
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
         shared = _normal(rows, self.d, generator=generator) / math.sqrt(self.d)
@@ -212,7 +212,7 @@ class Sphere(Family):
     d: int = 3
 
     def __post_init__(self) -> None:
-        check_int("d", self.d, "an int >= 2", least=2)
+        object.__setattr__(self, "d", read_int("d", self.d, "an int >= 2", least=2))
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
         along = _normal(rows, n, generator=generator)
@@ -258,8 +258,8 @@ def sample(name: str, n: int, rows: int, generator: torch.Generator, **parameter
     >>> sample("cluster", 4, 2, torch.Generator().manual_seed(0)).amax(-1)
     tensor([0., 0.], dtype=torch.float64)
     """
-    check_int("n", n, "an int >= 1", least=1)
-    check_int("rows", rows, "an int >= 1", least=1)
+    n = read_int("n", n, "an int >= 1", least=1)
+    rows = read_int("rows", rows, "an int >= 1", least=1)
     return family(name, **parameters).sample(n, rows, generator)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.errors import reject
 
 
@@ -58,9 +58,7 @@ def row_mass(n: int, near_tokens: int, far: float, near: float, beta: float) -> 
     >>> row_mass(4, 1, 0.0, 0.5, 0.0)
     RowMass(own=0.25, near=0.25, far=0.5)
     """
-    check_int("near_tokens", near_tokens, f"an int from 0 to n−1={n - 1}", least=0)
-    if near_tokens > n - 1:
-        reject("near_tokens", near_tokens, f"an int from 0 to n−1={n - 1}")
+    near_tokens = read_int("near_tokens", near_tokens, f"an int from 0 to n−1={n - 1}", least=0, most=n - 1)
     logs = [0.0, _log(near_tokens) - beta * (1.0 - near), _log(n - 1 - near_tokens) - beta * (1.0 - far)]
     top = max(logs)
     total = sum(math.exp(value - top) for value in logs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.attention import attention_with_stats, scaled_dot_product_attention
 from attnscale.errors import reject
 from attnscale.statistics import RowStats, StatsRequest
@@ -96,7 +96,7 @@ def jacobian_norm(
     >>> round(estimate, 6)  # the normalisation alone: 1 − 1/d
     0.666667
     """
-    check_int("probes", probes, "an int >= 2", least=2)
+    probes = read_int("probes", probes, "an int >= 2", least=2)
     leaf = x.detach().clone().requires_grad_()
     output = layers(leaf, beta, depth)
     squares = []

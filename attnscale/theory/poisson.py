@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 
 
 class PoissonLimit(NamedTuple):
@@ -39,7 +39,7 @@ def draw_limit(
     >>> abs(float(limit.weights[:, 0].mean()) - math.exp(-0.5772156649)) < 0.02
     True
     """
-    check_int("draws", draws, "an int >= 1", least=1)
+    draws = read_int("draws", draws, "an int >= 1", least=1)
     arrivals = (
         torch.empty(draws, points, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
     )
@@ -87,7 +87,7 @@ def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
     >>> round(mean_largest_weight_at(2, 3, 0.0), 6)
     0.5
     """
-    check_int("n", n, "an int >= 2", least=2)
+    n = read_int("n", n, "an int >= 2", least=2)
     step = 0.3 / (d + 2)  # the chance that no key is nearer changes by e^((d−1)/2·step) from cell to cell
     z = torch.arange(-36.0, 36.0, step, dtype=torch.float64, device="cpu")
     t = 2.0 * torch.sigmoid(z)  # on (0, 2), crowded at both ends

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from attnscale._util.checks import check_int, read_number
+from attnscale._util.checks import read_int, read_number
 from attnscale.errors import reject
 from attnscale.theory.logistic import logistic
 
@@ -33,7 +33,7 @@ def critical_beta(n: int, rho: float) -> float:
     >>> round(critical_beta(1000, 0.5), 4)
     13.8155
     """
-    check_int("n", n, "an int >= 2", least=2)
+    n = read_int("n", n, "an int >= 2", least=2)
     return math.log(n) / (1.0 - _cosine(rho))
 
 
@@ -43,7 +43,7 @@ def weights(n: int, rho: float, beta: float) -> SimplexWeights:
     >>> weights(3, 0.5, 2 * math.log(2.0))
     SimplexWeights(own=0.5, other=0.25, others_together=0.5)
     """
-    check_int("n", n, "an int >= 2", least=2)
+    n = read_int("n", n, "an int >= 2", least=2)
     odds = read_number("beta", beta) * (1.0 - _cosine(rho)) - math.log(n - 1)
     others = logistic(-odds)
     return SimplexWeights(logistic(odds), others / (n - 1), others)
@@ -99,7 +99,7 @@ def jacobian_norm(n: int, d: int, rho: float, beta: float, q: float = 1.0) -> fl
     >>> jacobian_norm(100, 128, 0.5, 1000.0, q=2.0)  # attention is the identity: (1 − 1/d)/q
     0.49609375
     """
-    check_int("d", d, "an int >= 2", least=2)
+    d = read_int("d", d, "an int >= 2", least=2)
     rho, q = _cosine(rho), _squared_norm(q)
     p, a, others = weights(n, rho, beta)
     step = beta * (1.0 - rho)
@@ -141,7 +141,7 @@ def jacobian_norm_limit(gamma: float, rho: float, d: int | None = None, q: float
     [0.0, 0.1875, 0.75]
     """
     if d is not None:
-        check_int("d", d, "an int >= 2, or None for infinitely many dimensions", least=2)
+        d = read_int("d", d, "an int >= 2, or None for infinitely many dimensions", least=2)
     own = _own_weight_limit(gamma, _cosine(rho))
     return own**2 * (1.0 - (0.0 if d is None else 1.0 / d)) / _squared_norm(q)
 

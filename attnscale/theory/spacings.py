@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 
 
 def quantile(n: int) -> float:
@@ -21,7 +21,7 @@ def quantile(n: int) -> float:
     >>> round(quantile(1000), 4)
     3.0902
     """
-    check_int("n", n, "an int >= 2", least=2)
+    n = read_int("n", n, "an int >= 2", least=2)
     return float(-torch.special.ndtri(torch.tensor(1.0 / n, dtype=torch.float64, device="cpu")))
 
 
@@ -34,7 +34,7 @@ def mean_gap(n: int, k: int) -> float:
     >>> round(mean_gap(2, 2), 10) == round(2 / math.sqrt(math.pi), 10)
     True
     """
-    check_int("k", k, f"an int from 2 to n={n}", least=2)
+    k = read_int("k", k, f"an int from 2 to n={n}", least=2, most=n)
     x = torch.linspace(-12.0, 40.0, 8001, dtype=torch.float64, device="cpu")
     below, above = torch.special.log_ndtr(x), torch.special.log_ndtr(-x)
     total = 0.0

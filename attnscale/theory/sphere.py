@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.errors import reject
 from attnscale.theory.families import ln_cap_constant
 
@@ -36,7 +36,7 @@ def uniform_law(d: int) -> LocalLaw:
     >>> round(law.constant, 12), law.exponent
     (0.5, 1.0)
     """
-    check_int("d", d, "an int >= 2", least=2)
+    d = read_int("d", d, "an int >= 2", least=2)
     return LocalLaw(math.exp(ln_cap_constant(d)), (d - 1) / 2)
 
 

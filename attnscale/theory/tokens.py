@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.errors import reject
 
 
@@ -23,7 +23,7 @@ def simplex(n: int, d: int, rho: float, q: float = 1.0) -> Tensor:
             [2., 4., 2.],
             [2., 2., 4.]], dtype=torch.float64)
     """
-    check_int("n", n, "an int >= 2", least=2)
+    n = read_int("n", n, "an int >= 2", least=2)
     if d < n:
         reject("d", d, f"at least n={n} dimensions: the tokens of a simplex are linearly independent")
     own = math.sqrt(1.0 - rho)

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 scripts/examples/train_distributed.py --parallel cp 
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -20,9 +21,7 @@ from attnscale.distributed import ContextParallel, HeadParallel
 VOCABULARY, LENGTH, PERIOD, BATCH, WIDTH, HEADS = 64, 128, 16, 8, 64, 8
 
 
-class Model(nn.Module):
-    """One attention, with q, k and v apart: tensor parallelism splits them by heads."""
-
+class Model(nn.Module):  # one attention, with q, k and v apart: tensor parallelism splits them by heads
     def __init__(self) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
@@ -73,8 +72,9 @@ def main() -> None:
     distributed.all_reduce(mean := loss.detach())
     if rank == 0:
         print(f"{options.parallel}, {size} processes: loss {mean.item() / size:.4f} in step {options.steps}")
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # a DDP model that outlives the process group can hang: it joins the group's threads under the GIL
+    distributed.destroy_process_group()

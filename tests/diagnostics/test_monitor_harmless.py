@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 import tracemalloc
 
+import numpy as np
 import pytest
 import tiny_gpt
 import torch
 
 from attnscale import ArgumentError, ArgumentTypeError, Monitor, ScaledDotProductAttention
-from attnscale.diagnostics import MemorySink, Thresholds
+from attnscale.diagnostics import JsonlSink, MemorySink, Thresholds
 from attnscale.diagnostics.listener import LayerListener
 
 
@@ -209,6 +211,18 @@ def test_what_is_no_sink_no_model_or_watched_already_is_refused():
             Monitor(tiny_gpt.build()).step(-1)
 
 
+def test_numbers_of_numpy_are_taken_and_reported_as_plain_ones(tmp_path):
+    model, path = tiny_gpt.build(), tmp_path / "run.jsonl"
+    alerts = Thresholds(collapsed=np.float32(0.5), after_step=np.int64(0))
+    assert alerts == Thresholds(collapsed=0.5, after_step=0)
+    with Monitor(model, every=np.int64(2), rows=np.int32(4), sinks=[JsonlSink(path)], alerts=alerts) as monitor:
+        for step in np.arange(4):
+            model.loss(tiny_gpt.batch(int(step))).backward()
+            monitor.step(step)
+    steps = [record["step"] for record in map(json.loads, path.read_text().splitlines()) if "step" in record]
+    assert set(steps) == {0, 2}
+
+
 def test_thresholds_refuse_what_they_do_not_know(tmp_path):
     path = tmp_path / "limits.yaml"
     path.write_text("collapse: 0.9\n")
@@ -216,3 +230,7 @@ def test_thresholds_refuse_what_they_do_not_know(tmp_path):
         Thresholds.read(path)
     with pytest.raises(ArgumentError, match="diffuse=-1"):
         Thresholds(diffuse=-1)
+    with pytest.raises(ArgumentError, match="vanishing=nan"):
+        Thresholds(vanishing=float("nan"))
+    with pytest.raises(ArgumentTypeError, match="noise=True"):
+        Thresholds(noise=True)

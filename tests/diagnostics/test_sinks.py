@@ -821,7 +821,7 @@ def test_the_console_shows_what_is_broken(terminal: Terminal):
         (lambda path: JsonlSink(3), ArgumentTypeError, "path=3"),
         (lambda path: JsonlSink(path), ArgumentError, "a file, not a folder"),
         (lambda path: MemorySink(0), ArgumentError, "steps=0"),
-        (lambda path: MemorySink(True), ArgumentError, "steps=True"),
+        (lambda path: MemorySink(True), ArgumentTypeError, "steps=True"),
         (lambda path: TensorBoardSink(None), ArgumentTypeError, "folder=None"),
         (lambda path: TensorBoardSink(path / "file"), ArgumentError, "a folder, not a file"),
         (lambda path: TensorBoardSink(path, images=0), ArgumentError, "images=0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -226,7 +227,7 @@ def test_it_cannot_be_changed():
         ({"policy": "log", "towers": "vision"}, "towers"),
         ({"policy": "log", "on_existing": "ignore"}, "on_existing"),
         ({"policy": {"layers": {"0-9": "log"}}}, "layers 0-1"),
-        ({"lengths": [0]}, r"lengths=\[0\]"),
+        ({"lengths": [0]}, "lengths=0 is not accepted"),
         ({"lengths": []}, "lengths"),
         ({"reference_length": 8}, "policy=None"),
     ],
@@ -249,3 +250,21 @@ def test_policies_of_a_large_model_are_shown_without_its_weights():
     assert line[4] == "32 × 128"
     assert line[-1] == "selected: β = 0.7692, 1, 1.231"
     assert attnscale.build_policy("log", reference_length=8192)(65536) == pytest.approx(1.231, abs=1e-3)
+
+
+@pytest.mark.parametrize("layers", [np.int64(1), np.array([1]), [np.int32(1)]], ids=repr)
+def test_layers_and_lengths_may_be_numbers_of_numpy(layers):
+    model, reference = llama(), np.int64(8)
+    found = inspect(model, "log", layers=layers, lengths=np.array([8, 64]), reference_length=reference)
+    assert [layer.verdict for layer in found.layers] == ["left alone", "selected"]
+    assert found.layers[1].detail == "β = 1, 2"
+    with apply(model, {"layers": {"1": {"name": "log", "reference_length": reference}}}) as handle:
+        assert handle.policies["model.layers.1.self_attn"].reference_length == 8
+        assert model.config.attnscale["modules"]["model.layers.1.self_attn"]["reference_length"] == 8
+
+
+def test_several_layers_may_be_an_array():
+    with apply(llama(), "log", layers=np.array([0, 1])) as handle:
+        assert len(handle.policies) == 2
+    with pytest.raises(ArgumentError, match="layers of this model, 0-1"):
+        apply(llama(), "log", layers=np.array([0, 7]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from catalogue import ARGUMENTS
@@ -138,3 +140,43 @@ def test_a_length_inside_a_logarithm_is_at_least_two(name: str, parameter: str) 
 def test_a_number_that_fp32_or_int64_cannot_hold_is_refused(name, parameters):
     with pytest.raises(AttnScaleError, match="is not accepted: expected"):
         build_policy(name, **parameters)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_numbers_of_numpy_build_the_same_policy_of_plain_data(name: str, tmp_path) -> None:
+    given = build_policy(name, **ARGUMENTS[name]).to_dict()
+    kinds = {int: np.int64, float: np.float64}
+    numpys = {key: kinds[type(value)](value) if type(value) in kinds else value for key, value in given.items()}
+    policy = build_policy(numpys)
+    assert json.loads(json.dumps(policy.to_dict())) == json.loads(json.dumps(given))
+    policy.save(tmp_path / "policy.yaml")
+    assert build_policy(tmp_path / "policy.yaml").to_dict() == given
+    for field in dataclasses.fields(policy):
+        assert not isinstance(getattr(policy, field.name, None), np.generic)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int32])
+def test_a_number_of_numpy_may_have_any_width(kind) -> None:
+    assert build_policy("constant", beta=kind(2)).uniform == 2.0
+    assert build_policy("log", gamma=kind(2)).identity == build_policy("log", gamma=2.0).identity
+
+
+def test_numbers_of_numpy_inside_a_mapping_are_written_as_plain_data(tmp_path) -> None:
+    heads = {"1-2": {"name": "log", "reference_length": np.int64(64)}, "3": {"name": "constant", "beta": np.float32(2)}}
+    policy = build_policy("per_head", num_heads=np.int64(4), heads=heads)
+    policy.save(tmp_path / "policy.yaml")
+    again = build_policy(tmp_path / "policy.yaml")
+    assert torch.equal(again(1000), policy(1000))
+    assert again.to_dict() == policy.to_dict()
+
+
+@pytest.mark.parametrize("n", [np.int64(1000), np.uint16(1000), np.array(1000)])
+def test_n_may_be_a_number_of_numpy(n) -> None:
+    policy = build_policy("log", reference_length=np.int64(10))
+    assert torch.equal(policy(n), policy(1000))
+
+
+@pytest.mark.parametrize("n", [np.True_, np.float64(3), np.array([3]), "3", 3.0, True, None])
+def test_an_n_that_is_no_int_is_refused(n) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"n=.* is not accepted: expected an int or an integer tensor"):
+        build_policy("log")(n)

@@ -2,13 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from families import NAMES, harmonic, rows, zeta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnscale import ArgumentError, StatsRequest, accumulation_scale, row_statistics
+from attnscale import ArgumentError, ArgumentTypeError, StatsRequest, accumulation_scale, row_statistics
 from attnscale.statistics.gaps import bracket_accumulation, count_gaps, find_contact, largest
 
 families = pytest.mark.parametrize("family", NAMES)
@@ -152,7 +153,14 @@ def test_counts_are_exact_at_the_threshold():
     assert count_gaps(scores, (0.0, 0.49, 0.5, 2.0, math.inf)).tolist() == [1, 1, 3, 4, 4]
 
 
-@pytest.mark.parametrize("min_rank", [1, 0, 2.0, True])
-def test_a_rank_below_two_is_refused(min_rank):
-    with pytest.raises(ArgumentError, match="min_rank"):
+@pytest.mark.parametrize(
+    ("min_rank", "error"), [(1, ArgumentError), (0, ArgumentError), (2.0, ArgumentTypeError), (True, ArgumentTypeError)]
+)
+def test_a_rank_below_two_is_refused(min_rank, error):
+    with pytest.raises(error, match="min_rank"):
         accumulation_scale(torch.zeros(3), min_rank)
+
+
+def test_a_rank_may_be_a_number_of_numpy():
+    scores = torch.tensor([0.0, -1.0, -4.0, -4.0])
+    assert accumulation_scale(scores, np.int64(3)) == accumulation_scale(scores, 3)

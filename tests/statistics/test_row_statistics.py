@@ -6,12 +6,13 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from attnscale import RowStats, StatsRequest, attention_with_stats, row_statistics
-from attnscale.errors import ArgumentError, AttnScaleError, MissingStatisticError
+from attnscale import ArgumentError, ArgumentTypeError, RowStats, StatsRequest, attention_with_stats, row_statistics
+from attnscale.errors import AttnScaleError, MissingStatisticError
 from attnscale.statistics.rows import score_tile
 
 EVERYTHING = StatsRequest(gap_thresholds=(0.0, 0.5, math.inf), accumulation="exact")
@@ -138,3 +139,28 @@ def test_sampled_rows_are_those_of_the_matrix(accumulation, numbers, sinks, monk
     for end, other in zip(found.accumulation, whole.accumulation, strict=True):
         torch.testing.assert_close(end, other[:, :, found.rows], rtol=rtol, atol=0.0)
     assert found.with_sink == (sinks is not None)
+
+
+def test_a_request_takes_numbers_of_numpy_as_plain_ones():
+    request = StatsRequest(gap_thresholds=(np.float32(0.5),), min_rank=np.int64(3), rows=np.int32(4), seed=np.uint8(7))
+    assert request == StatsRequest(gap_thresholds=(0.5,), min_rank=3, rows=4, seed=7)
+    assert [type(value) for value in (request.min_rank, request.rows, request.seed)] == [int] * 3
+    q = torch.randn(1, 2, 16, 8)
+    stats = attention_with_stats(q, q, q, request=request).stats
+    assert stats.entropy.shape == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rows": 0}, ArgumentError),
+        ({"rows": 4.0}, ArgumentTypeError),
+        ({"min_rank": 1}, ArgumentError),
+        ({"min_rank": True}, ArgumentTypeError),
+        ({"seed": "7"}, ArgumentTypeError),
+        ({"seed": 2**64}, ArgumentError),
+    ],
+)
+def test_a_request_refuses_other_numbers(wrong, error):
+    with pytest.raises(error, match=f"{next(iter(wrong))}=.* is not accepted"):
+        StatsRequest(**wrong)

@@ -14,7 +14,7 @@ from attnscale._util.yaml_files import read_yaml
 from attnscale.bench.gpu.figures import Card
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import FormulaPolicy, build_policy
-from attnscale.policies.fields import check_length, check_number
+from attnscale.policies.fields import read_between, read_length
 
 SUITES = ("attention", "statistics", "adaptive", "decode")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -63,10 +63,10 @@ class Profile:
             reject("device", self.device, "the name of a card together with its peak_tflops and bandwidth_gbs")
         for name in ("peak_tflops", "bandwidth_gbs"):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), "a number > 0", above=0.0)
+                read_between(name, getattr(self, name), "a number > 0", above=0.0)
         least = {"warm_up": 0, "rounds": 2}
         for name in ("heads", "kv_heads", "tokens", "decode_kv_heads", "decode_tokens", "check_length", *least):
-            check_length(name, getattr(self, name), least=least.get(name, 1))
+            read_length(name, getattr(self, name), least=least.get(name, 1))
         for name in ("kv_heads", "decode_kv_heads"):
             if self.heads % getattr(self, name):
                 reject(name, getattr(self, name), f"a divisor of heads={self.heads}")
@@ -76,7 +76,7 @@ class Profile:
                     reject(name, value, f"some of {', '.join(accepted)}")
         for name in ("lengths", "head_dims", "decode_lengths"):
             for value in _listed(name, getattr(self, name)):
-                check_length(name, value, least=1 if name == "head_dims" else 2)
+                read_length(name, value, least=1 if name == "head_dims" else 2)
 
     @classmethod
     def read(cls, path: Path) -> Profile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale.diagnostics.records.record import Alert, Record
 
 
@@ -13,7 +13,7 @@ class MemorySink:
     """Keeps the records of the last `steps` reports, and their alerts."""
 
     def __init__(self, steps: int = 1000) -> None:
-        check_int("steps", steps, "an int >= 1", least=1)
+        steps = read_int("steps", steps, "an int >= 1", least=1)
         self._reports: deque[tuple[int, tuple[Record, ...]]] = deque(maxlen=steps)
         self.alerts: deque[Alert] = deque(maxlen=steps)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnscale._util import state
-from attnscale._util.checks import check_int
+from attnscale._util.checks import read_int
 from attnscale._util.optional import need
 from attnscale.diagnostics.records.record import Alert, Record, by_kind, layers_of
 from attnscale.diagnostics.views.display import Quantity
@@ -41,7 +41,7 @@ class TensorBoardSink:
         if Path(folder).exists() and not Path(folder).is_dir():
             reject("folder", str(folder), "a folder, not a file")
         if images is not None:
-            check_int("images", images, "an int >= 1 or None", least=1)
+            images = read_int("images", images, "an int >= 1 or None", least=1)
         what = "TensorBoardSink"
         self._numpy = need("numpy", what, "log")
         self._records = need("tensorboard.summary.writer.record_writer", what, "log")
