@@ -88,6 +88,25 @@ def logits(model, tokens=TOKENS, **inputs):
         return model(input_ids=tokens, **inputs).logits
 
 
+def train(model, folder, steps, resume=None):
+    """A Trainer of a model that has taken steps, with a checkpoint after every second one."""
+    data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
 def byte_tokenizer():
     """One token for each of the 256 bytes, none of them special but the end of a text."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -9,6 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,5 +32,6 @@ HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that ove
 HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
 HF_TOKEN_SHARDS = threading.local()  # hf.split_attention: who holds which tokens, of the last position_ids
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
+HF_SAVED_RECORD: ContextVar[Any] = ContextVar("saved_record", default=None)  # hf.persistence: policies being saved
 TRITON_OUTCOMES: dict[tuple[torch.device, torch.dtype], Any] = {}  # backends.trust: what checks of the kernels found
 TRITON_CHECKING = threading.Lock()  # backends.trust: held while the kernels are checked

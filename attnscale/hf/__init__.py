@@ -19,9 +19,11 @@ from attnscale.hf.inspection import Inspection, inspect
 from attnscale.hf.install import Handle, apply
 from attnscale.hf.interface import register
 from attnscale.hf.monitoring import find_sites
+from attnscale.hf.persistence import keep_policies
 from attnscale.hf.plan import Plan, read_plan
 
 register()
+keep_policies()
 add_finder(find_sites)
 
 __all__ = [

@@ -15,7 +15,7 @@ from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_policies, check_fits, read_plan
 from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import is_learned, site_of
+from attnscale.hf.sites import NAME, is_learned, site_of
 from attnscale.policies import Policy
 
 
@@ -48,6 +48,18 @@ def attach(model: nn.Module) -> Handle:
     if record is None:
         record = config_record.write_record(by_inner_path(policies, model), "raise")
     return Handle(model, policies, record, configs)
+
+
+def current_record(model: nn.Module) -> Mapping[str, Any] | None:
+    """The record of the policies that a model has, or gets at its first forward; None where there are none."""
+    configs = config_record.configs_of(model)
+    written: list[Mapping[str, Any]] = [config.attnscale for config in configs if config_record.has_record(config)]
+    if written:
+        return written[0]
+    if not any(config._attn_implementation == NAME and hasattr(config, NAME) for config in configs):
+        return None
+    on_existing = (config_record.record_of(model) or {}).get(config_record.ON_EXISTING, "raise")
+    return config_record.write_record(by_inner_path(described_policies(model), model), on_existing)
 
 
 def install_recorded(

@@ -30,7 +30,8 @@ ON_EXISTING = "on_existing"
 # The key of config.json from which `from_pretrained` takes the implementation, unless it is given one.
 _SAVED = "attn_implementation"
 
-# The tensor of an adapter's file that describes the policy of the parameters beside it: JSON as bytes.
+# The tensor of an adapter's file that describes the policy of an attention module, and what became of the model's own
+# scaling: JSON as bytes.
 DESCRIPTION = "description"
 
 # The key under which a description holds the class of a policy that has no registered name.

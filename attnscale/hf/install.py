@@ -24,7 +24,7 @@ from attnscale.hf.policy_files import save_policies
 from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.probe import Inputs, probe_sites
 from attnscale.hf.selection import Layers, OnExisting, Towers
-from attnscale.hf.sites import NAME, SDPA, Site, is_learned, remove_site, site_of
+from attnscale.hf.sites import NAME, SDPA, Site, remove_site, site_of
 from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.settle import settle
 
@@ -152,8 +152,8 @@ def install(
     existing = {layer.path: find_existing(model, layer) if on_existing == "replace" else [] for layer in chosen}
     try:
         for layer in chosen:
-            site = _make_site(policies[layer.path], layer.module, override)
-            layer.module.add_module(NAME, site)
+            site = _make_site(policies[layer.path], layer.module, override, on_existing)
+            layer.module.add_module(NAME, site.train(layer.module.training))
             for scaling in existing[layer.path]:
                 site.undo.append(scaling.switch_off())
         for module in modules:
@@ -182,16 +182,16 @@ def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig])
         release(config)
 
 
-def _make_site(policy: Policy, module: nn.Module, override: bool) -> Site:
-    """A site for an attention module; with a learned policy, of the class that PEFT trains and saves."""
+def _make_site(policy: Policy, module: nn.Module, override: bool, on_existing: str) -> Site:
+    """A site for an attention module; where PEFT is installed, of the class that it trains and saves."""
     # The parameters of an offloaded module are elsewhere than where it computes.
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     settle(policy, module, None if device is None else torch.device(device))
-    if is_learned(policy) and find_spec("peft") is not None:
-        from attnscale.hf.peft_sites import TrainedSite  # imports peft, which is slow and optional
+    if find_spec("peft") is None:
+        return Site(policy, override)
+    from attnscale.hf.peft_sites import PeftSite  # needs peft, which is optional
 
-        return TrainedSite(policy, override)
-    return Site(policy, override)
+    return PeftSite(policy, override, on_existing)
 
 
 def _configs(

@@ -1,4 +1,4 @@
-"""Sites whose learned policies PEFT trains, saves and loads together with its adapters."""
+"""Sites whose policies PEFT saves together with its adapters, and trains where they learn."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from attnscale.hf.config_record import DESCRIPTION, describe
+from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, describe
 from attnscale.hf.sites import Site
 from attnscale.policies import Policy
 
 
-class TrainedSite(AuxiliaryTrainingWrapper, Site):
-    """A site with a learned policy, of a class that PEFT recognises as trained and saved in full beside its adapters.
+class PeftSite(AuxiliaryTrainingWrapper, Site):
+    """A site of a class that PEFT recognises as trained and saved in full beside its adapters.
 
     There is one policy for all adapters; it acts with each of them, and also while adapters are disabled.
     """
 
-    def __init__(self, policy: Policy, override: bool = False) -> None:
+    def __init__(self, policy: Policy, override: bool = False, on_existing: str = "raise") -> None:
         # PEFT's own __init__ would wrap a module and copy it for each adapter.
         Site.__init__(self, policy, override)
+        self.on_existing = on_existing
         self._adapters: set[str] = set()
         self._active_adapter: list[str] = []
         self._disable_adapters = False
@@ -59,10 +60,13 @@ class TrainedSite(AuxiliaryTrainingWrapper, Site):
     def adapter_state_dict(  # type: ignore[override]
         self, adapter_name: str, state_dict: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The tensors for the adapter's file: the parameters, and the description of their policy as bytes."""
-        text = bytearray(json.dumps(describe(self.policy)).encode())
-        learned = {name: value for name, value in state_dict.items() if name.startswith("policy.")}
-        return learned | {DESCRIPTION: torch.frombuffer(text, dtype=torch.uint8)}
+        """The tensors for the adapter's file: what the policy has learned, and its description as bytes."""
+        described = describe(self.policy) | ({} if self.on_existing == "raise" else {ON_EXISTING: self.on_existing})
+        text = bytearray(json.dumps(described).encode())
+        # A caller may pass a state dict of the adapter's own parameters only.
+        own = self.policy.state_dict(prefix="policy.") if isinstance(self.policy, nn.Module) else {}
+        given = {name: value for name, value in state_dict.items() if name.startswith("policy.")}
+        return own | given | {DESCRIPTION: torch.frombuffer(text, dtype=torch.uint8)}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
         """No names to translate; so an adapter file without a policy loads too."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
@@ -18,6 +19,11 @@ from attnscale.policies import Policy
 
 POLICY_CONFIG = "attnscale_config.json"
 POLICY_WEIGHTS = "attnscale_policy.safetensors"
+MODEL_CONFIG = "config.json"
+MODEL_WEIGHTS = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PICKLED_ADAPTER_WEIGHTS = "adapter_model.bin"
 
 # Arguments of `from_pretrained` that say where a repository and its files are.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -75,6 +81,13 @@ class StoredFiles:
             with safe_open(file, framework="pt") as tensors:
                 found |= {key: tensors.get_tensor(key) for key in tensors.keys() if is_of_policy(key)}  # noqa: SIM118
         return found
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """The tensors of policies in an adapter, in either of the formats that PEFT writes."""
+        found = self.tensors(_ADAPTER_WEIGHTS)
+        file = None if found else self.file(_PICKLED_ADAPTER_WEIGHTS)
+        pickled = {} if file is None else torch.load(file, map_location="cpu", weights_only=True)
+        return found | {key: value for key, value in pickled.items() if is_of_policy(key)}
 
 
 def is_of_policy(name: str) -> bool:

@@ -336,4 +336,4 @@ def test_a_pickle_brings_the_registration_of_our_name_along():
     """Unpickling imports the modules of the classes it names, and importing any file of attnscale.hf registers us."""
     model = llama()
     attnscale.hf.apply(model, LAW, layers="1")
-    assert b"attnscale.hf.sites" in pickle.dumps(model)
+    assert b"attnscale.hf." in pickle.dumps(model)

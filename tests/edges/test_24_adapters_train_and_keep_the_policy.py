@@ -18,7 +18,7 @@ from tiny_models import TOKENS, llama, logits
 
 import attnscale
 import attnscale.hf
-from attnscale import ArgumentError
+from attnscale import ArgumentError, AttnScaleWarning
 
 VALUES = torch.tensor([0.3, 0.5, 0.7, 0.9])
 LEARNED = "base_model.model.model.layers.{}.self_attn.attnscale.policy.s"
@@ -91,7 +91,8 @@ def test_it_is_saved_with_the_adapter_and_comes_back(order, loading, tmp_path):
         own = attnscale.hf.apply(base, "ssmax", reference_length=8, layers="1")
         loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     else:
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+        with pytest.warns(AttnScaleWarning, match="the model has no policy"):
+            loaded = peft.PeftModel.from_pretrained(base, tmp_path)
         own = attnscale.hf.load_policy(loaded, tmp_path)
     assert torch.equal(answers(loaded), expected)
     assert [p.tolist() for p in own.parameters()] == [p.tolist() for p in handle.parameters()]
@@ -117,8 +118,9 @@ def test_other_methods_than_lora(method, order, tmp_path):
     train(model)
     expected = answers(model.eval())
     model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(llama().float(), tmp_path)
-    own = attnscale.hf.load_policy(loaded, tmp_path)
+    base = llama().float()
+    own = attnscale.hf.load_policy(base, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     assert [p.tolist() for p in own.parameters()] == [p.tolist() for p in handle.parameters()]
     assert torch.equal(answers(loaded), expected)
 

@@ -232,3 +232,11 @@ def test_a_mask_changed_in_place_is_counted_again():
         after = model(TOKENS, attention_mask=mask).logits
         fresh = model(TOKENS, attention_mask=mask.clone()).logits
     assert torch.equal(after, fresh)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_policy_is_in_the_mode_of_its_model(training):
+    """A running estimate goes on learning in training mode only."""
+    model = llama().train(training)
+    handle = attnscale.hf.apply(model, "ssmax", reference_length=8)
+    assert {policy.training for policy in handle.policies.values()} == {training}

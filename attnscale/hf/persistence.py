@@ -1,0 +1,353 @@
+"""Saves policies with whatever transformers and PEFT save, and compares them with whatever these load.
+
+Importing `attnscale.hf` wraps the methods of transformers and PEFT that write and read models, adapters and the state
+of a Trainer. What has no policy is saved and loaded as before.
+
+- `adapter_config.json` names the policies, so that PEFT without attnscale warns of an unknown entry. The adapter's
+  weights hold them (`peft_sites`), in one file with what was trained under them.
+- `trainer_state.json` names them, so that a Trainer without attnscale refuses to resume.
+- A model that gets its policies at its first forward gets them before it is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import trainer as transformers_trainer
+from transformers.integrations.peft import PeftAdapterMixin
+
+from attnscale._util import state
+from attnscale._util.files import write_whole
+from attnscale.errors import ArgumentError, AttnScaleWarning
+from attnscale.hf.attach import attach, current_record
+from attnscale.hf.attention_layers import routed_layers, transformers_model
+from attnscale.hf.checkpoint import located, read_adapter
+from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules
+from attnscale.hf.policy_files import (
+    ADAPTER_CONFIG,
+    MODEL_CONFIG,
+    StoredFiles,
+    is_of_policy,
+    split_name,
+)
+from attnscale.hf.sites import NAME, Site
+
+Method = Callable[..., Any]
+Record = Mapping[str, Any]
+
+# The static method of a transformers model that loads the files of an adapter, and says what was unexpected in them.
+_LOAD_FILES = "_load_pretrained_model"
+
+
+def keep_policies() -> None:
+    """Wrap what saves and loads models, adapters and the state of a Trainer. Idempotent."""
+    _wrap(PreTrainedModel, "save_pretrained", _save_model)
+    _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
+    _wrap(TrainerState, "save_to_json", _save_state)
+    _wrap(TrainerState, "load_from_json", _load_state)
+    callbacks: list[type[TrainerCallback]] = transformers_trainer.DEFAULT_CALLBACKS  # type: ignore[assignment]
+    if ResumedPolicies not in callbacks:
+        callbacks.append(ResumedPolicies)
+    if find_spec("peft") is None:
+        return
+    from peft import PeftModel
+    from peft.config import PeftConfigMixin
+    from peft.utils import hotswap
+
+    _wrap(PeftModel, "save_pretrained", _save_adapters)
+    _wrap(PeftModel, "load_adapter", _load_adapter)
+    _wrap(PeftConfigMixin, "to_dict", _write_adapter_config)
+    _wrap(PeftConfigMixin, "from_json_file", _read_adapter_config)
+    _wrap(hotswap, "hotswap_adapter_from_state_dict", _swap_adapter)
+
+
+def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
+    """Replace a function or method by a call of `wrapper` with the original as the first argument."""
+    found = vars(owner)[name]
+    stock: Method = found.__func__ if isinstance(found, classmethod) else found
+    if getattr(stock, NAME, False):
+        return
+
+    @functools.wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, *args, **kwargs)
+
+    setattr(wrapped, NAME, True)
+    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+
+
+def _save_model(stock: Method, model: PreTrainedModel, /, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.save_pretrained`: a whole model, or the adapter that transformers itself has added to it."""
+    record = _record_to_save(model)
+    with _kept_on_failure(Path(save_directory), record), _named(record):
+        return stock(model, save_directory, *args, **kwargs)
+
+
+def _save_adapters(stock: Method, model: Any, /, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PeftModel.save_pretrained`: adapters."""
+    record = _record_to_save(model)
+    given = inspect.signature(stock).bind(model, save_directory, *args, **kwargs).arguments
+    if record is not None and given.get("is_main_process", True):
+        for name in given.get("selected_adapters") or model.peft_config:
+            _announce(Path(save_directory, "" if name == "default" else name, ADAPTER_CONFIG), record)
+    with _named(record):
+        return stock(model, save_directory, *args, **kwargs)
+
+
+def _record_to_save(model: nn.Module) -> Record | None:
+    """The record of a model's policies, which it is given now if it was to get them at its first forward."""
+    record = current_record(model)
+    if record is not None and is_pending(model):
+        attach(model)
+    return record
+
+
+@contextmanager
+def _named(record: Record | None) -> Iterator[None]:
+    """Have PEFT write a record into each adapter_config.json."""
+    token = state.HF_SAVED_RECORD.set(record)
+    try:
+        yield
+    finally:
+        state.HF_SAVED_RECORD.reset(token)
+
+
+def _write_adapter_config(stock: Method, config: Any, /) -> dict[str, Any]:
+    """`PeftConfig.to_dict`: with the record while an adapter is saved."""
+    values: dict[str, Any] = stock(config)
+    record = state.HF_SAVED_RECORD.get()
+    return values if record is None else values | {NAME: dict(record)}
+
+
+def _read_adapter_config(stock: Method, kind: type, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """`PeftConfig.from_json_file`: without the record. `_compare` reads it from the weights."""
+    values: dict[str, Any] = stock(kind, *args, **kwargs)
+    values.pop(NAME, None)
+    return values
+
+
+def _announce(file: Path, record: Record) -> None:
+    """Name the policies in the config of an adapter that is about to be overwritten.
+
+    PEFT writes the weights first: if it fails after that, a config without policies would belong to weights with them.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # none there that PEFT could load
+    if NAME not in config:
+        write_whole(file, json.dumps(config | {NAME: dict(record)}, indent=2, sort_keys=True))
+
+
+@contextmanager
+def _kept_on_failure(folder: Path, record: Record | None) -> Iterator[None]:
+    """Restore the config.json of a folder if saving fails before the weights are written.
+
+    transformers writes config.json first, which would give the weights of an earlier model the policies of this one.
+    """
+    file = folder / MODEL_CONFIG
+    before = file.read_bytes() if file.is_file() else b""
+    weights = _versions(folder)
+    try:
+        yield
+    except BaseException:
+        if before and (record is not None or NAME.encode() in before) and _versions(folder) == weights:
+            write_whole(file, before)
+        raise
+
+
+def _versions(folder: Path) -> set[tuple[str, int, int]]:
+    """Name, time and size of the weights in a folder."""
+    found = [(file.name, file.stat()) for file in folder.glob("*.safetensors")]
+    return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
+
+
+def _load_adapter(stock: Method, model: Any, /, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """`PeftModel.load_adapter`, which `from_pretrained` and a Trainer that resumes call."""
+    with _learned_once(model, adapter_name):
+        result = stock(model, model_id, adapter_name, *args, **kwargs)
+    _compare(model, _stored_tensors(model_id, kwargs), model_id)
+    return result
+
+
+def _load_own_adapter(
+    stock: Method,
+    model: PreTrainedModel,
+    /,
+    peft_model_id: Any = None,
+    adapter_name: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`PreTrainedModel.load_adapter`, which `from_pretrained` calls with a `load_config`."""
+    given, loading = kwargs.get("adapter_state_dict"), kwargs.get("load_config")
+    path = peft_model_id or getattr(loading, "pretrained_model_name_or_path", None)
+    where = {**getattr(loading, "download_kwargs", {}), **(kwargs.get("adapter_kwargs") or {}), **kwargs}
+    with _descriptions_expected(model), _learned_once(model, adapter_name or "default"):
+        result = stock(model, peft_model_id, adapter_name, *args, **kwargs)
+    _compare(model, _stored_tensors(path, where) if given is None else given, path)
+    return result
+
+
+def _swap_adapter(
+    stock: Method,
+    /,
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`peft.utils.hotswap.hotswap_adapter_from_state_dict`, which refuses tensors that are not of its adapter."""
+    policies = {name: value for name, value in state_dict.items() if is_of_policy(name)}
+    stock(
+        model,
+        {name: value for name, value in state_dict.items() if name not in policies},
+        adapter_name,
+        *args,
+        **kwargs,
+    )
+    if policies:
+        transformers_model(model).load_state_dict(located(read_adapter(policies)[1], model), strict=False)
+        _compare(model, policies, adapter_name)
+
+
+@contextmanager
+def _descriptions_expected(model: PreTrainedModel) -> Iterator[None]:
+    """Keep transformers from reporting the descriptions of policies as unexpected: `_compare` reads them."""
+    load: Method | None = getattr(type(model), _LOAD_FILES, None)
+
+    def load_files(*args: Any, **kwargs: Any) -> Any:
+        info, *rest = load(*args, **kwargs)  # type: ignore[misc]
+        info.unexpected_keys = {key for key in info.unexpected_keys if split_name(key)[1] != DESCRIPTION}
+        return info, *rest
+
+    if load is not None:
+        setattr(model, _LOAD_FILES, load_files)
+    try:
+        yield
+    finally:
+        vars(model).pop(_LOAD_FILES, None)
+
+
+def _stored_tensors(path: Any, where: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The tensors of policies in an adapter that has just been loaded, from its folder or the cache of the Hub."""
+    try:
+        return StoredFiles(path, {**where, "local_files_only": True}).adapter_tensors()
+    except ArgumentError:
+        return {}
+
+
+@contextmanager
+def _learned_once(model: nn.Module, adapter_name: str) -> Iterator[None]:
+    """Warn if an adapter that is added replaces what the policies have learned with the adapters that are there."""
+    others = list(getattr(model, "peft_config", None) or ())
+    before = {} if adapter_name in others else {name: value.clone() for name, value in _learned(model).items()}
+    yield
+    replaced = [name for name, value in _learned(model).items() if name in before and not value.equal(before[name])]
+    if replaced and others:
+        _warn(
+            f"adapter {adapter_name!r} has replaced {replaced[0]}: one policy serves all adapters, and has now learned "
+            "what this one was saved with"
+        )
+
+
+def _learned(model: nn.Module) -> dict[str, Tensor]:
+    """What the policies of a model have learned, as its state dict names it, except for what is offloaded."""
+    sites = [(path, module) for path, module in model.named_modules() if isinstance(module, Site)]
+    named = [(f"{path}.{name}", value) for path, site in sites for name, value in site.state_dict().items()]
+    return {name: value for name, value in named if not value.is_meta}
+
+
+def _compare(model: nn.Module, tensors: Mapping[str, Tensor], path: Any) -> None:
+    """Warn if a model does not have the policies that the adapter it has loaded was saved with."""
+    record, learned = read_adapter(tensors)
+    if record is None:
+        return
+    own = current_record(model)
+    if own is None or not _is_same(record, own, model):
+        _warn(
+            f"the adapter {str(path)!r} was saved with {_name(record)}, and the model has {_name(own)}: it does not "
+            "compute what was saved. Load both with attnscale.hf.load(path), or give a model without a policy that of "
+            "the adapter with attnscale.hf.load_policy(model, path)"
+        )
+        return
+    missing = set(_learned(transformers_model(model))) - set(located(learned, model))
+    if missing:
+        _warn(f"the adapter {str(path)!r} lacks {min(missing)}: the policy has not learned what was saved")
+
+
+def _is_same(record: Record, own: Record, model: nn.Module) -> bool:
+    """Whether two records give the modules of a model the same policies."""
+    layers, prefix = routed_layers(model), transformers_model(model).base_model_prefix
+    found = []
+    for one in (record, own):
+        modules = read_modules(one)
+        paths = locate(modules, layers, prefix)
+        found.append(({paths.get(path, path): entry for path, entry in modules.items()}, one.get(ON_EXISTING)))
+    return found[0] == found[1]
+
+
+def _name(record: Record | None) -> str:
+    """The policies of a record, for messages: the first, how many modules have one, and an `on_existing`."""
+    if record is None:
+        return "no policy"
+    modules = read_modules(record)
+    path, entry = next(iter(modules.items()))
+    more = f" and policies at {len(modules) - 1} more" if len(modules) > 1 else ""
+    existing = f" with on_existing={record[ON_EXISTING]!r}" if ON_EXISTING in record else ""
+    return f"{dict(entry)!r} at {path}{more}{existing}"
+
+
+def _save_state(stock: Method, trained: TrainerState, /, json_path: Any) -> None:
+    """`TrainerState.save_to_json`."""
+    if NAME in vars(trained):
+        values = dataclasses.asdict(trained) | {NAME: vars(trained)[NAME]}
+        write_whole(json_path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    else:
+        stock(trained, json_path)
+
+
+def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> TrainerState:
+    """`TrainerState.load_from_json`, which refuses the entry that it does not know."""
+    values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+    record = values.pop(NAME, None)
+    loaded: TrainerState = stock(kind, json_path) if record is None else kind(**values)
+    if record is not None:
+        setattr(loaded, NAME, record)
+    return loaded
+
+
+class ResumedPolicies(TrainerCallback):
+    """A callback of every Trainer that keeps the record of the model's policies in the Trainer's state."""
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Warn if the checkpoint to resume from had other policies than the model."""
+        resumed = vars(state).pop(NAME, None)
+        record = None if model is None else current_record(model)
+        if record is not None:
+            setattr(state, NAME, dict(record))
+        if resumed in (None, record) or getattr(model, "peft_config", None):  # adapters were compared when loaded
+            return
+        _warn(
+            f"training resumes from a checkpoint with {_name(resumed)}, and the model has {_name(record)}: call "
+            "attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, AttnScaleWarning, stacklevel=5)
