@@ -39,10 +39,6 @@ class FrozenPolicyError(ArgumentError, AttributeError):
     """A field of a policy was to be changed after the policy was built."""
 
 
-class MissingStatisticError(AttnScaleError, AttributeError):
-    """A statistic was read that the call was not asked for."""
-
-
 class BackendError(AttnScaleError, RuntimeError):
     """The backend asked for cannot compute this call, or no backend can."""
 

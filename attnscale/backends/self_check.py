@@ -137,7 +137,7 @@ def _statistics_faults(
     if not bool(((low <= counts) & (counts <= high)).all()):
         yield "gap counts are not those of the scores"
     # 1/Λ is the least gap over ln k, k ≥ 2: with the scores it moves by 2/ln 2 of their error at most.
-    (exact, _), (lower, upper) = ((1 / _host(x) for x in stats.accumulation) for stats in (plain, found))
+    (exact, _), (lower, upper) = ((1 / _host(x) for x in stats.accumulation or ()) for stats in (plain, found))
     if not bool(((upper - 3 * room <= exact) & (exact <= lower + 3 * room)).all()):
         yield "the bracket does not hold Λ"
 

@@ -82,13 +82,7 @@ class Ring:
     @torch.no_grad()
     def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
         """What was asked for, with the statistics of gaps, for which the keys travel twice more."""
-        stats = stats._replace(
-            lse=stats.lse if request.lse else None,
-            max_logit=stats.max_logit if request.max_logit else None,
-            w_max=stats.w_max if request.w_max else None,
-            entropy=stats.entropy if request.entropy else None,
-            with_sink=call.sinks is not None and request.softmax,
-        )
+        stats = stats.only(request)._replace(with_sink=call.sinks is not None and request.softmax)
         if not request.gaps:
             return stats
         if request.accumulation == "exact":

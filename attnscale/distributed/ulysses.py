@@ -103,11 +103,10 @@ class Ulysses:
     @torch.no_grad()
     def _stats_of_rows(self, stats: RowStats) -> RowStats:
         """Statistics [B, H/P, T] of the own heads to those [B, H, L] of the own rows, by one collective."""
-        names = [name for name in _FLOATING if stats.get(name) is not None]
-        scale, counts = stats.get("accumulation"), stats.get("gap_counts")
-        columns = [stats.get(name) for name in names]
-        columns += [] if scale is None else list(scale)
-        columns += [] if counts is None else list(counts.unbind(-1))
+        names = [name for name in _FLOATING if getattr(stats, name) is not None]
+        columns = [getattr(stats, name) for name in names]
+        columns += [] if stats.accumulation is None else list(stats.accumulation)
+        columns += [] if stats.gap_counts is None else list(stats.gap_counts.unbind(-1))
         moved = counted(self._rows)._replace(with_sink=stats.with_sink)
         if not columns:
             return moved
@@ -115,9 +114,9 @@ class Ulysses:
         found = list(self._to_rows(torch.stack([x.to(torch.float64) for x in columns], dim=-1)).unbind(-1))
         dtype = next((x.dtype for x in columns if x.dtype.is_floating_point), torch.float32)
         values: dict[str, Any] = {name: found.pop(0).to(dtype) for name in names}
-        if scale is not None:
+        if stats.accumulation is not None:
             moved = moved._replace(accumulation=Accumulation(found.pop(0).to(dtype), found.pop(0).to(dtype)))
-        if counts is not None:
+        if stats.gap_counts is not None:
             moved = moved._replace(gap_counts=torch.stack(found, dim=-1).to(torch.int64))
         return moved._replace(**values)
 
@@ -135,9 +134,11 @@ def _repeated(x: Tensor, heads: int, size: int) -> Tensor:
 
 def _select(stats: RowStats, rows: Tensor) -> RowStats:
     """The statistics of some rows [R]."""
-    values: dict[str, Any] = {name: stats.get(name)[..., rows] for name in _FLOATING if stats.get(name) is not None}
-    if stats.get("accumulation") is not None:
+    values: dict[str, Any] = {
+        name: getattr(stats, name)[..., rows] for name in _FLOATING if getattr(stats, name) is not None
+    }
+    if stats.accumulation is not None:
         values["accumulation"] = Accumulation(*(end[..., rows] for end in stats.accumulation))
-    if stats.get("gap_counts") is not None:
+    if stats.gap_counts is not None:
         values["gap_counts"] = stats.gap_counts[..., rows, :]
     return stats._replace(visible=stats.visible[..., rows], rows=rows, **values)

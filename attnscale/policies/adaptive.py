@@ -72,6 +72,8 @@ class EntropyAdaptive(ScorePolicy):
         return StatsRequest(w_max=False, lse=False, max_logit=False)
 
     def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
+        if stats.entropy is None:
+            raise ArgumentError("stats without entropy are not accepted: expected what `request` asks for")
         entropy = stats.entropy.to(torch.float32)
         polynomial = torch.zeros_like(entropy)
         for coefficient in self.coefficients:
@@ -142,6 +144,8 @@ class GapAdaptive(ScorePolicy):
         )
 
     def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
+        if stats.accumulation is None:
+            raise ArgumentError("stats without accumulation are not accepted: expected what `request` asks for")
         scale = stats.accumulation.upper if accumulation is None else accumulation
         if self.scope == "row":
             return self._bounded(self._r * scale)

@@ -8,48 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from attnscale._util.tracing import is_watched
-from attnscale.errors import ArgumentError, MissingStatisticError, reject
+from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.request import StatsRequest
 from attnscale.statistics.row_places import RowPlaces, Span, join_places
 from attnscale.statistics.shares import Shares, SoftmaxPart, join_parts
 
-T = TypeVar("T")
 
-_SCALE = "StatsRequest(accumulation='bracket' or 'exact'), not merged"
-
-
-class _Fields(NamedTuple):
-    """What `RowStats` holds; None where not asked for."""
-
-    visible: Tensor
-    lse: Tensor | None = None
-    max_logit: Tensor | None = None
-    w_max: Tensor | None = None
-    entropy: Tensor | None = None
-    gap_counts: Tensor | None = None
-    accumulation: Accumulation | None = None
-    criticality: Tensor | None = None
-    at_ceiling: Tensor | None = None
-    rows: Tensor | None = None  # [R], which rows were sampled; None where all were
-    with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
-    visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
-    places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
-    heads: Span | None = None  # their numbers in the whole layer, where `HeadParallel` has spread it over processes
-
-
-class RowStats(_Fields):
-    """Statistics per row, each [B, H, Tq] (or [..., R] for R sampled rows).
-
-    Reading one that was not asked for raises `MissingStatisticError`, an AttributeError, so that a statistic is always
-    a tensor; `get` returns None there.
+class RowStats(NamedTuple):
+    """Statistics per row, each [B, H, Tq] (or [..., R] for R sampled rows); None where not asked for.
 
     An attention sink is an outcome of the softmax but not a key: `lse` contains it, `entropy` is that of keys and sink
     together (so up to ln(n + 1)), `max_logit` and `w_max` look at keys only (so `w_max` may be below 1/n), and it has
@@ -57,63 +31,22 @@ class RowStats(_Fields):
     sees a NaN has NaN everywhere but in `visible`, where that key counts, and in `gap_counts`, which are 0.
     """
 
-    __slots__ = ()
-
-    @property
-    def lse(self) -> Tensor:
-        """ln Σ e^logit."""
-        return self._asked(Tensor, "lse", "StatsRequest(lse=True)")
-
-    @property
-    def max_logit(self) -> Tensor:
-        """The largest logit."""
-        return self._asked(Tensor, "max_logit", "StatsRequest(max_logit=True)")
-
-    @property
-    def w_max(self) -> Tensor:
-        """The largest weight."""
-        return self._asked(Tensor, "w_max", "StatsRequest(w_max=True)")
-
-    @property
-    def entropy(self) -> Tensor:
-        """Of the weights."""
-        return self._asked(Tensor, "entropy", "StatsRequest(entropy=True)")
-
-    @property
-    def gap_counts(self) -> Tensor:
-        """N(t) at each threshold, [B, H, Tq, thresholds]."""
-        return self._asked(Tensor, "gap_counts", "StatsRequest(gap_thresholds=...), merged with common_maximum=True")
-
-    @property
-    def accumulation(self) -> Accumulation:
-        """Λ; merged statistics have none."""
-        return self._asked(Accumulation, "accumulation", _SCALE)
-
-    @property
-    def criticality(self) -> Tensor:
-        """β/Λ, with the middle of the bracket; merged statistics have none."""
-        return self._asked(Tensor, "criticality", _SCALE)
-
-    @property
-    def at_ceiling(self) -> Tensor:
-        """Bool: an adaptive β was cut off at its ceiling, and has lost its certificate."""
-        return self._asked(Tensor, "at_ceiling", "a policy with a ceiling, such as gap_adaptive")
-
-    def _asked(self, kind: type[T], name: str, expected: str) -> T:
-        value: T | None = self.get(name)
-        if value is None:
-            raise MissingStatisticError(f"{name} is not among these statistics: expected {expected}")
-        return value
-
-    def get(self, name: str) -> Any:
-        """A field by its name; None where it was not asked for.
-
-        >>> RowStats(torch.tensor([3])).get("entropy") is None
-        True
-        """
-        if name not in self._fields:
-            reject("name", name, ", ".join(self._fields))
-        return self[self._fields.index(name)]
+    # What a request asks for is there, so that callers need no check: the types leave out the None of all others.
+    visible: Tensor
+    lse: Tensor = None  # type: ignore[assignment]
+    max_logit: Tensor = None  # type: ignore[assignment]
+    w_max: Tensor = None  # type: ignore[assignment]
+    entropy: Tensor = None  # type: ignore[assignment]
+    gap_counts: Tensor = None  # type: ignore[assignment]  # [B, H, Tq, thresholds]
+    accumulation: Accumulation = None  # type: ignore[assignment]
+    criticality: Tensor = None  # type: ignore[assignment]  # β/Λ, with the middle of the bracket
+    # bool: an adaptive β was cut off there, and has lost its certificate
+    at_ceiling: Tensor = None  # type: ignore[assignment]
+    rows: Tensor | None = None  # [R], which rows were sampled
+    with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
+    visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
+    places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
+    heads: Span | None = None  # their numbers in the whole layer, where `HeadParallel` has spread it over processes
 
     def only(self, request: StatsRequest) -> RowStats:
         """The same without those statistics of the softmax that are not asked for."""
@@ -137,22 +70,19 @@ class RowStats(_Fields):
         """
         check_mergeable(self, other, common_maximum)
         places = join_places(self._known_places(), other._known_places())
-        entropy = max_logit = counts = None
+        merged: dict[str, Any] = {}  # both sides have the same statistics
         shares = self._shares_beside(other)
-        # Both sides have the same statistics.
-        if shares is not None and self.get("entropy") is not None:
-            entropy = _merge_entropy((shares.first, self.entropy), (shares.second, other.entropy))
-        if self.get("max_logit") is not None:
-            max_logit = torch.maximum(self.max_logit, other.max_logit)
-        if common_maximum and self.get("gap_counts") is not None:
-            counts = self.gap_counts + other.gap_counts
+        if shares is not None:
+            merged |= {"lse": shares.lse, "w_max": shares.w_max}
+            if self.entropy is not None:
+                merged["entropy"] = _merge_entropy((shares.first, self.entropy), (shares.second, other.entropy))
+        if self.max_logit is not None:
+            merged["max_logit"] = torch.maximum(self.max_logit, other.max_logit)
+        if common_maximum and self.gap_counts is not None:
+            merged["gap_counts"] = self.gap_counts + other.gap_counts
         return RowStats(
             visible=self.visible if self.visible_given else self.visible + other.visible,
-            lse=None if shares is None else shares.lse,
-            max_logit=max_logit,
-            w_max=None if shares is None else shares.w_max,
-            entropy=entropy,
-            gap_counts=counts,
+            **merged,
             rows=self.rows,
             with_sink=self.with_sink or other.with_sink,
             visible_given=self.visible_given,
@@ -162,10 +92,10 @@ class RowStats(_Fields):
 
     def _shares_beside(self, other: RowStats) -> Shares | None:
         """The shares of the softmax over the keys of both; None without lse."""
-        if self.get("lse") is None or other.get("lse") is None:
+        if self.lse is None or other.lse is None:
             return None
-        first, second = (SoftmaxPart(side.lse, side.get("max_logit"), side.get("w_max")) for side in (self, other))
-        return join_parts(first, second)
+        first = SoftmaxPart(self.lse, self.max_logit, self.w_max)
+        return join_parts(first, SoftmaxPart(other.lse, other.max_logit, other.w_max))
 
     def restored(self, restore: Callable[[Tensor], Tensor]) -> RowStats:
         """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""
@@ -223,12 +153,12 @@ def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
     """Refuse two sets of statistics that do not belong to the same rows, or that contain the same thing twice."""
     names = ["lse", "max_logit", "entropy", *(["gap_counts"] if common_maximum else [])]
     for name in names:
-        if (a.get(name) is None) != (b.get(name) is None):
+        if (getattr(a, name) is None) != (getattr(b, name) is None):
             raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
-    if a.get("entropy") is not None and a.get("lse") is None:
+    if a.entropy is not None and a.lse is None:
         raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
     for name in ("visible", *names):
-        shapes = [list(x.shape) for x in (a.get(name), b.get(name)) if x is not None]
+        shapes = [list(x.shape) for x in (getattr(a, name), getattr(b, name)) if x is not None]
         if len(shapes) == 2 and shapes[0] != shapes[1]:
             raise ArgumentError(
                 f"{name} of shapes {shapes[0]} and {shapes[1]} is not accepted: expected statistics of the same rows "

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
-from attnscale import ArgumentError, ArgumentTypeError, RowStats, StatsRequest, attention_with_stats, row_statistics
-from attnscale.errors import AttnScaleError, MissingStatisticError
+from attnscale import ArgumentError, ArgumentTypeError, StatsRequest, attention_with_stats, row_statistics
 from attnscale.statistics.rows import score_tile
 
 EVERYTHING = StatsRequest(gap_thresholds=(0.0, 0.5, math.inf), accumulation="exact")
@@ -21,56 +17,6 @@ SCORES = 3 * torch.randn(2, 3, 7, 40, dtype=torch.float64, generator=GENERATOR)
 MASK = torch.rand(2, 1, 7, 40, generator=GENERATOR) < 0.5
 MASK[0, :, 2] = False
 SINKS = torch.tensor([0.5, -200.0, 300.0], dtype=torch.float64)
-
-
-NOTHING = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
-STATISTICS = ("lse", "max_logit", "w_max", "entropy", "gap_counts", "accumulation", "criticality")
-
-
-@pytest.mark.parametrize("name", [*STATISTICS, "at_ceiling"])
-def test_a_statistic_that_was_not_asked_for_is_refused_with_the_request_for_it(name):
-    stats = row_statistics(SCORES, request=NOTHING)
-    with pytest.raises(MissingStatisticError, match=rf"^{name} is not among these statistics: expected .") as caught:
-        getattr(stats, name)
-    assert isinstance(caught.value, AttributeError)
-    assert isinstance(caught.value, AttnScaleError)
-    assert stats.get(name) is getattr(stats, name, None) is None
-    assert not hasattr(stats, name)
-
-
-def test_copies_and_trees_of_statistics_keep_what_was_asked_for():
-    stats = row_statistics(SCORES, request=StatsRequest(entropy=False, gap_thresholds=(0.5,)))
-    doubled = tree_map(lambda x: 2 * x if isinstance(x, torch.Tensor) else x, stats)
-    for copied in (
-        copy.deepcopy(stats),
-        pickle.loads(pickle.dumps(stats)),
-        RowStats(*stats),
-        stats._replace(),
-        doubled,
-    ):
-        assert type(copied) is RowStats
-        assert not hasattr(copied, "entropy")
-        assert copied.gap_counts.shape == stats.gap_counts.shape
-    torch.testing.assert_close(doubled.w_max, 2 * stats.w_max)
-    assert stats.get("w_max") is stats.w_max
-    with pytest.raises(ArgumentError, match=r"name='wmax' is not accepted: expected visible, lse, "):
-        stats.get("wmax")
-
-
-def test_statistics_are_read_and_missed_in_a_compiled_graph_as_outside():
-    q = torch.randn(1, 2, 8, 4, generator=GENERATOR)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def attend(q):
-        stats = attention_with_stats(q, q, q).stats
-        return stats.w_max.mean(), stats.get("gap_counts"), stats
-
-    mean, counts, stats = attend(q)
-    torch.testing.assert_close(mean, attention_with_stats(q, q, q).stats.w_max.mean())
-    assert counts is None
-    assert type(stats) is RowStats
-    with pytest.raises(MissingStatisticError):
-        _ = stats.gap_counts
 
 
 @pytest.mark.parametrize("beta", [1.0, -0.7, 0.0, 40.0, "rows"])

@@ -45,7 +45,7 @@ def level(name: str, problem: Problem) -> Attention:
             backend="triton",
             request=LEVELS[name],
         )
-        found = {field: stats.get(field) for field in ("lse", "max_logit", "entropy")}
+        found = {field: getattr(stats, field) for field in ("lse", "max_logit", "entropy")}
         return Answer(output, {field: value for field, value in found.items() if value is not None})
 
     return attend

@@ -58,13 +58,12 @@ class RowMeasures(NamedTuple):
 
     def to_stats(self, request: StatsRequest, visible: Tensor, beta: Tensor) -> RowStats:
         """What was asked for of the statistics; n and β [...] of the rows are given."""
-        accumulation = None if request.accumulation is None else self.accumulation
-        stats = RowStats(visible, self.lse, self.max_logit, self.w_max, self.entropy)
-        return stats.only(request)._replace(
-            gap_counts=None if request.gap_thresholds is None else self.gap_counts.to(torch.int64),
-            accumulation=accumulation,
-            criticality=None if accumulation is None else criticality(beta, accumulation),
-        )
+        stats = RowStats(visible, self.lse, self.max_logit, self.w_max, self.entropy).only(request)
+        if request.gap_thresholds is not None:
+            stats = stats._replace(gap_counts=self.gap_counts.to(torch.int64))
+        if request.accumulation is None:
+            return stats
+        return stats._replace(accumulation=self.accumulation, criticality=criticality(beta, self.accumulation))
 
 
 SCALARS = len(RowMeasures._fields) - 1
