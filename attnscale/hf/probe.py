@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import AttentionLayer, transformers_model
 from attnscale.hf.sites import site_of
+from attnscale.policies.adaptive import assumed_estimates
 
 Inputs = Mapping[str, Any]
 
@@ -54,7 +55,7 @@ def _run(model: nn.Module, inputs: Inputs) -> Exception | None:
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     model.eval()
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad(), assumed_estimates(model):
             model(**inputs)
     except ArgumentError:
         raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnscale._util import state
 from attnscale._util.processes import RowGroup, local, sum_over_rows
@@ -220,6 +221,20 @@ class GapAdaptive(ScorePolicy):
         if kept is not None and moved is not None and moved.dtype != kept.dtype:
             self._buffers["sums"] = kept.to(moved.device)
         return self
+
+
+@contextmanager
+def assumed_estimates(module: nn.Module) -> Iterator[None]:
+    """Give running estimates in a module that have seen no rows those of Λ = 1, for a forward pass in eval mode."""
+    policies = [part for part in module.modules() if isinstance(part, GapAdaptive) and part.scope == "head"]
+    empty = [sums for part in policies if not bool((sums := local(part.sums)).any())]
+    try:
+        for sums in empty:
+            sums.fill_(1.0)
+        yield
+    finally:
+        for sums in empty:
+            sums.zero_()
 
 
 def inverse_zeta(value: float) -> float:

@@ -52,6 +52,18 @@ def test_beta_multiplies_the_logits():
         torch.testing.assert_close(logits(model), logits(scaled), rtol=0, atol=1e-12)
 
 
+def test_a_running_estimate_is_applied_before_it_has_seen_a_row():
+    model = llama()
+    attnscale.hf.apply(model, "gap_adaptive", scope="head", num_heads=model.config.num_attention_heads)
+    estimates = [buffer for name, buffer in model.named_buffers() if name.endswith("sums")]
+    assert estimates
+    assert all((sums == 0).all() for sums in estimates)
+    with pytest.raises(ArgumentError, match="has seen no rows"):
+        model.eval()(TOKENS)
+    model.train()(TOKENS)
+    assert all((sums != 0).any() for sums in estimates)
+
+
 def test_only_the_layers_asked_for():
     model, half = llama(), llama()
     with torch.no_grad():
