@@ -109,7 +109,8 @@ def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Te
     """For tiles of `rows` query rows: slots that some row and that every row may see, by bounds and padding.
 
     [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them. A sequence
-    whose keys have padding between them has none that all rows see for certain.
+    whose keys have padding between them has none that all rows see for certain. No entry lies outside of [0, keys],
+    whatever the bounds: tiles that all rows see are read without a comparison.
     """
     if visibility.start is not None and visibility.stop is not None:
         tiles = -(-queries // rows)
@@ -128,7 +129,7 @@ def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Te
         end, clear_end = torch.minimum(end, high), torch.where(solid, torch.minimum(clear_end, high), 0)
         end = torch.maximum(first, end)
         clear_first = torch.where(solid, clear_first, first)
-    return _table(first, clear_first, torch.maximum(clear_first, clear_end), end)
+    return _table(first, clear_first, torch.maximum(clear_first, clear_end), end).clamp_(0, keys)
 
 
 def query_ranges(visibility: Visibility, queries: int, keys: int, columns: int) -> Tensor | None:
