@@ -47,7 +47,7 @@ class Visibility(NamedTuple):
     start: Tensor | None = None  # [B|1, Tq], int32
     stop: Tensor | None = None  # [B|1, Tq], int32
     padding: Tensor | None = None  # [B|1, Tk], bool, True: hidden
-    mask: Tensor | None = None  # [B|1, H|1, Tq, Tk], bool (True: visible) or additive
+    mask: Tensor | None = None  # [B|1, H|1, Tq|1, Tk|1], bool (True: visible) or additive
 
     @property
     def is_plain(self) -> bool:
@@ -66,7 +66,13 @@ class Visibility(NamedTuple):
     def layout(self) -> tuple[Any, ...]:
         """All that can be told without looking into tensors, for the signature of a call."""
         slot, left, right, start, stop, padding, mask = self
-        if start is None and padding is None and mask is None:
+        if (
+            type(slot) is not int
+            or (left is not None and type(left) is not int)
+            or (right is not None and type(right) is not int)
+        ):
+            return object(), object()  # like no other: they may have no hash, and 1.0 is equal to 1
+        if start is None and stop is None and padding is None and mask is None:
             return slot, left, right
         return slot, left, right, layout(start), layout(stop), layout(padding), layout(mask)
 
