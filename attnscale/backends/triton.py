@@ -15,11 +15,11 @@ from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
 from attnscale_kernels import Visibility, interpreting, why_unavailable
+from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 
 if TYPE_CHECKING:
     from attnscale_kernels.flash.results import Forward
 
-WIDEST_HEAD = 256
 FEW_ROWS = 16  # queries of a sequence up to which keys are split over programs: one program per head would be too few
 
 
@@ -112,6 +112,8 @@ def visibility_of(call: AttentionCall) -> Visibility:
     """The visibility of a call in the form kernels take it."""
     context = call.context
     if isinstance(context.slot, int) and context.first is None:
-        return Visibility(context.slot, context.left, context.right, padding=context.padding, mask=context.mask)
+        # A window beyond what kernels can count hides nothing.
+        left, right = (None if x is None or x > FARTHEST else x for x in (context.left, context.right))
+        return Visibility(context.slot, left, right, padding=context.padding, mask=context.mask)
     start, stop = (bound.to(torch.int32) for bound in context.bounds())
     return Visibility(start=start, stop=stop, padding=context.padding, mask=context.mask)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from .availability import why_unavailable
-from .launch import interpreting
+from .availability import interpreting, why_unavailable
+from .errors import KernelArgumentError, KernelError, KernelTypeError, KernelUnavailableError
 from .visibility import Visibility
 
 if TYPE_CHECKING:
@@ -27,7 +27,16 @@ _MODULES = {
     "row_softmax": "softmax.op",
 }
 
-__all__ = ["Visibility", "interpreting", "why_unavailable", *_MODULES]
+__all__ = [
+    "KernelArgumentError",
+    "KernelError",
+    "KernelTypeError",
+    "KernelUnavailableError",
+    "Visibility",
+    "interpreting",
+    "why_unavailable",
+    *_MODULES,
+]
 
 
 def __getattr__(name: str) -> object:

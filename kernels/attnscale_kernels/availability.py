@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 
-from .launch import interpreting
+from .arguments import DTYPES
+
+# Triton reads the variable once, when it is imported.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def interpreting() -> bool:
+    """Whether kernels run in triton's interpreter, on the CPU."""
+    return _INTERPRETING
 
 
 def _installed() -> bool:
@@ -35,6 +44,6 @@ def why_unavailable(device: torch.device | None = None, dtype: torch.dtype = tor
             return f"triton kernels need a CUDA or ROCm device, not {device.type}"
         if not torch.cuda.is_available():
             return "no CUDA or ROCm device is visible to torch"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in DTYPES:
         return f"triton kernels take float32, float16 and bfloat16, not {dtype}"
     return None

@@ -66,9 +66,21 @@ def row_bounds(rule, batch, rows, queries, keys):
 
 
 @triton.jit
+def within(rule, start, stop, keys):
+    """`row_bounds` within [0, keys] for loops over keys: those that are loaded may be any numbers.
+
+    Loops over rows do without: they compare bounds with slots that exist.
+    """
+    if rule.start_ptr is not None:
+        start, stop = tl.maximum(start, 0), tl.minimum(stop, keys)
+    return start, stop
+
+
+@triton.jit
 def visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M: tl.constexpr):
     """For a tile of rows: the slots [start, stop) that each may see, and the `key_range` of the tile."""
     start, stop = row_bounds(rule, batch, rows, queries, keys)
+    start, stop = within(rule, start, stop, keys)
     top = tile * BLOCK_M
     bottom = tl.minimum(top + BLOCK_M, queries)
     return start, stop, key_range(rule, batch, tile, top, bottom, keys)

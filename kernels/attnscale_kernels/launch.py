@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -13,6 +12,9 @@ import torch
 from torch import Tensor
 
 from . import compiled
+from .arguments import fp32_beta
+from .availability import why_unavailable
+from .errors import KernelUnavailableError
 
 Others = ParamSpec("Others")
 Found = TypeVar("Found")
@@ -46,15 +48,6 @@ SM_100 = Resources(232_448, 32, capability=100)
 GFX_942 = Resources(65_536, 64, capability=0)
 
 
-# Triton reads the variable once, when it is imported.
-_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-
-
-def interpreting() -> bool:
-    """Whether kernels run in triton's interpreter, on the CPU."""
-    return _INTERPRETING
-
-
 _assumed: ContextVar[Resources | None] = ContextVar("assumed", default=None)
 
 
@@ -68,14 +61,23 @@ def assuming(resources: Resources) -> Iterator[None]:
         _assumed.reset(token)
 
 
-def target(x: Tensor) -> tuple[torch.device, Resources | None]:
-    """What `resources_of` the device of a tensor depend on."""
-    return x.device, _assumed.get()
+# What `resources_of` depends on beside the device.
+assumed_resources = _assumed.get
 
 
 def resources_of(device: torch.device) -> Resources:
     """What the device of a tensor has; an A100 stands for the CPU of the interpreter."""
-    return _assumed.get() or (SM_80 if device.type == "cpu" else _query(device.index or 0))
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
+    if device.type == "cuda":
+        return _query(device.index or 0)
+    reason = why_unavailable(device)
+    if reason is not None:
+        none = "" if torch.cuda.is_available() else ", and torch sees none"
+        hint = "TRITON_INTERPRET=1, set before triton and this package are imported, runs them on the CPU, slowly"
+        raise KernelUnavailableError(f"{reason}{none}; {hint}")
+    return SM_80
 
 
 # Cached per process: the resources of a device are constants of the machine.
@@ -162,23 +164,20 @@ def view(x: Tensor) -> View:
     return View(x, x.stride())
 
 
-def in_fp32(x: Tensor) -> Tensor:
-    """The tensor in fp32; `to` would take longer to find that there is nothing to do."""
-    return x if x.dtype is torch.float32 else x.to(torch.float32)
+def row_view(beta: Tensor) -> View:
+    """β of any shape that broadcasts to [B, H, T], in fp32 as [B, H, T]."""
+    beta = fp32_beta(beta)
+    return View(beta, row_strides(beta))
 
 
-def row_view(beta: Tensor, batch: int, heads: int, rows: int) -> View:
-    """β [B|1, H|1, T|1] in fp32 as [B, H, T]: broadcast axes have a stride of 0."""
-    beta = in_fp32(beta)
-    return View(beta, row_strides(beta, batch, heads, rows))
+def row_strides(beta: Tensor) -> tuple[int, ...]:
+    """The strides of a `row_view`, 0 along broadcast axes.
 
-
-def row_strides(beta: Tensor, *full: int) -> tuple[int, ...]:
-    """The strides of a `row_view`."""
-    shape, strides = beta.shape, beta.stride()
-    if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
-        raise ValueError(f"beta of shape {tuple(shape)} is not accepted: expected one that broadcasts to {full}")
-    return tuple([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
+    >>> row_strides(torch.ones(5)), row_strides(torch.ones(2, 1, 5))
+    ((0, 0, 1), (5, 0, 1))
+    """
+    strides = [0 if n == 1 else s for n, s in zip(beta.shape, beta.stride(), strict=True)]
+    return (0,) * (3 - len(strides)) + tuple(strides)
 
 
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from .arguments import check_query
 from .visibility import Visibility
 
 
@@ -28,12 +28,15 @@ class ScaledAttention(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """The output [B, H, Tq, DV] for query [B, H, Tq, D], key and value [B, Hkv, Tk, D|DV] and β [B|1, H|1, Tq|1].
+        """The output [B, H, Tq, DV] for query [B, H, Tq, D] and key and value [B, Hkv, Tk, D|DV].
 
-        Causality counts from the first key, as in torch; `scale` is 1/√D where it is not given.
+        β broadcasts to [B, H, Tq]. Causality counts from the first key, as in torch; `scale` is 1/√D where it is not
+        given.
         """
         from .flash.op import flash_attention  # triton comes with it
 
         visibility = Visibility(right=0 if is_causal else None)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return flash_attention(query, key, value, beta.to(torch.float32), visibility, scale=scale).out
+        if scale is None:
+            check_query(query)
+            scale = max(query.shape[-1], 1) ** -0.5
+        return flash_attention(query, key, value, beta, visibility, scale=scale).out

@@ -16,7 +16,7 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
+ORDINARY = frozenset((Tensor, nn.Parameter))
 NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
 
 
@@ -25,13 +25,13 @@ def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., An
     return torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=(), schema=schema)
 
 
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but autograd looks at what is computed with these tensors: then no operator is needed.
+def is_eager(*tensors: Tensor) -> bool:
+    """Whether only autograd observes what is computed with these, which are tensors: then no operator is needed.
 
     torch's dispatcher takes an operator that is written in Python through several layers, which take longer than all
     the rest of a launch. torch.compile, modes, transforms and subclasses of tensors see operators only.
 
-    >>> is_eager(torch.ones(2), None)
+    >>> is_eager(torch.ones(2))
     True
     >>> torch.vmap(lambda x: (print(is_eager(x)), x)[1])(torch.ones(2))
     False
@@ -47,10 +47,10 @@ def is_eager(*tensors: Tensor | None) -> bool:
     )
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
+def needs_gradient(*tensors: Tensor) -> bool:
     """Whether autograd is to record a call with these tensors."""
     if torch.is_grad_enabled():
         for x in tensors:  # `any` of a generator takes twice as long
-            if x is not None and x.requires_grad:
+            if x.requires_grad:
                 return True
     return False

@@ -47,7 +47,7 @@ class Visibility(NamedTuple):
     start: Tensor | None = None  # [B|1, Tq], int32
     stop: Tensor | None = None  # [B|1, Tq], int32
     padding: Tensor | None = None  # [B|1, Tk], bool, True: hidden
-    mask: Tensor | None = None  # [B|1, H|1, Tq, Tk], bool (True: visible) or additive
+    mask: Tensor | None = None  # [B|1, H|1, Tq|1, Tk|1], bool (True: visible) or additive
 
     @property
     def is_plain(self) -> bool:
@@ -66,7 +66,13 @@ class Visibility(NamedTuple):
     def layout(self) -> tuple[Any, ...]:
         """All that can be told without looking into tensors, for the signature of a call."""
         slot, left, right, start, stop, padding, mask = self
-        if start is None and padding is None and mask is None:
+        if (
+            type(slot) is not int
+            or (left is not None and type(left) is not int)
+            or (right is not None and type(right) is not int)
+        ):
+            return object(), object()  # like no other: they may have no hash, and 1.0 is equal to 1
+        if start is None and stop is None and padding is None and mask is None:
             return slot, left, right
         return slot, left, right, layout(start), layout(stop), layout(padding), layout(mask)
 
@@ -109,7 +115,8 @@ def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Te
     """For tiles of `rows` query rows: slots that some row and that every row may see, by bounds and padding.
 
     [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them. A sequence
-    whose keys have padding between them has none that all rows see for certain.
+    whose keys have padding between them has none that all rows see for certain. No entry lies outside of [0, keys],
+    whatever the bounds: tiles that all rows see are read without a comparison.
     """
     if visibility.start is not None and visibility.stop is not None:
         tiles = -(-queries // rows)
@@ -128,7 +135,7 @@ def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Te
         end, clear_end = torch.minimum(end, high), torch.where(solid, torch.minimum(clear_end, high), 0)
         end = torch.maximum(first, end)
         clear_first = torch.where(solid, clear_first, first)
-    return _table(first, clear_first, torch.maximum(clear_first, clear_end), end)
+    return _table(first, clear_first, torch.maximum(clear_first, clear_end), end).clamp_(0, keys)
 
 
 def query_ranges(visibility: Visibility, queries: int, keys: int, columns: int) -> Tensor | None:

@@ -362,11 +362,3 @@ def test_operators_refuse_gradients():
         decode_attention(q, k, v, beta, Visibility(), scale=0.25)
     with torch.no_grad():
         assert decode_attention(q, k, v, beta, Visibility(), scale=0.25).out.isfinite().all()
-
-
-def test_what_cannot_be_used_is_named():
-    q, k, v, beta = inputs(1, 3, 2, 1, 32, 16, 16)
-    with pytest.raises(ValueError, match="3 query heads"):
-        decode(q, k, v, beta, Visibility(), scale=1.0)
-    with pytest.raises(ValueError, match="splits=0"):
-        decode(q[:, :2], k, v, beta[:, :2], Visibility(), scale=1.0, splits=0)

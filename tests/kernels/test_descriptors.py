@@ -92,9 +92,10 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(resources, v
 def boxed_backward(x, resources: Resources) -> bool:
     """Whether the gradient of queries takes descriptors on such a device."""
     options = {name: x.options[name] for name in ("scale", "softcap", "dropout_p", "seed")}
+    lse = x.beta.expand(x.q.shape[:3])
     with assuming(resources):
         launches, _ = backward_launches(
-            x.gradient, x.q, x.k, x.v, x.beta, x.seen.visibility, x.gradient, x.beta, **options
+            x.gradient, x.q, x.k, x.v, x.beta, x.seen.visibility, x.gradient, lse, **options
         )
     return launches[-2].arguments["k_box"] is not None
 

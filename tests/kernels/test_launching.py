@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from attnscale_kernels import Visibility
 from attnscale_kernels.decode.kernel import decode_merge_kernel, decode_split_kernel
 from attnscale_kernels.decode.launch import decode_launches
+from attnscale_kernels.launch import SM_80, SM_90, assuming
 
 
 class Driver:
@@ -88,7 +89,8 @@ for dim in (64, 128):
         cache = static[:, :, :keys].clone()  # one that grows with each token, then one of fixed length
         for held in (cache, static):
             rule = Visibility(slot=keys - 1, right=0)
-            made = decode_launches(query, held, held, one, rule, scale=0.1)[0]
+            with assuming(SM_90):
+                made = decode_launches(query, held, held, one, rule, scale=0.1)[0]
             splits.add(made[0].arguments["splits"])
             launches.add(len(made))
             assert len(made) == (1 if made[0].arguments["splits"] == 1 else 2)
@@ -106,7 +108,6 @@ import random
 from attnscale_kernels import state
 from attnscale_kernels.flash import mask
 from attnscale_kernels.flash.launch import forward_launches
-from attnscale_kernels.launch import SM_80, SM_90, assuming
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
 
 mask.LEAST_SCORES = 0  # so that tiles of a mask are looked for in calls as small as these
@@ -117,7 +118,7 @@ SHAPES = {
     "dtype": [torch.bfloat16, torch.float32], "dim": [16, 24, 40], "value_dim": [16, 32, 24], "batch": [2, 1],
     "heads": [4, 2], "kv_heads": [1, 2], "rows": [5, 1, 16], "keys": [6, 1, 32],
     "beta_dtype": [torch.float32, torch.bfloat16], "beta_heads": [True, False], "beta_rows": [False, True],
-    "beta_sliced": [True, False], "q_dtype": [None, torch.float16],
+    "beta_sliced": [True, False], "beta_axes": [3, 2],
     "q": PLACES, "k": PLACES, "v": PLACES, "beta": PLACES[:2], "padding_at": PLACES[:2], "mask_at": PLACES,
     "bounds": [False, True], "one_bound": [False, True], "padding": [False, True],
     "mask": [None, torch.bool, torch.float32, torch.bfloat16], "mask_heads": [False, True],
@@ -141,12 +142,13 @@ def tensor(shape, dtype, place=(0, None)):
 def launches_of(c):
     heads = c["heads"]
     torch.backends.cuda.matmul.fp32_precision = c["precision"]
-    q = tensor((c["batch"], heads, c["rows"], c["dim"]), c["q_dtype"] or c["dtype"], c["q"])
+    q = tensor((c["batch"], heads, c["rows"], c["dim"]), c["dtype"], c["q"])
     k = tensor((c["batch"], c["kv_heads"], c["keys"], c["dim"]), c["dtype"], c["k"])
     v = tensor((c["batch"], c["kv_heads"], c["keys"], c["value_dim"]), c["dtype"], c["v"])
     of_beta = heads if c["beta_heads"] else 1, c["rows"] if c["beta_rows"] else 1
     extents = (heads, c["rows"]) if c["beta_sliced"] else of_beta  # a slice has the strides of the whole
     beta = tensor((1, *extents), c["beta_dtype"], c["beta"])[:, : of_beta[0], : of_beta[1]]
+    beta = beta if c["beta_axes"] == 3 else beta[0]
     rule = [c["slot"], c["left"], c["right"], None, None, None, None]
     if c["bounds"]:
         bounds = tensor((1 if c["one_bound"] else c["batch"], c["rows"]), torch.int32)
@@ -162,7 +164,7 @@ def launches_of(c):
     with assuming(c["device"]):
         decoding, _ = decode_launches(*given, **options, splits=c["splits"])
         forward, _ = forward_launches(*given, **options, **dropout)
-    softmax, _ = softmax_launches(q, one, mask=None, bias=None, thresholds=None)
+        softmax, _ = softmax_launches(q, one, mask=None, bias=None, thresholds=None)
     return [(q, launch) for launch in (*decoding, *forward, *softmax)]
 
 
@@ -236,7 +238,8 @@ def test_operators_are_called_where_somebody_listens_to_them() -> None:
     class Elsewhere(torch.Tensor):
         pass
 
-    assert is_eager(q, None, torch.nn.Parameter(q))
+    assert is_eager(q, torch.nn.Parameter(q))
+    assert not is_eager(q, None)
     assert not is_eager(q.as_subclass(Elsewhere))
     with FlopCounterMode(display=False):
         assert not is_eager(q)

@@ -19,13 +19,14 @@ from flash_cases import DTYPES, Case, Inputs, inputs_of
 from recorded_memory import assert_no_race, assert_reads_inside, recording
 from torch import Tensor
 
-from attnscale_kernels.decode.launch import decode_launches
+from attnscale_kernels.decode.launch import decode, decode_launches
 from attnscale_kernels.flash import mask as masks
-from attnscale_kernels.flash.launch import backward_launches, flash_forward, forward_launches
-from attnscale_kernels.gaps.launch import bracket_launches, count_launches
+from attnscale_kernels.flash.launch import backward_launches, flash_backward, flash_forward, forward_launches
+from attnscale_kernels.gaps.launch import bracket_launches, count_launches, gap_count
 from attnscale_kernels.launch import Launch, Tile, View
 from attnscale_kernels.softmax.launch import backward_launches as softmax_backward_launches
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
+from attnscale_kernels.visibility import Visibility
 
 FP32, FP16, BF16 = DTYPES
 TILE, WIDE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
@@ -162,6 +163,32 @@ def test_programs_of_decoding_do_not_race(sees: str) -> None:
 @pytest.mark.parametrize("sees", ["window_5_and_9", "documents", "bias_that_hides"])
 def test_programs_of_gap_counting_do_not_race(sees: str) -> None:
     assert gaps(inputs_of(Case(sees=sees, **SHAPE))) == {"gap_bracket_kernel", "gap_count_kernel"}
+
+
+@pytest.mark.parametrize(("low", "high"), [(-50, 150), (-(2**31), 2**31 - 1)])
+def test_bounds_that_lie_beyond_the_keys_end_with_them(low: int, high: int) -> None:
+    # Bounds are data, which nobody looks at before a launch.
+    x = inputs_of(Case(**SHAPE | {"sees": "any_intervals", "keys": 61, "beta": "each"}))
+    some = torch.arange(21) % 5 == 0
+    start = torch.stack([torch.full((21,), low), torch.where(some, -1, 20)]).int()
+    stop = torch.stack([torch.full((21,), high), torch.where(some, 62, 40)]).int()
+    beyond = Visibility(start=start, stop=stop)
+    within = Visibility(start=start.clamp(0, 61), stop=stop.clamp(0, 61))
+    results = []
+    for visibility in (beyond, within):
+        x.seen = x.seen._replace(visibility=visibility)
+        given, options = (x.q, x.k, x.v, x.beta, visibility), {"scale": x.scale}
+        forward = flash_forward(*given, entropy=True, tile=TILE, **options)
+        gradients = flash_backward(
+            x.gradient, *given, forward.out, forward.lse, query_tile=TILE, key_tile=TILE, **options
+        )
+        decoded = decode(*given, splits=3, tile=TILE, **options)
+        counted = gap_count(x.q, x.k, visibility, [0.5, 2.0], tile=WIDE, **options)
+        results.append((*forward, *gradients[:3], *decoded[:3], counted))
+        for run in (flash, decoding, gaps):
+            run(x)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("keys", [37, 100])

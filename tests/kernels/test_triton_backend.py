@@ -95,6 +95,16 @@ def test_grouped_heads_and_a_cache_are_taken():
     torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [2**31, 2**62, (2**62, 2**62)])
+def test_a_window_larger_than_kernels_can_count_hides_nothing(window):
+    q, k, v = tensors(SIZE, SIZE, torch.float32)
+    found, expected = (
+        scaled_dot_product_attention(q, k, v, window=extent, policy="log", backend="triton")
+        for extent in (window, None)
+    )
+    assert torch.equal(found, expected)
+
+
 def test_sampled_rows_are_those_of_all_rows():
     q, k, v = tensors(SIZE, SIZE, torch.float32)
     arguments = {"is_causal": True, "policy": "log", "backend": "triton"}

@@ -23,6 +23,7 @@ from ..device import (
     finish_softmax,
     row_bounds,
     row_temperature,
+    within,
 )
 from ..phases import end_phase, first_phase, is_broken, key_range, phase_edges, phase_range
 from ..tiles import load_beta, load_tile, load_whole
@@ -44,6 +45,9 @@ def _span(rule, batch, slot, queries, keys):
             clear_first = tl.maximum(clear_first, start)
             clear_end = tl.minimum(clear_end, stop)
             end = tl.maximum(end, stop)
+        first = tl.maximum(first, 0)  # bounds may be any numbers
+        clear_end = tl.minimum(clear_end, keys)
+        end = tl.minimum(end, keys)
     else:
         first, clear_first, clear_end, end = key_range(rule, batch, 0, slot, slot + queries, keys)
     return first, clear_first, clear_end, end
@@ -121,6 +125,7 @@ def decode_split_kernel(
         c *= scale
 
     start, stop = row_bounds(rule, batch, row + slot, queries + slot, keys)
+    start, stop = within(rule, start, stop, keys)
     ranges = _span(rule, batch, slot, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)

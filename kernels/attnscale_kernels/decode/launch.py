@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import state
+from ..arguments import FARTHEST, check_attention, check_splits, finite, fp32_beta, positive
 from ..flash.results import Forward, new_forward
 from ..launch import (
     Launch,
     Resources,
     Tile,
+    assumed_resources,
     attention_constants,
     block_of,
     cdiv,
-    in_fp32,
     launched,
     multiplies_in_tf32,
     new_view,
     positive_scale,
     resources_of,
     row_strides,
-    target,
     unit_stride,
 )
 from ..plans import layout, layout_of_any_length, remember
@@ -89,25 +90,39 @@ def decode_launches(
 
     Correct for any Tq, and meant for 16 or fewer.
     """
-    batch, heads, queries, _ = query.shape
-    _, kv_heads, keys, value_dim = value.shape
-    if splits is not None and splits < 1:
-        raise ValueError(f"splits={splits!r} is not accepted: expected an int >= 1 or None")
+    if splits is not None:
+        check_splits(splits)
+    if type(scale) is not float or not isfinite(scale):
+        scale = finite("scale", scale)
+    softcap = None if softcap is None else positive("softcap", softcap)
+    beta = fp32_beta(beta)
     if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
-    beta, scale = in_fp32(beta), float(scale)
-    softcap = None if softcap is None else float(softcap)
-    sinks = None if sinks is None else sinks.contiguous()
-    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
-    signature = (
-        "decode", layout(query), layout_of_any_length(key), layout_of_any_length(value), kv_heads, value_dim,
-        beta.shape, beta.stride(), beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
-        visibility.layout()[1:], softcap is None, entropy, tile, target(query),
-        query.dtype is torch.float32 and multiplies_in_tf32(),
-    )  # fmt: skip
+    try:
+        batch, heads, queries, _ = shape = query.shape
+        key_batch, kv_heads, keys, key_dim = key.shape
+        value_batch, value_heads, values, value_dim = value.shape
+        signature = (
+            "decode", query.dtype, shape, query.stride(), query.device, query.data_ptr() % 16 == 0,
+            layout_of_any_length(key), key_batch, kv_heads, key_dim,
+            layout_of_any_length(value), value_batch, value_heads, value_dim, values == keys,
+            beta.shape, beta.stride(), beta.device, beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
+            # Padding and masks are as long as the keys.
+            visibility.layout()[1:], None if visibility.padding is None and visibility.mask is None else keys,
+            softcap is None, not entropy, tile, assumed_resources(),
+            query.dtype is torch.float32 and multiplies_in_tf32(),
+        )  # fmt: skip
+    except (RuntimeError, ValueError):  # axes other than four, or no strides
+        check_attention(query, key, value, beta, visibility, sinks)
+        raise
     plan: Plan | None = state.PLANS.get(signature)
+    if plan is None or not -FARTHEST <= visibility.slot <= FARTHEST:
+        check_attention(query, key, value, beta, visibility, sinks)
+    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
     if plan is None:
         plan = remember(signature, _decode_plan(query, key, value, beta, visibility, softcap, out, tile))
+    if sinks is not None:
+        sinks = sinks.contiguous()
     if plan.copies:
         query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     tile = plan.tile
@@ -166,8 +181,6 @@ def _decode_plan(
     """How to launch decoding, by nothing that is not in its signature."""
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not accepted: expected a multiple of the {kv_heads} key heads")
     resources = resources_of(query.device)
     group_rows = heads // kv_heads * queries
     tile = tile or decode_tile(group_rows, block_of(dim), block_of(value_dim), query.element_size(), resources)
@@ -180,7 +193,7 @@ def _decode_plan(
         any(unit_stride(x) is not x for x in (query, key, value)),
         visibility.linear_in_products(softcap),
         unit_stride(query).stride(),
-        row_strides(beta, batch, heads, queries),
+        row_strides(beta),
         out.stride(),
         visibility.rule(slot=0) if visibility.is_plain else None,
         {**attention_constants(query, tile), **constants},

@@ -6,7 +6,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ..arguments import check_attention, check_numbers, check_splits
 from ..derivatives import refuse_others
+from ..errors import reject_type
 from ..flash.results import Forward, new_forward
 from ..launch import run
 from ..operators import is_eager, needs_gradient, operator
@@ -28,13 +30,22 @@ def decode_attention(
     splits: int | None = None,
 ) -> Forward:
     """`decode` as an operator."""
-    tensors = query, key, value, beta, sinks, visibility.mask
+    if not isinstance(visibility, Visibility):
+        reject_type("visibility", visibility, "a Visibility")
+    tensors: tuple[Tensor, ...] = (query, key, value, beta)
+    if sinks is not None:
+        tensors += (sinks,)
+    if visibility.mask is not None:
+        tensors += (visibility.mask,)
     if is_eager(*tensors) and not needs_gradient(*tensors):
         made = decode_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
             splits=splits,
         )  # fmt: skip
         return run(made, query)
+    check_attention(query, key, value, beta, visibility, sinks)
+    check_numbers(scale, softcap)
+    check_splits(splits)
     refuse_others(*tensors)
     out, lse, top, disorder = decode_op(query, key, value, beta, *visibility, sinks, scale, softcap, entropy, splits)
     return Forward(out, lse, top, disorder if entropy else None)
@@ -57,7 +68,8 @@ def decode_op(
 
 
 @decode_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    check_attention(query, key, value, beta, Visibility(*others[:7]), others[7])
     return new_forward(query, value.shape[-1], entropy=others[-2]).outputs()
 
 

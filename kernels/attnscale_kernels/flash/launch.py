@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import state
+from ..arguments import check_attention, check_backward, finite, fp32_beta, positive, probability
 from ..boxes import box, fits_box
+from ..errors import reject
 from ..launch import (
     Launch,
     Tile,
     alignment,
+    assumed_resources,
     attention_arguments,
     attention_constants,
     block_of,
     cdiv,
     empty_like_layout,
-    in_fp32,
     launched,
     multiplies_in_tf32,
     near_rows,
@@ -28,7 +31,6 @@ from ..launch import (
     row_strides,
     row_view,
     run,
-    target,
     view,
 )
 from ..plans import layout, remember
@@ -85,31 +87,38 @@ def forward_launches(
 ) -> tuple[tuple[Launch, ...], Forward]:
     """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
 
-    Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype, β [B|1, H|1, Tq|1] in fp32. A row
+    Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype; β broadcasts to [B, H, Tq]. A row
     that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
     the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`. The last
     launch is attention itself.
     """
-    batch, heads, queries, _ = query.shape
-    _, kv_heads, keys, _ = key.shape
-    out, lse, top, disorder = result = new_forward(query, value.shape[-1], entropy)
+    if type(scale) is not float or not isfinite(scale):
+        scale = finite("scale", scale)
+    softcap = None if softcap is None else positive("softcap", softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = probability("dropout_p", dropout_p)
+    beta = fp32_beta(beta)
     if scale <= 0.0 and visibility.linear_in_products(softcap):
         beta, scale = positive_scale(beta, scale)
-    beta, scale, dropout_p = in_fp32(beta), float(scale), float(dropout_p)
-    softcap = None if softcap is None else float(softcap)
-    sinks = None if sinks is None else sinks.contiguous()
-    seed = _seed(seed, dropout_p)
     signature = (
-        "forward", layout(query), layout(key), layout(value), beta.shape, beta.stride(), beta.data_ptr() % 16 == 0,
-        sinks is not None and layout(sinks), seed is not None and layout(seed), visibility.layout(), softcap is None,
-        entropy, tile, target(query), query.dtype is torch.float32 and multiplies_in_tf32(),
+        "forward", layout(query), layout(key), layout(value), layout(beta), sinks is not None and layout(sinks),
+        seed is not None and layout(seed), dropout_p > 0.0, visibility.layout(), softcap is None, not entropy, tile,
+        assumed_resources(), query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: ForwardPlan | None = state.PLANS.get(signature)
+    if plan is None:
+        check_attention(query, key, value, beta, visibility, sinks, seed)
+    batch, heads, queries, _ = query.shape
+    _, kv_heads, keys, value_dim = value.shape
+    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
     if plan is None:
         made = _forward_plan(
             query, key, value, beta, result, visibility, softcap, sinks is not None, dropout_p > 0.0, tile
         )
         plan = remember(signature, made)
+    seed = _seed(seed, dropout_p)
+    if sinks is not None:
+        sinks = sinks.contiguous()
     if plan.copies:
         query, key, value = near_rows(query), near_rows(key), near_rows(value)
     rule = plan.rule
@@ -202,7 +211,7 @@ def _forward_plan(
         [1, 1, tile.n, block_of(dim)] if boxed else None,
         [1, 1, tile.n, block_of(value_dim)] if boxed else None,
         copies,
-        [query.stride(), key.stride(), value.stride(), row_strides(beta, batch, heads, queries), result.out.stride()],
+        [query.stride(), key.stride(), value.stride(), row_strides(beta), result.out.stride()],
         visibility.rule() if visibility.is_plain else None,
         constants,
         {},
@@ -243,6 +252,8 @@ def backward_launches(
     Deterministic: no two programs add to the same element. The last three launches are what is said of each row, the
     gradient of queries, and those of keys and values.
     """
+    check_attention(query, key, value, beta, visibility, seed=seed)
+    check_backward(gradient, query, value, out, lse)
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
@@ -272,7 +283,7 @@ def backward_launches(
         {
             "grad_out": view(gradient),
             "out": view(out),
-            "beta": row_view(beta, batch, heads, queries),
+            "beta": row_view(beta),
             "lse_ptr": lse.contiguous(),
             "rows_ptr": rows,
             "heads": heads,
@@ -338,7 +349,7 @@ def backward_launches(
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     """The seed where there is dropout: without one, kernels drop nothing."""
     if dropout_p > 0.0 and seed is None:
-        raise ValueError(f"seed=None is not accepted with dropout_p={dropout_p!r}: expected an int64 scalar tensor")
+        reject("seed", None, f"an int64 scalar tensor with dropout_p={dropout_p!r}")
     return seed if dropout_p > 0.0 else None
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ..arguments import check_attention, check_backward, check_numbers
 from ..derivatives import refuse_others, refuse_second
+from ..errors import reject_type
 from ..launch import empty_like_layout, run
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
@@ -36,7 +38,13 @@ def flash_attention(
     Forward mode, torch.func's gradients, a second backward and a gradient of an additive mask are refused: torch would
     take them for zero.
     """
-    tensors = query, key, value, beta, sinks, visibility.mask
+    if not isinstance(visibility, Visibility):
+        reject_type("visibility", visibility, "a Visibility")
+    tensors: tuple[Tensor, ...] = (query, key, value, beta)
+    if sinks is not None:
+        tensors += (sinks,)
+    if visibility.mask is not None:
+        tensors += (visibility.mask,)
     eager = is_eager(*tensors)
     recorded = eager and needs_gradient(*tensors)
     # Tensors that have escaped from a transform of torch.func are for the operator: autograd records them by it alone.
@@ -53,6 +61,8 @@ def flash_attention(
         numbers = float(scale), softcap, float(dropout_p)
         out = _record(query, key, value, beta, sinks, found, visibility, seed, numbers)
         return Forward(out, *found[1:])
+    check_attention(query, key, value, beta, visibility, sinks, seed)
+    check_numbers(scale, softcap, dropout_p)
     refuse_others(*tensors)
     out, *stats = flash_forward_op(
         query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
@@ -83,7 +93,8 @@ flash_forward_op = operator(
 
 
 @flash_forward_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    check_attention(query, key, value, beta, Visibility(*others[:7]), *others[7:9])
     return new_forward(query, value.shape[-1], entropy=others[-1]).outputs()
 
 
@@ -106,8 +117,10 @@ flash_backward_op = operator(
 
 
 @flash_backward_op.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    sinks, dbeta = others[8], others[-1]
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *visibility, sinks, seed, out, lse, _, _, _, dbeta = others
+    check_attention(query, key, value, beta, Visibility(*visibility), sinks, seed)
+    check_backward(gradient, query, value, out, lse)
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
     return (
         *(empty_like_layout(x, x.shape[-1]) for x in (query, key, value)),
@@ -132,7 +145,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ..
         return (None,) * 5
     query, key, value, beta, *tensors = ctx.saved_tensors
     sinks, needs_beta = tensors[4], ctx.needs_input_grad[3]
-    given = gradient, query, key, value, beta, sinks
+    given = (gradient, query, key, value, beta) if sinks is None else (gradient, query, key, value, beta, sinks)
     refuse_others(*given)
     # A second derivative is refused by the operator.
     differentiate = _gradients if is_eager(*given) and not torch.is_grad_enabled() else flash_backward_op

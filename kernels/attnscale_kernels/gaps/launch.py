@@ -10,6 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..arguments import check_scores, finite, positive
+from ..errors import reject
 from ..launch import (
     Launch,
     Resources,
@@ -110,11 +112,13 @@ def _prepare(
     query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None, tile: Tile | None
 ) -> tuple[dict[str, object], dict[str, object], int, Tile]:
     """What both kernels are given and compiled for, how many programs, and the tile."""
+    check_scores(query, key, visibility)
+    scale, softcap = finite("scale", scale), None if softcap is None else positive("softcap", softcap)
     batch, heads, queries, dim = query.shape
     query, key = unit_stride(query.detach()), unit_stride(key.detach())
     tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), visibility.biased)
     if tile.n > LARGEST_TILE:
-        raise ValueError(f"tile={tile!r} is not accepted: expected at most {LARGEST_TILE} keys, which a byte can count")
+        reject("tile", tile, f"at most {LARGEST_TILE} keys, which a byte can count")
     arguments = attention_arguments(query, key, scale, softcap)
     arguments["rule"] = visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m))
     return arguments, attention_constants(query, tile), batch * heads * triton.cdiv(queries, tile.m), tile

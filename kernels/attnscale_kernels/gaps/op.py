@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_numbers, check_scores, check_values, finite, numbers, positive
+from ..errors import reject, reject_type
 from ..flash.op import flash_attention
 from ..flash.results import Forward
 from ..operators import operator
@@ -24,7 +26,7 @@ def accumulation_bracket(
     softcap: float | None = None,
 ) -> GapBracket:
     """`gap_bracket` as an operator: the best raw score, the gap of the second, and Λ between two bounds, per row."""
-    return GapBracket(*gap_bracket_op(*_arguments(query, key, visibility), scale, softcap))
+    return GapBracket(*gap_bracket_op(*_arguments(query, key, visibility, scale, softcap)))
 
 
 def gap_counts(
@@ -37,7 +39,8 @@ def gap_counts(
     softcap: float | None = None,
 ) -> Tensor:
     """`gap_count` as an operator: N(t) [B, H, Tq, thresholds] in int32."""
-    counts: Tensor = gap_count_op(*_arguments(query, key, visibility), scale, softcap, list(thresholds))
+    given = _arguments(query, key, visibility, scale, softcap)
+    counts: Tensor = gap_count_op(*given, numbers("thresholds", thresholds))
     return counts
 
 
@@ -62,7 +65,13 @@ def adaptive_attention(
     β is a constant in gradients. Λ is the upper end of its bracket, so that r > 1 guarantees w_max ≥ 1/ζ(r). A tie at
     the top gets the ceiling, a row of fewer than two keys the floor.
     """
-    found = accumulation_bracket(query, key, visibility, scale=scale, softcap=softcap)
+    r, floor, ceiling = positive("r", r), finite("floor", floor), finite("ceiling", ceiling)
+    if floor > ceiling:
+        reject("floor", floor, f"at most ceiling={ceiling!r}")
+    given = _arguments(query, key, visibility, scale, softcap)
+    check_values(query, key, value, sinks, seed)
+    check_numbers(scale, softcap, dropout_p)
+    found = GapBracket(*gap_bracket_op(*given))
     beta = (r * found.upper).clamp(floor, ceiling)
     forward = flash_attention(
         query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed,
@@ -83,7 +92,8 @@ def gap_bracket_op(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Te
 
 
 @gap_bracket_op.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    check_scores(query, key, Visibility(*others[:7]))
     return tuple(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4))
 
 
@@ -95,11 +105,18 @@ def gap_count_op(query: Tensor, key: Tensor, *others: Any) -> Tensor:
 
 
 @gap_count_op.register_fake
-def _(query: Tensor, *others: Any) -> Tensor:
+def _(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+    check_scores(query, key, Visibility(*others[:7]))
     return query.new_empty((*query.shape[:3], len(others[-1])), dtype=torch.int32)
 
 
-def _arguments(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[Any, ...]:
-    """What both operators begin with; detached, as they have no gradient."""
+def _arguments(
+    query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None
+) -> tuple[Any, ...]:
+    """What both operators begin with, checked; detached, as they have no gradient."""
+    if not isinstance(visibility, Visibility):
+        reject_type("visibility", visibility, "a Visibility")
+    check_scores(query, key, visibility)
+    check_numbers(scale, softcap)
     mask = None if visibility.mask is None else visibility.mask.detach()
-    return query.detach(), key.detach(), *visibility._replace(mask=mask)
+    return query.detach(), key.detach(), *visibility._replace(mask=mask), scale, softcap

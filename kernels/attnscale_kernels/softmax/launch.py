@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..arguments import check_softmax, check_softmax_backward
 from ..launch import Launch, Resources, Tile, block_of, launched, resources_of, unit_stride, view
 from .kernel import softmax_backward_kernel, softmax_forward_kernel
 
@@ -55,6 +56,7 @@ def forward_launches(
     Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
     zeros, and lse = max = −∞.
     """
+    check_softmax(scores, beta, mask, bias, thresholds)
     shape = scores.shape
     rows = scores.new_empty(shape[:-1], dtype=torch.float32)
     wanted = 0 if thresholds is None else thresholds.shape[0]
@@ -100,6 +102,7 @@ def backward_launches(
     Deterministic: no two programs add to the same element. dβ needs scores and bias, and is None without scores.
     `dtype` is that of the gradient of scores, by default the weights'.
     """
+    check_softmax_backward(gradient, weights, beta, scores, bias)
     shape = weights.shape
     result = SoftmaxGradient(
         weights.new_empty(shape, dtype=dtype or weights.dtype),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_softmax, check_softmax_backward, finite, numbers
 from ..derivatives import refuse_others, refuse_second
 from ..launch import on_device
 from ..operators import operator
@@ -29,10 +30,12 @@ def row_softmax(
     gradient. `thresholds` asks for gap counts N(t) = #{j visible: s* − s_j ≤ t} [..., Tq, k] of s + bias. A row that
     sees nothing gives zeros, lse = max = −∞ and no gradient.
     """
-    if not isinstance(beta, Tensor):
-        beta = scores.new_full((), float(beta), dtype=torch.float32)
+    if not isinstance(beta, Tensor) and isinstance(scores, Tensor):
+        number = finite("beta", beta, "a finite number or a tensor")
+        beta = torch.full((), number, dtype=torch.float32, device=scores.device)
+    check_softmax(scores, beta, mask, bias)
     refuse_others(scores, beta, bias)
-    gaps = None if thresholds is None else on_device(thresholds, scores)
+    gaps = None if thresholds is None else on_device(numbers("thresholds", thresholds), scores)
     weights, *found = softmax_op(scores, beta.to(torch.float32), mask, bias, gaps)
     lse, top, w_max, entropy, counts = (x.detach() for x in found)
     return RowSoftmax(weights, lse, top, w_max, entropy, None if gaps is None else counts)
@@ -53,6 +56,7 @@ def softmax_op(
 def _(
     scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None
 ) -> tuple[Tensor, ...]:
+    check_softmax(scores, beta, mask, bias, thresholds)
     rows = [scores.new_empty(scores.shape[:-1], dtype=torch.float32) for _ in range(4)]
     wanted = 0 if thresholds is None else thresholds.shape[0]
     return scores.new_empty(scores.shape), *rows, rows[0].new_empty((*rows[0].shape, wanted), dtype=torch.int64)
@@ -72,6 +76,7 @@ def softmax_backward_op(
 def _(
     gradient: Tensor, weights: Tensor, beta: Tensor, scores: Tensor | None, bias: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor]:
+    check_softmax_backward(gradient, weights, beta, scores, bias)
     dscores = weights.new_empty(weights.shape, dtype=torch.float32 if wide else weights.dtype)
     return dscores, beta.new_empty(0 if scores is None else weights.shape[:-1])
 

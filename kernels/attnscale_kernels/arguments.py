@@ -1,0 +1,266 @@
+"""What the operators accept: types, shapes, dtypes and devices of their arguments, and the range of their numbers.
+
+A kernel has pointers and strides only, so that a tensor of the wrong shape would be read beyond its end. Nothing here
+reads the elements of a tensor, which would synchronise. Launches that have a plan (plans.py) check tensors when it is
+made, since its signature covers everything that is checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from numbers import Real
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .errors import KernelArgumentError, KernelTypeError, reject, reject_type
+from .visibility import Visibility
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256
+FARTHEST = 2**30  # so that sums of two distances and the number of a row stay within 32 bits
+LARGEST = sys.float_info.max
+
+_FLOATS = (*DTYPES, torch.float64)  # what is converted to fp32
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    visibility: Visibility,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    """Refuse tensors that attention cannot be computed of."""
+    check_scores(query, key, visibility)
+    check_values(query, key, value, sinks, seed)
+    _check_tensor("beta", beta, _FLOATS, "query", query)
+    _check_broadcasts("beta", beta, query.shape[:3])
+
+
+def check_values(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> None:
+    """Refuse what attention needs beside scores, of a query and a key that were checked before, and β."""
+    _check_tensor("value", value, (query.dtype,), "query", query)
+    of_keys = key.shape[:3]
+    if value.dim() != 4 or value.shape[:3] != of_keys or value.shape[3] > WIDEST_HEAD:
+        axes = f"[{', '.join(map(str, of_keys))}, DV]"
+        _refuse_shape("value", value, f"{axes} beside key of shape {tuple(key.shape)}, with DV <= {WIDEST_HEAD}")
+    if sinks is not None:
+        _check_tensor("sinks", sinks, _FLOATS, "query", query)
+        if sinks.dim() != 1 or sinks.shape[0] != query.shape[1]:
+            _refuse_shape("sinks", sinks, f"({query.shape[1]},), one for each head of query")
+    if seed is not None:
+        _check_tensor("seed", seed, (torch.int64,), "query", query)
+        if seed.dim() > 1 or seed.numel() != 1:
+            _refuse_shape("seed", seed, "() or (1,)")
+
+
+def check_scores(query: Tensor, key: Tensor, visibility: Visibility) -> None:
+    """Refuse tensors that the scores of queries and keys cannot be computed of."""
+    check_query(query)
+    batch, heads, _, dim = query.shape
+    _check_tensor("key", key, (query.dtype,), "query", query)
+    if key.dim() != 4 or key.shape[0] != batch or key.shape[3] != dim:
+        _refuse_shape("key", key, f"[{batch}, Hkv, Tk, {dim}] beside query of shape {tuple(query.shape)}")
+    kv_heads, keys = key.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        _refuse_shape("key", key, f"a number of heads, its second axis, that divides the {heads} of query")
+    _check_visibility(visibility, query, keys)
+
+
+def _check_visibility(visibility: Visibility, query: Tensor, keys: int) -> None:
+    """Refuse rules that are not for these queries and so many keys."""
+    batch, heads, queries, _ = query.shape
+    for name, x in zip(("slot", "left", "right"), visibility[:3], strict=True):
+        _check_distance(f"visibility.{name}", x, name != "slot")
+    if (visibility.start is None) != (visibility.stop is None):
+        missing = "start" if visibility.start is None else "stop"
+        reject(f"visibility.{missing}", None, "start and stop, or neither")
+    if visibility.start is not None and visibility.stop is not None:
+        for name, x in (("left", visibility.left), ("right", visibility.right)):
+            if x is not None:
+                reject(f"visibility.{name}", x, "None where start and stop are given")
+        for name, bound in (("start", visibility.start), ("stop", visibility.stop)):
+            _check_tensor(f"visibility.{name}", bound, (torch.int32,), "query", query)
+            _check_axes(f"visibility.{name}", bound, (batch, queries), broadcast=1)
+        if visibility.start.shape != visibility.stop.shape:
+            _refuse_shape("visibility.stop", visibility.stop, f"{tuple(visibility.start.shape)}, the shape of start")
+    if visibility.padding is not None:
+        _check_tensor("visibility.padding", visibility.padding, (torch.bool,), "query", query)
+        _check_axes("visibility.padding", visibility.padding, (batch, keys), broadcast=1)
+    if visibility.mask is not None:
+        _check_tensor("visibility.mask", visibility.mask, (torch.bool, *_FLOATS), "query", query)
+        _check_axes("visibility.mask", visibility.mask, (batch, heads, queries, keys), broadcast=4)
+
+
+def check_query(query: Tensor) -> None:
+    """Refuse queries that are not [B, H, Tq, D]."""
+    _check_tensor("query", query, DTYPES)
+    if query.dim() != 4 or query.shape[3] > WIDEST_HEAD:
+        _refuse_shape("query", query, f"[B, H, Tq, D] with D <= {WIDEST_HEAD}")
+
+
+def check_backward(gradient: Tensor, query: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Refuse a gradient and results that are not those of a forward with these tensors, which were checked before."""
+    for name, x in (("gradient", gradient), ("out", out)):
+        _check_tensor(name, x, _FLOATS if x is gradient else (query.dtype,), "query", query)
+        _check_axes(name, x, (*query.shape[:3], value.shape[3]))
+    _check_tensor("lse", lse, (torch.float32,), "query", query)
+    _check_axes("lse", lse, query.shape[:3])
+
+
+def check_softmax(
+    scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None = None
+) -> None:
+    """Refuse tensors that the softmax of scores [..., Tq, Tk] cannot be computed of."""
+    _check_matrix("scores", scores, beta, bias)
+    if mask is not None:
+        _check_tensor("mask", mask, (torch.bool,), "scores", scores)
+        _check_broadcasts("mask", mask, scores.shape)
+    if thresholds is not None:
+        _check_tensor("thresholds", thresholds, (torch.float32,), "scores", scores)
+        _check_axes("thresholds", thresholds, (thresholds.numel(),))
+
+
+def check_softmax_backward(
+    gradient: Tensor, weights: Tensor, beta: Tensor, scores: Tensor | None, bias: Tensor | None
+) -> None:
+    """Refuse a gradient and arguments that are not those of a softmax with these weights."""
+    _check_matrix("weights", weights, beta, bias)
+    for name, x in (("gradient", gradient), ("scores", scores)):
+        if x is not None:
+            _check_tensor(name, x, DTYPES, "weights", weights)
+            _check_axes(name, x, weights.shape)
+
+
+def _check_matrix(name: str, matrix: Tensor, beta: Tensor, bias: Tensor | None) -> None:
+    """Refuse a matrix [..., Tq, Tk] of another dtype, and a β and a bias that do not broadcast to it."""
+    _check_tensor(name, matrix, DTYPES)
+    if matrix.dim() == 0:
+        _refuse_shape(name, matrix, "[..., Tk]")
+    _check_tensor("beta", beta, _FLOATS, name, matrix)
+    _check_broadcasts("beta", beta, matrix.shape[:-1])
+    if bias is not None:
+        _check_tensor("bias", bias, _FLOATS, name, matrix)
+        _check_broadcasts("bias", bias, matrix.shape)
+
+
+def check_numbers(scale: object, softcap: object, dropout_p: object = 0.0) -> None:
+    """Refuse numbers that attention cannot be computed with."""
+    finite("scale", scale)
+    probability("dropout_p", dropout_p)
+    if softcap is not None:
+        positive("softcap", softcap)
+
+
+def check_splits(splits: object) -> None:
+    """Refuse what is no number of parts of the keys."""
+    accepted = "an int >= 1 or None"
+    if splits is None:
+        return
+    if not isinstance(splits, int) or isinstance(splits, bool):
+        reject_type("splits", splits, accepted)
+    if splits < 1:
+        reject("splits", splits, accepted)
+
+
+def fp32_beta(beta: Tensor) -> Tensor:
+    """β in fp32; `to` would take longer to find that there is nothing to do."""
+    if beta.dtype is torch.float32:
+        return beta
+    _check_tensor("beta", beta, _FLOATS)
+    return beta.to(torch.float32)
+
+
+def finite(name: str, value: object, accepted: str = "a finite number") -> float:
+    """A number as a float.
+
+    >>> finite("scale", 2)
+    2.0
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        reject_type(name, value, accepted)
+    # Not math.isfinite, which torch.compile cannot trace.
+    if not -LARGEST <= value <= LARGEST:  # type: ignore[operator]
+        reject(name, value, accepted)
+    return float(value)
+
+
+def positive(name: str, value: object) -> float:
+    """A number above 0 as a float."""
+    accepted = "a finite number > 0"
+    number = finite(name, value, accepted)
+    return number if number > 0.0 else reject(name, value, accepted)
+
+
+def probability(name: str, value: object) -> float:
+    """A number in [0, 1) as a float."""
+    accepted = "a number in [0, 1)"
+    number = finite(name, value, accepted)
+    return number if 0.0 <= number < 1.0 else reject(name, value, accepted)
+
+
+def numbers(name: str, values: object) -> list[float]:
+    """Several numbers, of which ∞ is one, as floats."""
+    accepted = "a sequence of numbers"
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Tensor)):
+        reject_type(name, values, accepted)
+    found = list(values)
+    for value in found:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            reject_type(name, values, accepted)
+        if value != value:
+            reject(name, values, accepted)
+    return [float(value) for value in found]
+
+
+def _check_tensor(
+    name: str, x: object, dtypes: tuple[torch.dtype, ...], of: str = "", like: Tensor | None = None
+) -> None:
+    """Refuse what is no strided tensor of one of the dtypes, on the device of another argument."""
+    if not isinstance(x, Tensor):
+        reject_type(name, x, "a tensor")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        raise KernelTypeError(f"{name} of layout {kind} is not accepted: expected a strided tensor")
+    if x.dtype not in dtypes:
+        same = f", the dtype of {of}" if like is not None and dtypes == (like.dtype,) else ""
+        names = " or ".join(str(dtype) for dtype in dtypes)
+        raise KernelTypeError(f"{name} of {x.dtype} is not accepted: expected {names}{same}")
+    if like is not None and x.device != like.device:
+        raise KernelArgumentError(f"{name} on {x.device} is not accepted: expected {like.device}, the device of {of}")
+
+
+def _check_distance(name: str, value: object, optional: bool) -> None:
+    if optional and value is None:
+        return
+    accepted = f"an int from {-FARTHEST} to {FARTHEST}{' or None' if optional else ''}"
+    if type(value) not in (int, torch.SymInt):
+        reject_type(name, value, accepted)
+    # While torch.compile traces, a comparison would add a guard; the range is checked when the graph runs.
+    if not torch.compiler.is_compiling() and isinstance(value, int) and abs(value) > FARTHEST:
+        reject(name, value, accepted)
+
+
+def _check_axes(name: str, x: Tensor, full: tuple[int, ...], broadcast: int = 0) -> None:
+    """Refuse a tensor of another shape; the first `broadcast` axes may also have the extent 1."""
+    if x.dim() == len(full) and all(
+        n == m or (axis < broadcast and n == 1) for axis, (n, m) in enumerate(zip(x.shape, full, strict=True))
+    ):
+        return
+    axes = [f"{m}|1" if axis < broadcast and m != 1 else str(m) for axis, m in enumerate(full)]
+    _refuse_shape(name, x, f"[{', '.join(axes)}]")
+
+
+def _check_broadcasts(name: str, x: Tensor, full: tuple[int, ...]) -> None:
+    missing = len(full) - x.dim()
+    if missing < 0 or not all(n == m or n == 1 for n, m in zip(x.shape, full[missing:], strict=True)):
+        _refuse_shape(name, x, f"one that broadcasts to {tuple(full)}")
+
+
+def _refuse_shape(name: str, x: Tensor, accepted: str) -> NoReturn:
+    raise KernelArgumentError(f"{name} of shape {tuple(x.shape)} is not accepted: expected {accepted}")
