@@ -195,7 +195,7 @@ assert (code, err) == (0, "") and all(name in out for name in POLICIES), out + e
 def test_the_other_commands_name_the_packages_to_install(installed: Path, metadata: Message, tmp_path: Path) -> None:
     """By the names that an index has: attnscale itself is on none."""
     code = f"""{BARE}
-for words in ("evaluate m", "run experiment/training", "watch m", "bench", "theory all", "demo"):
+for words in ("evaluate m", "run experiment/smollm2", "watch m", "bench gpu", "theory all", "demo"):
     code, out, err = run(*words.split())
     assert (code, out) == (2, ""), out
     print(err, end="")
@@ -224,10 +224,11 @@ def test_the_wheel_holds_the_configurations(files: set[str]) -> None:
 CONFIGURED = """
 from pathlib import Path
 import attnscale
-from attnscale.cli.experiments import read_experiment
+from attnscale.cli.evaluate import EXPERIMENTS, read_experiment
 from attnscale.diagnostics import Thresholds
 
-long, short = (read_experiment(Path(name), []) for name in ("configs/experiment/training.yaml", "experiment/training"))
+names = ("configs/experiment/smollm2.yaml", "experiment/smollm2")
+long, short = (read_experiment(Path(name), [], EXPERIMENTS)[0] for name in names)
 assert long == short
 assert attnscale.build_policy("configs/policy/llama4.yaml").name == "llama4"
 assert Thresholds.read("monitor/strict").collapsed == 0.9

@@ -15,12 +15,12 @@ from small_evaluation import rows, small
 from transformers import AutoModelForCausalLM
 
 import attnscale.hf
-from attnscale.bench.memory import peak_bytes
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
 from attnscale.lab.streaming import stream
 from attnscale.lab.tasks import windows_of
-from attnscale.lab.training import read_text
+from scripts.cost.measuring import peak_bytes
+from scripts.training.embedded import read_text
 
 
 @torch.no_grad()
