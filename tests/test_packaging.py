@@ -106,6 +106,16 @@ def test_the_wheel_holds_every_module_there_is(files: set[str]) -> None:
         assert modules == {name for name in files if name.startswith(f"{package}/") and name.endswith(".py")}
 
 
+def test_the_wheel_has_no_workshop_code(files: set[str], installed: Path) -> None:
+    bench = {name.split("/")[2] for name in files if name.startswith("attnscale/bench/") and name.endswith(".py")}
+    assert bench == {"__init__.py", "rows.py", "gpu"}, "what only the repository runs belongs to scripts/"
+    assert not {name for name in files if name.startswith("scripts/") or name.endswith(("resources.json", "tiles.csv"))}
+    imports = re.compile(r"^\s*(from|import) scripts\b", re.MULTILINE)
+    modules = [path for package in PACKAGES for path in (installed / package).rglob("*.py")]
+    assert modules
+    assert [path.name for path in modules if imports.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_wheel_holds_what_the_page_of_a_report_is_made_of(files: set[str]) -> None:
     parts = {path.name for path in (ROOT / "attnscale" / "report" / "assets").iterdir()}
     assert parts == {Path(name).name for name in files if name.startswith("attnscale/report/assets/")}

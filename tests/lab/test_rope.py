@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
-from attnscale.lab.rope import stretch
+from attnscale.lab.laws import stretch
 from attnscale.lab.tasks import windows_of
 from scripts.training.embedded import save_byte_tokenizer
 
