@@ -18,6 +18,8 @@ from attnscale.errors import ArgumentError, reject
 NAMES = "names with commas between them (a,b), or a list"
 NUMBERS = "whole numbers (128,2048), a range that doubles (512:32768; in quotes in a YAML file), or a list"
 
+T = TypeVar("T")
+
 
 def read_names(value: Any, argument: str = "names") -> tuple[Any, ...]:
     """The names in a text, or the items of a list, whose types are for the caller to check.
@@ -71,9 +73,6 @@ def _numbers(part: str, value: str, argument: str) -> Iterator[int]:
             reject(argument, value, f"{number} or {2 * number} as the end of {part}")
         number *= 2
         yield number
-
-
-T = TypeVar("T")
 
 
 def add_options(parser: Parser, kind: type[Any], skip: Collection[str], defaults: Mapping[str, str]) -> None:

@@ -17,6 +17,16 @@ from attnscale.policies.build import required_fields
 KINDS = ("yarn", "linear")
 UNSTRETCHED = "own"  # the rotary embedding that the model's config has
 
+# Laws of the length, which a trained model is given anchored at its trained length, and never below 1.
+ANCHORED = ("sqrt_log", "log", "log_squared", "power")
+
+OWN = "own"  # the policy that a model was saved with
+
+# What a module of the model brings to its policy, and a value for the message about each other field without a default.
+_SHAPE = {"num_heads": 1, "head_dim": 2}
+_EXAMPLES = {"exponent": 0.5, "factor": 4, "original_length": 4096, "reference_length": 4096, "a": 4096, "rho": 0.5}
+_ENTRY = re.compile(r"(?:(?P<label>[\w.+-]+)=)?(?P<name>[^:=]+)(?P<parameters>(?::\w+=[^:=]+)*)")
+
 
 def read_rope(rope: str) -> tuple[str, float]:
     """Kind and factor.
@@ -58,17 +68,6 @@ def stretch(config: Any, rope: str | None, trained_length: int) -> None:
 def _base(parameters: dict[str, Any]) -> dict[str, Any]:
     """What a rotary embedding is without any stretching that it had."""
     return {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
-
-
-# Laws of the length, which a trained model is given anchored at its trained length, and never below 1.
-ANCHORED = ("sqrt_log", "log", "log_squared", "power")
-
-OWN = "own"  # the policy that a model was saved with
-
-# What a module of the model brings to its policy, and a value for the message about each other field without a default.
-_SHAPE = {"num_heads": 1, "head_dim": 2}
-_EXAMPLES = {"exponent": 0.5, "factor": 4, "original_length": 4096, "reference_length": 4096, "a": 4096, "rho": 0.5}
-_ENTRY = re.compile(r"(?:(?P<label>[\w.+-]+)=)?(?P<name>[^:=]+)(?P<parameters>(?::\w+=[^:=]+)*)")
 
 
 class Law(NamedTuple):

@@ -19,6 +19,8 @@ from attnscale.lab.laws import stretch
 
 EMBEDDED = "embedded"
 
+MOST_BYTES = 8 * 2**20  # of a longer file the rest is not read: 2 M tokens of English are 8 windows of 262144
+
 
 @dataclass(frozen=True)
 class ModelFolder:
@@ -118,9 +120,6 @@ def _first_sentence(text: str) -> str:
 
 def _placed(model: nn.Module) -> nn.Module:
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-MOST_BYTES = 8 * 2**20  # of a longer file the rest is not read: 2 M tokens of English are 8 windows of 262144
 
 
 class Text(NamedTuple):

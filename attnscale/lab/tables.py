@@ -25,6 +25,26 @@ from attnscale.lab.attention_rows import QUANTITIES
 
 Key = dict[str, Any]
 
+RESAMPLES = 2000
+CONSTANT = "constant"
+
+# Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
+Samples = Mapping[str, tuple[Tensor, Tensor]]
+
+METRICS = {"accuracy": "acc", "bits_per_byte": "bits_per_byte", "nats_per_token": "nats_per_token"}
+HIGHER_IS_BETTER = {"acc": True, "bits_per_byte": False, "nats_per_token": False}
+INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
+
+_TO_CONSTANT = ("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high")
+RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_TO_CONSTANT, "samples")
+STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
+COST = ("task", "model", "policy", "length", "seconds", "peak_mb")
+
+DEPTHS = 5  # bins of the depth of a needle
+
+Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
+Group = tuple[str, str, int, str]  # task, metric, length, bin
+
 
 class Cells:
     """The cells in a folder, by a key of everything that decides their result."""
@@ -51,13 +71,6 @@ class Cells:
     def _path(self, key: Key) -> Path:
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
         return self.folder / f"{key['task']}-{name}.json"
-
-
-RESAMPLES = 2000
-CONSTANT = "constant"
-
-# Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
-Samples = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def interval(values: Tensor) -> tuple[float, float]:
@@ -112,11 +125,6 @@ def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[d
     return rows
 
 
-METRICS = {"accuracy": "acc", "bits_per_byte": "bits_per_byte", "nats_per_token": "nats_per_token"}
-HIGHER_IS_BETTER = {"acc": True, "bits_per_byte": False, "nats_per_token": False}
-INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
-
-
 def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write `lm_eval/results_POLICY.json` from the rows of results.csv, a task for each length.
 
@@ -146,17 +154,6 @@ def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         target = folder / "lm_eval" / f"results_{re.sub(r'[^A-Za-z0-9_.=-]', '_', policy)}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, json.dumps(content, indent=2) + "\n")
-
-
-_TO_CONSTANT = ("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high")
-RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_TO_CONSTANT, "samples")
-STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
-COST = ("task", "model", "policy", "length", "seconds", "peak_mb")
-
-DEPTHS = 5  # bins of the depth of a needle
-
-Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
-Group = tuple[str, str, int, str]  # task, metric, length, bin
 
 
 def write_tables(output: Path, cells: Sequence[Cell]) -> None:

@@ -19,6 +19,9 @@ from attnscale.lab.needles import Retrieval
 # Logits of a chunk hold at most so many numbers: a quarter of a gigabyte in fp32.
 MOST_LOGITS = 2**26
 
+# Rows measured per length where no question says which rows matter.
+ROWS = 16
+
 
 def stream(
     model: nn.Module, tokens: Tensor, chunk: int, wanted: Tensor | None = None, listener: ChosenRows | None = None
@@ -48,10 +51,6 @@ def stream(
         if len(rows):
             logits = out.logits[0] if keeps else out.logits[0, rows]
             yield start + rows, logits.float().cpu()
-
-
-# Rows measured per length where no question says which rows matter.
-ROWS = 16
 
 
 def seeded(*parts: object) -> Generator:

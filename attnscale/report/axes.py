@@ -11,6 +11,13 @@ from typing import NamedTuple
 
 from attnscale.report.words import short
 
+# The palette of Okabe and Ito, without yellow, which does not show on white. In the page the first is the colour of
+# text, and the dark theme has lighter ones (evaluation.css).
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2))
+MARKERS = ("circle", "square", "triangle", "diamond", "down", "plus", "cross", "bar")
+MATPLOTLIB = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "plus": "P", "cross": "X"}
+
 
 class Tick(NamedTuple):
     """A place on an axis and what is written there."""
@@ -80,14 +87,6 @@ def _round_steps(low: float, high: float, wanted: int = 5) -> list[float]:
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= 0.999 * rough)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{place * step:.12g}") for place in range(first, last + 1)]
-
-
-# The palette of Okabe and Ito, without yellow, which does not show on white. In the page the first is the colour of
-# text, and the dark theme has lighter ones (evaluation.css).
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2))
-MARKERS = ("circle", "square", "triangle", "diamond", "down", "plus", "cross", "bar")
-MATPLOTLIB = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "plus": "P", "cross": "X"}
 
 
 class Style(NamedTuple):

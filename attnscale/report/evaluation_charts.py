@@ -31,6 +31,8 @@ HEAD_QUANTITIES = {
     "criticality": ("Criticality r = β/Λ", "r, no unit (log scale)"),
 }
 
+MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # of statistics.csv, with their names
+
 
 def style_of(data: EvaluationData, policy: str) -> Style:
     """By the place of the policy in the folder, so that it looks the same in all charts."""
@@ -156,9 +158,6 @@ def _axis(label: str, found: Curves, least: float | None = None, most: float | N
 
 def _ends(one: Interval, text: Callable[[float], str]) -> str:
     return "" if one.low is None or one.high is None else f" ({text(one.low)} to {text(one.high)})"
-
-
-MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # of statistics.csv, with their names
 
 
 def head_maps(data: EvaluationData) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from attnscale.report.words import TERMS, bits, percent, points, short
 
 PROGRAMS = ("content.js", "scales.js", "plot.js", "heatmap.js", "evaluation.js")
 
+Text = Callable[[float], str]
+
 
 def build_evaluation_page(data: EvaluationData) -> str:
     """The whole page as text; a part that was not measured is left out."""
@@ -220,9 +222,6 @@ def _table(data: EvaluationData) -> str:
 
 def _reproduction(data: EvaluationData) -> str:
     return _section("reproduce", "How to reproduce", "", reproduction(data))
-
-
-Text = Callable[[float], str]
 
 
 def results_table(data: EvaluationData) -> str:

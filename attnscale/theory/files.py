@@ -24,6 +24,9 @@ COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")  # one more than colours: the ninth series is not the first
 DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (8, 2, 2, 2)), (0, (4, 1)))
 
+DPI = 110
+COMPARISON_COLUMNS = ("quantity", "parameters", "predicted", "measured", "standard_error", "relative_error")
+
 
 def line_style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the series at a place: arguments of `Axes.plot`; any one of them tells it apart.
@@ -59,10 +62,6 @@ def draw_strip(panels: Sequence[Callable[[Axes], None]]) -> Figure:
     for draw, place in zip(panels, axes, strict=True):
         draw(place)
     return figure
-
-
-DPI = 110
-COMPARISON_COLUMNS = ("quantity", "parameters", "predicted", "measured", "standard_error", "relative_error")
 
 
 def write(experiment: Experiment, folder: Path) -> list[Path]:

@@ -22,6 +22,8 @@ from attnscale.errors import reject
 from attnscale.statistics import StatsRequest
 from attnscale.theory.families import ln_cap_constant
 
+Draw = Callable[[int, int, torch.Generator], Tensor]
+
 
 class LocalLaw(NamedTuple):
     """P(1 − ⟨q, k⟩ ≤ t) ~ constant·t^exponent for t → 0; in the distance ‖q − k‖ the exponent is twice this."""
@@ -124,9 +126,6 @@ def heat_growth(d: int, degree: int, beta: float) -> float:
     1.04
     """
     return 1.0 + degree * (degree + d - 2) / beta
-
-
-Draw = Callable[[int, int, torch.Generator], Tensor]
 
 
 class KeyDensity(NamedTuple):

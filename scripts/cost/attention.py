@@ -22,6 +22,9 @@ from scripts.cost.measuring import causal_step, interleaved_ratio, label, peak_b
 
 PROVIDERS = ("stats_all_rows", "stats_64_rows", "gap_adaptive")
 
+LAW = "log"
+TOLERANCE = 1e-4  # of an output of order one, in fp32
+
 
 def provider(name: str) -> Callable[..., Tensor]:
     """The function that is measured under a name."""
@@ -82,10 +85,6 @@ class StatisticsMemory:
         extra = (peaks[0] - peaks[1]) / 2**20
         labels = label(self.heads, self.head_dim)
         return [Row("statistics", "stats_all_rows", "forward", "extra_mb", self.length, extra, extra, extra, *labels)]
-
-
-LAW = "log"
-TOLERANCE = 1e-4  # of an output of order one, in fp32
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from scripts.static.table import Row, Table
 from scripts.static.targets import TARGETS, Target
 from scripts.static.variants import Variant, variants
 
+Job = tuple[int, str]  # a variant by its place in the list (functions do not travel), and a target
+
 
 class Compiled(NamedTuple):
     """What a kernel takes of a device, and its loops."""
@@ -123,9 +125,6 @@ def _number(pattern: str, text: str) -> int:
     if found is None:
         raise ValueError(f"nothing like {pattern!r} in what the assembler reports")
     return int(found[1])
-
-
-Job = tuple[int, str]  # a variant by its place in the list (functions do not travel), and a target
 
 
 def jobs(*, all_targets: bool = True) -> list[Job]:

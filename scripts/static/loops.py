@@ -16,6 +16,9 @@ _SASS_TARGET = re.compile(r"\(?(\.L_x_\w+)\)?")
 _GCN = re.compile(r"^\s+(?P<opcode>[a-z][a-z0-9]*_[a-z0-9_]+)(?P<rest>[^;]*)")
 _GCN_LABEL = re.compile(r"^(\.LBB\w+):")
 
+# A wait for a barrier is a loop of a few instructions, and part of what stands around it.
+LONGEST_WAIT = 16
+
 
 class Instruction(NamedTuple):
     """One instruction, and where control may go from it."""
@@ -92,10 +95,6 @@ def _blocks(lines: list[str | Instruction]) -> list[Block]:
             following.append(starts[body[-1].target])
         blocks.append(Block(tuple(body), tuple(dict.fromkeys(following))))
     return blocks
-
-
-# A wait for a barrier is a loop of a few instructions, and part of what stands around it.
-LONGEST_WAIT = 16
 
 
 class Loop(NamedTuple):

@@ -12,6 +12,11 @@ from scripts.static.targets import TARGETS
 BY_KEYS = "backward dK dV"  # the family whose programs take keys, and step through rows
 GROUP = 4  # query heads of a key head in the variants of the table
 
+HOT_OVER_REFERENCE = 1.05
+ENTROPY_OVER_PLAIN = 1.12
+CALL_OVER_HOT = 1.10  # of a causal call with 1024 keys
+CAUSAL = ("causal, plain", "causal, entropy", "causal", "causal, dbeta")
+
 
 def per_score(row: Row, counts: Counts) -> float:
     """Of the threads of a block together, for each score of a tile."""
@@ -80,12 +85,6 @@ def _of_call(row: Row, length: int) -> int:
 
 def _tiles(row: Row, length: int) -> Passes:
     return passes(row.rule, length, row.tile, by_keys=row.family == BY_KEYS, classified=row.phases.hot.total > 0)
-
-
-HOT_OVER_REFERENCE = 1.05
-ENTROPY_OVER_PLAIN = 1.12
-CALL_OVER_HOT = 1.10  # of a causal call with 1024 keys
-CAUSAL = ("causal, plain", "causal, entropy", "causal", "causal, dbeta")
 
 
 def misses(rows: list[Row]) -> dict[str, str]:

@@ -51,6 +51,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+CLASSES = 10
+
 
 @dataclass(frozen=True)
 class MaxRetrieval:
@@ -198,9 +200,6 @@ def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Row]:
         torch.set_num_threads(threads)
     write_whole(path, json.dumps({"config": made_by, "rows": [asdict(row) for row in rows]}))
     return rows
-
-
-CLASSES = 10
 
 
 class Projected(NamedTuple):

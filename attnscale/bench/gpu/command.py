@@ -28,6 +28,8 @@ from attnscale_kernels import interpreting
 if TYPE_CHECKING:
     from rich.console import Console
 
+PACKAGES = ("attnscale", "torch", "triton", "flash-attn", "flash-attn-3", "nvidia-ml-py", "numpy", "matplotlib")
+
 
 def run(
     console: Console,
@@ -110,9 +112,6 @@ def _print_notes(console: Console, machine: Machine, notes: list[Note]) -> None:
         verb = "[red]refused[/]" if refused else "[dim]left out[/]"
         text = f"{provider} ({', '.join(places)}): {reason}"
         console.print(f"{verb}  {escape(text)}", highlight=False, soft_wrap=True)
-
-
-PACKAGES = ("attnscale", "torch", "triton", "flash-attn", "flash-attn-3", "nvidia-ml-py", "numpy", "matplotlib")
 
 
 def write_bundle(path: Path, csv: Path, pictures: Sequence[Path], texts: Mapping[str, str]) -> None:

@@ -28,6 +28,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # Profiles of known cards, which come with the package.
 FOLDER = Path(str(resources.files("attnscale.bench.gpu") / "profiles"))
 
+INTERPRETER = "interpreter"
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -156,9 +158,6 @@ def _listed(name: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, tuple) or not value:
         reject_type(name, value, "a list that is not empty")
     return value
-
-
-INTERPRETER = "interpreter"
 
 
 class Machine(NamedTuple):

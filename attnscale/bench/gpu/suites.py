@@ -25,6 +25,16 @@ LEVELS = {
     "entropy": StatsRequest(w_max=False),
 }
 
+POLICY = GapAdaptive()
+
+# The widest bracket of Λ that fifteen bins of gaps leave: upper over lower end.
+BRACKET = 1.25
+
+EXACT = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False, accumulation="exact")
+
+# What a user would have instead; the slow ones are measured and are nobody's yardstick.
+RIVALS = tuple(provider.name for provider in (*SDPA, *FLASH_ATTN, FLEX) if provider.name != "sdpa_math")
+
 
 def law(problem: Problem) -> Attention:
     """Attention under the problem's law, nothing else asked for."""
@@ -67,14 +77,6 @@ STATISTICS = (
         for name, numbers in (("lse+max", 2), ("entropy", 3))
     ),
 )
-
-
-POLICY = GapAdaptive()
-
-# The widest bracket of Λ that fifteen bins of gaps leave: upper over lower end.
-BRACKET = 1.25
-
-EXACT = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False, accumulation="exact")
 
 
 def fused(problem: Problem) -> Attention:
@@ -157,10 +159,6 @@ def split(problem: Problem) -> Attention:
 
 
 DECODING = (Provider("attnscale_split", split, by_law, ours=True),)
-
-
-# What a user would have instead; the slow ones are measured and are nobody's yardstick.
-RIVALS = tuple(provider.name for provider in (*SDPA, *FLASH_ATTN, FLEX) if provider.name != "sdpa_math")
 
 
 class Suite(NamedTuple):

@@ -20,6 +20,9 @@ ABOUT = (
     "what is allowed (twice that of torch's attention, and one rounding), above 1 there is no speed."
 )
 
+# More than any table needs.
+UNLIMITED = 10_000
+
 
 def header(*, dry_run: bool) -> tuple[str, ...]:
     """The names of the columns."""
@@ -58,10 +61,6 @@ def _speeds(numbers: dict[str, float]) -> tuple[str, ...]:
 def short(config: str) -> str:
     """Head dimension and dtype: what a table has room for."""
     return " ".join(part for part in config.split() if part.startswith("D=") or "float" in part)
-
-
-# More than any table needs.
-UNLIMITED = 10_000
 
 
 def print_tables(

@@ -31,6 +31,8 @@ LONG = [2**power for power in range(16, 41, 4)]  # of the exponent of Gaussian r
 BEST = 512  # scores of a long row that are drawn: its contact is nearly always among the first
 ROUNDING = 1e-12  # of a bound that holds with equality
 
+Corner = Literal["upper left", "upper right"]
+
 
 class Sizes(NamedTuple):
     """How much is sampled: scores per length and rows at most, rows of the transition, and long Gaussian rows."""
@@ -251,9 +253,6 @@ def _of_transition(places: Rows) -> list[Comparison]:
             )
     broken = sum(row["violations"] for row in places)
     return [*lines, Comparison("rows that break a bound", "all families, n and r", 0.0, float(broken))]
-
-
-Corner = Literal["upper left", "upper right"]
 
 
 def laws_figure(rows: Rows) -> Figure:

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 # Assumption 3 with groups of n^τ tokens: far cosine, near cosine, τ.
 FAR, NEAR, TAU = 0.1, 0.8, 0.5
 
+Rows = list[dict[str, Any]]
+LABELS = {
+    "angle_ratio": "λ: angle after / before one layer (Eq. 26)",
+    "jacobian_norm": "η: ‖∇X'‖²/(nd) (Eq. 27)",
+}
+
 
 class Sizes(NamedTuple):
     """Tokens, cells along each axis and draws of the sweep, its dimensions, tokens in a group, and Gaussian rows."""
@@ -190,13 +196,6 @@ def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
             | {"limit": poisson_dirichlet.mean_largest(t) if t > 1.0 else 0.0}
         )
     return found
-
-
-Rows = list[dict[str, Any]]
-LABELS = {
-    "angle_ratio": "λ: angle after / before one layer (Eq. 26)",
-    "jacobian_norm": "η: ‖∇X'‖²/(nd) (Eq. 27)",
-}
 
 
 def draw_sweep(rows: Rows, column: str) -> Figure:

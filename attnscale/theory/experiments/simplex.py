@@ -21,6 +21,8 @@ CASES = ((0.3, 1.0, 1.0, 0.0), (0.5, 2.0, 2.0, 0.5), (0.6, 0.5, 4.0, 1.5))  # ρ
 RHO = 0.5
 LENGTHS = (10**3, 10**6, 10**9, 10**12)
 
+Rows = list[dict[str, Any]]
+
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Compare the closed forms with this package's attention, with their limits, and iterate them over layers."""
@@ -136,9 +138,6 @@ def _lifetime(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
     where = f"γ/γ_c={last['ratio']:g} n={last['n']:.0e}"
     lines.append(Comparison("layers until 1 − ρ has halved", where, last["predicted"], float(last["counted"])))
     return found
-
-
-Rows = list[dict[str, Any]]
 
 
 def draw_limits(rows: Rows) -> Figure:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ORDERED = 12  # how many of the ordered weights are shown
 HEAT_TILT = 1.5  # concentration of the density that the heat step sharpens
 
+Rows = list[dict[str, Any]]
+
 
 class Sizes(NamedTuple):
     """How much is sampled: keys and rows, draws of the limit, batches of the heat step, and growing contexts."""
@@ -270,9 +272,6 @@ def _second(values: Tensor) -> float:
 
 def _compare(lines: list[Comparison], quantity: str, parameters: str, predicted: float, values: Tensor) -> None:
     lines.append(Comparison(quantity, parameters, predicted, *mean(values)))
-
-
-Rows = list[dict[str, Any]]
 
 
 def draw_weights(rows: Rows) -> Figure:
