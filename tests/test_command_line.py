@@ -102,7 +102,7 @@ def test_bench_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None:
     assert [row[:5] for row in rows] == [
         *(
             ["attention", policy, mode, metric, "16"]
-            for policy in ("constant", "log")
+            for policy in ("constant", "log", "log_bf16")
             for mode in ("forward", "forward+backward")
             for metric in ("time_ratio", "extra_query_copies")
         ),
