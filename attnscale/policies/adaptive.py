@@ -150,7 +150,9 @@ class GapAdaptive(ScorePolicy):
         scale = stats.accumulation.upper if accumulation is None else accumulation
         if self.scope == "row":
             return self._bounded(self._r * scale)
-        self._learn(stats.visible, scale)
+        # Activation checkpointing computes the forward again in the backward pass, which must not learn twice.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            self._learn(stats.visible, scale)
         # A head none of whose rows could be used so far, such as one of NaN, has β = 1.
         return torch.where(local(self.sums)[:, :1] > 0, self._estimate(stats.visible), 1.0)
 
