@@ -32,7 +32,7 @@ class ModuleArgumentError(TensorError, AssertionError):
 
 
 class ModuleDtypeError(DtypeError, AssertionError):
-    """A mask of a dtype that MultiheadAttention does not take: where torch's raises AssertionError."""
+    """A nested tensor or a dtype of a mask that MultiheadAttention does not take: torch's raises AssertionError."""
 
 
 class FrozenPolicyError(ArgumentError, AttributeError):

@@ -39,6 +39,9 @@ def read_number(argument: str, value: object, accepted: str = "a number") -> flo
         reject(argument, value, f"{accepted}, within the range of a float")
 
 
+LARGEST = 2**62  # sums of two ints stay within 64 bits
+
+
 def read_int(argument: str, value: object, accepted: str, *, least: int | None = None, most: int | None = None) -> int:
     """An int from anything with `__index__`, such as numpy's ints, between two bounds.
 
@@ -60,6 +63,8 @@ def read_int(argument: str, value: object, accepted: str, *, least: int | None =
             reject_type(argument, value, accepted)
     if (least is not None and number < least) or (most is not None and number > most):
         reject(argument, value, accepted)
+    if isinstance(number, int) and abs(number) > LARGEST:
+        reject(argument, value, f"{accepted}, at most 2**62")
     return number  # type: ignore[no-any-return]
 
 

@@ -102,28 +102,38 @@ def attend(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """torch's attention, with NaN where its CPU kernel loses it.
+    """torch's attention, with NaN and rows that see nothing as in other backends.
 
     On CUDA its fused kernels take a mask or grouped heads, but not both.
     """
     if grouped and mask is not None and query.is_cuda:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
         grouped = False
-    out = torch_attention()(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
-        enable_gqa=True if grouped else False,  # noqa: SIM210
-    )
+
+    def run(query: Tensor) -> Tensor:
+        return torch_attention()(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
+            enable_gqa=True if grouped else False,  # noqa: SIM210
+        )
+
     if query.device.type != "cpu" or query.is_nested or is_dtensor(query):
-        return out
-    if not is_watched() and bool(out.detach()[..., :1].all()):  # no row is zero
-        return out
+        return run(query)
+    if is_watched():
+        query = query if mask is None else query.masked_fill(~_sees(mask), 0.0)
+        out = run(query)
+    else:
+        out = run(query)
+        if bool((out.detach()[..., :1].abs() > 0).all()):  # no row is zero or NaN
+            return out
+        if mask is not None and bool((_is_broken(query.detach())[..., None] & ~_sees(mask)).any()):
+            out = run(query.masked_fill(~_sees(mask), 0.0))  # in which 0·NaN would reach every key's gradient
     return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
 
 
@@ -139,10 +149,20 @@ def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> T
     if mask is None:
         lost = _is_broken(query) | broken[..., :1]
     else:
-        seen = mask if mask.dtype == torch.bool else mask.detach() > -math.inf
-        first = F.pad(seen, (0, 1)).to(torch.uint8).argmax(-1).expand(out.shape[:-1])
-        lost = (_is_broken(query) | broken.expand(*out.shape[:-2], -1).gather(-1, first)) & seen.any(-1)
+        # Padded as numbers: inductor cannot vectorise the padding of a mask that it computes.
+        first = F.pad(_seen(mask).to(torch.int32), (0, 1)).argmax(-1).expand(out.shape[:-1])
+        lost = (_is_broken(query) | broken.expand(*out.shape[:-2], -1).gather(-1, first)) & _sees(mask)[..., 0]
     return torch.where((lost & (out == 0).all(-1)).unsqueeze(-1), math.nan, 0.0).to(out.dtype)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Which keys torch adds no −∞ to."""
+    return mask if mask.dtype == torch.bool else mask.detach() > -math.inf
+
+
+def _sees(mask: Tensor) -> Tensor:
+    """Which rows see a key, [..., Tq, 1]."""
+    return _seen(mask).any(-1, keepdim=True)
 
 
 def _is_broken(x: Tensor) -> Tensor:

@@ -78,14 +78,16 @@ class Scores(NamedTuple):
         return self._replace(key=key, broken=broken), value
 
     def without_unseeing(self, lse: Tensor, sinks: Tensor | None) -> Scores:
-        """Scores with a query of 0 in rows that see no key, if any is not finite: 0·NaN would reach every key.
+        """Scores with a query and β of 0 in rows that see no key, if any is not finite: 0·NaN would reach every key.
 
         Such a row has the lse of its sink alone, or −∞, and takes no part in any gradient.
         """
-        if bool(torch.isfinite(self.query.sum())):
+        total = self.query.sum() if self.beta is None else self.query.sum() + self.beta.sum()
+        if bool(torch.isfinite(total)):
             return self
         alone = lse == (-math.inf if sinks is None else sinks.to(lse.dtype)[:, None])
-        return self._replace(query=self.query.masked_fill(alone[..., None], 0.0))
+        beta = None if self.beta is None else self.beta.masked_fill(alone, 0.0)
+        return self._replace(query=self.query.masked_fill(alone[..., None], 0.0), beta=beta)
 
 
 class Tile(NamedTuple):

@@ -62,7 +62,7 @@ def describe(
     """
     if positions is not None:
         positions = layout.rows("positions", _integer("positions", positions, device), queries, "0-based, per query")
-        _check_values("positions", positions, (positions < 0).any, "0-based positions, none of them negative")
+        _check_values("positions", positions, _any_negative, "0-based positions, none of them negative")
     if key_padding is not None:
         if not isinstance(key_padding, Tensor) or key_padding.dtype != torch.bool:
             reject_type("key_padding", _kind(key_padding), "a bool tensor, True where the key is padding")
@@ -140,7 +140,7 @@ def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device)
         full = [layout.size, layout.heads, queries]
         reject("visible.shape", list(given.shape), f"[Tq], [B, Tq] or [B, H, Tq] that broadcasts to {full}")
     if not hasattr(given, COUNTED):
-        _check_values("visible", n, (n < 0).any, "numbers of keys, none of them negative")
+        _check_values("visible", n, _any_negative, "numbers of keys, none of them negative")
     # A tensor of the full length stays the same object, whose β may be remembered (`mark_counted`).
     return n if n.shape[2] == queries else n.expand(n.shape[0], n.shape[1], queries)
 
@@ -168,7 +168,7 @@ def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.de
         of_each = offset.dim() == 2 and offset.shape[1] == queries and offset.shape[0] in (1, layout.size)
         if offset.numel() not in (1, layout.size) and not of_each:
             reject("cache_offset", list(offset.shape), accepted)
-        _check_values("cache_offset", offset, (offset < 0).any, accepted)
+        _check_values("cache_offset", offset, _any_negative, accepted)
         if of_each:
             return offset
         return offset.reshape(-1, 1) + torch.arange(queries, device=device)
@@ -216,7 +216,7 @@ def _edges(packing: Packing, queries: int, keys: int, device: torch.device) -> P
             reject("cu_seqlens.shape", list(edges.shape), accepted)
         limit = tokens if pair else keys
 
-        def wrong(edges: Tensor = edges, limit: int = limit) -> Tensor:
+        def wrong(edges: Tensor, limit: int = limit) -> Tensor:
             return (edges[0] != 0) | (edges[-1] > limit) | (edges[1:] < edges[:-1]).any()
 
         _check_values("cu_seqlens", edges, wrong, f"{accepted}; the last is at most the number of tokens")
@@ -276,8 +276,12 @@ def _check_device(argument: str, value: Tensor, device: torch.device) -> None:
         reject(f"{argument}.device", str(value.device), f"that of the query, {device}", TensorError)
 
 
-def _check_values(argument: str, value: Tensor, wrong: Callable[[], Tensor], accepted: str) -> None:
-    if value.device.type == "cpu" and not is_watched() and bool(wrong()):
+def _any_negative(value: Tensor) -> Tensor:
+    return (value < 0).any()
+
+
+def _check_values(argument: str, value: Tensor, wrong: Callable[[Tensor], Tensor], accepted: str) -> None:
+    if value.device.type == "cpu" and not is_watched() and bool(wrong(value)):
         reject(argument, value.tolist(), accepted)
 
 

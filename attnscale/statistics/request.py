@@ -15,7 +15,7 @@ class StatsRequest:
     """Which statistics to compute; what is not asked for costs nothing.
 
     `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ, "exact" by sorting each row or as a
-    "bracket" of at most ten per cent (a quarter, from the fused kernels), from rank `min_rank` on. `rows` samples that
+    "bracket" at most 6.25 % wide (25 % from the Triton kernels), from rank `min_rank` on. `rows` samples that
     many rows, spread over the positions and chosen by `seed`; None is all of them.
     """
 

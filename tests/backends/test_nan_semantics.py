@@ -95,8 +95,27 @@ def test_masks_decide_which_rows_see_it(backend, kind, policy):
     q[:, :, 0] = math.nan
     found = broken_rows(q, k, v, attn_mask=masks()[kind], policy=policy, backend=backend)
     assert found[:, :, [1, 2, 4, 5, 6, 7]].all()
-    if backend != "sdpa":  # torch adds a mask of −∞ to NaN, which stays NaN
+    if backend != "sdpa":  # torch adds a mask of −∞ to the NaN of a hidden key, which stays NaN
         assert not found[:, :, [0, 3]].any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blockwise", "reference"])
+@every_dtype
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_row_that_sees_nothing_is_zero_whatever_its_query_holds(backend, dtype, kind, compiled):
+    q, k, v = (x.requires_grad_() for x in case(dtype))
+    with torch.no_grad():
+        q[:, :, 0] = math.nan
+    torch._dynamo.reset()
+    attend = scaled_dot_product_attention
+    attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    mask = masks()[kind].to(torch.bool if kind == "bool" else dtype)
+    out = attend(q, k, v, mask, policy="log", enable_gqa=True, backend=backend)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (out[:, :, 0] == 0).all()
+    assert (gradients[0][:, :, 0] == 0).all()
+    assert all(torch.isfinite(x).all() for x in (out, *gradients))
 
 
 @pytest.mark.parametrize("policy", ["constant", "log"])

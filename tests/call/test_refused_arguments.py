@@ -11,7 +11,7 @@ import torch
 from oracle import tensors
 
 import attnscale
-from attnscale import scaled_dot_product_attention, visible_keys
+from attnscale import build_policy, scaled_dot_product_attention, visible_keys
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError
 
 Q, K, V = tensors((2, 4, 6, 8), (2, 4, 6, 8), torch.float32)
@@ -159,3 +159,16 @@ def test_a_scale_may_vary_in_a_compiled_graph(policy: str) -> None:
     for scale in (0.5, 0.25, -1.0):
         expected = scaled_dot_product_attention(Q, K, V, policy=policy, scale=scale)
         torch.testing.assert_close(attend(scale), expected)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"window": 2**64}, {"window": (2**64, 0)}, {"cache_offset": 2**63 - 1}, {"cache_offset": 10**30}],
+    ids=str,
+)
+def test_ints_beyond_64_bits_are_refused(rules):
+    q = torch.randn(1, 2, 8, 4)
+    with pytest.raises(ArgumentError, match=r"at most 2\*\*62"):
+        scaled_dot_product_attention(q, q, q, is_causal=True, policy="log", **rules)
+    with pytest.raises(ArgumentError, match=r"at most 2\*\*62"):
+        build_policy("log")(2**63)

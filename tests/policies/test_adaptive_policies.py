@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from oracle import tensors
+from torch.utils.checkpoint import checkpoint
 
 import attnscale
 from attnscale import (
@@ -226,6 +228,25 @@ def test_a_first_call_of_nan_alone_gives_nan_and_learns_nothing(compiled):
         policy.eval()(64)
     assert torch.isfinite(attend(q, k, v, is_causal=True, policy=policy.train())).all()
     assert torch.isfinite(policy.eval()(64)).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputed_forward_does_not_learn_again(use_reentrant):
+    policy = head_policy()
+    train(policy, 3)
+    q, k, v = tensors((2, 2, 64, 16), (2, 2, 64, 16), torch.float32)
+    found = []
+    for checkpointed in (False, True):
+        own, x = copy.deepcopy(policy), (5 * q).requires_grad_()
+
+        def attend(x, own=own):
+            return scaled_dot_product_attention(x, k, v, is_causal=True, policy=own)
+
+        out = checkpoint(attend, x, use_reentrant=use_reentrant) if checkpointed else attend(x)
+        out.sum().backward()  # reentrant checkpoints know no torch.autograd.grad
+        found.append((x.grad, own.sums))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_modules_take_them_like_any_other():

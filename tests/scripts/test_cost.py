@@ -470,7 +470,7 @@ COLUMNS = ["kernel", "provider", "mode", "metric", "x", "y", "low", "high", "con
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "lengths: [16]\npolicies: [constant, log]\nheads: 2\nhead_dim: 8\nrounds: [2]\nimports: 2\n"
 TINY += (
-    "half_policies: []\nrival_lengths: []\n"
+    "rival_lengths: []\n"
     "statistics_lengths: [16]\nstatistics_rounds: [2]\neager_lengths: [16]\nmemory_lengths: [16]\n"
     "monitor_lengths: []\n"
     "model_lengths: []\n"
@@ -502,7 +502,7 @@ def test_the_command_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None
     assert [row[:5] for row in rows] == [
         *(
             ["attention", policy, mode, metric, "16"]
-            for policy in ("constant", "log")
+            for policy in ("constant", "log", "log_bf16")
             for mode in ("forward", "forward+backward")
             for metric in ("time_ratio", "extra_query_copies")
         ),

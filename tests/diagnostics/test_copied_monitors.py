@@ -1,4 +1,4 @@
-"""Number 13: whatever holds a monitor can be copied and saved; the copy runs, and nothing listens to it."""
+"""Whatever holds a monitor can be copied and saved; the copy runs, and nothing listens to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number 19, in part: taking a policy away from a watched model leaves no tap, in whichever order things are closed."""
+"""Taking a policy away from a watched model leaves no tap, in whichever order things are closed."""
 
 from __future__ import annotations
 

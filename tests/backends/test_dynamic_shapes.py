@@ -1,4 +1,4 @@
-"""Number 17: with symbolic batch, heads and lengths, backed or not, every policy is one graph."""
+"""With symbolic batch, heads and lengths, backed or not, every policy is one graph."""
 
 from __future__ import annotations
 

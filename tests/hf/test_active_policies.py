@@ -1,4 +1,4 @@
-"""Number 23: `inspect` says what is active, and a saved model asks for its policy wherever it is loaded."""
+"""`inspect` says what is active, and a saved model asks for its policy wherever it is loaded."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

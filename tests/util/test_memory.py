@@ -1,4 +1,4 @@
-"""Number 16: what is remembered is made by ordinary calls only, is bounded, and may be used by any thread."""
+"""What is remembered is made by ordinary calls only, is bounded, and may be used by any thread."""
 
 from __future__ import annotations
 

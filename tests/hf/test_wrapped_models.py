@@ -1,4 +1,4 @@
-"""Number 22: a learned policy is applied before DDP or FSDP take the model over, and then learns alike everywhere."""
+"""A learned policy is applied before DDP or FSDP take the model over, and then learns alike everywhere."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

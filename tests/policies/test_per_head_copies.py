@@ -1,4 +1,4 @@
-"""Number 19: `per_head` puts its parts in order without an index that each call would copy to the device."""
+"""`per_head` puts its parts in order without an index that each call would copy to the device."""
 
 from __future__ import annotations
 

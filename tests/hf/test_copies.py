@@ -1,4 +1,4 @@
-"""Number 20: copies and loads by name have the policies that `apply` gave, at the modules it gave them to."""
+"""Copies and loads by name have the policies that `apply` gave, at the modules it gave them to."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

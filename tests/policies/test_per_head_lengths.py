@@ -1,4 +1,4 @@
-"""Number 18: `per_head` gives each head the temperature of its own n, and so does a running estimate per head."""
+"""`per_head` gives each head the temperature of its own n, and so does a running estimate per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number 11: under context parallelism, where a process would count the keys of its own part, the call is refused."""
+"""Under context parallelism, where a process would count the keys of its own part, the call is refused."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

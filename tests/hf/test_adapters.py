@@ -1,4 +1,4 @@
-"""Number 24: learned policies beside PEFT's adapters, in files of their own, and from the Hub."""
+"""Learned policies beside PEFT's adapters, in files of their own, and from the Hub."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

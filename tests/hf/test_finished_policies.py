@@ -1,4 +1,4 @@
-"""Number 1, `hf.apply`: finished policies are taken as they are, with what they have learned, and a user's own too."""
+"""`hf.apply`: finished policies are taken as they are, with what they have learned, and a user's own too."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

@@ -1,4 +1,4 @@
-"""Number 1: a `LengthPolicy` of one's own is registered under a name, and then works like any other."""
+"""A `LengthPolicy` of one's own is registered under a name, and then works like any other."""
 
 from __future__ import annotations
 

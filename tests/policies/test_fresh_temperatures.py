@@ -1,4 +1,4 @@
-"""Number 6: β is that of the policy and of the n of this very call, whatever was remembered before."""
+"""Β is that of the policy and of the n of this very call, whatever was remembered before."""
 
 from __future__ import annotations
 

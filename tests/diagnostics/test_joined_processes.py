@@ -1,4 +1,4 @@
-"""Number 14: reports of several processes are joined by the names of layers; nothing hangs, and nothing is mixed up."""
+"""Reports of several processes are joined by the names of layers; nothing hangs, and nothing is mixed up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number 15: every kind of call is measured, or skipped and said so, and a listener hears the next step."""
+"""Every kind of call is measured, or skipped and said so, and a listener hears the next step."""
 
 from __future__ import annotations
 

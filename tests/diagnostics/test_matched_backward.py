@@ -1,4 +1,4 @@
-"""Number 10: backward is compared with its own forward, and evaluation is not mixed into records of training."""
+"""Backward is compared with its own forward, and evaluation is not mixed into records of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number 9: the percentiles of a monitor are those of all rows, over batches, calls and processes."""
+"""The percentiles of a monitor are those of all rows, over batches, calls and processes."""
 
 from __future__ import annotations
 
