@@ -32,8 +32,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 demo: $(INSTALLED)  ## a trained model under five laws, from 128 to 16384 tokens: a table and a page
 	$(PY) -m attnscale demo --output demo
 
-# Each worker gets one thread: workers times threads would otherwise exceed the cores. Not `python -m pytest`: that puts
-# this folder on sys.path, where `import kernels` would find ours.
+# Each worker gets one thread: workers times threads would otherwise exceed the cores.
 test: lint types  ## lint, types, doctests and tests
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile
 
@@ -50,17 +49,16 @@ types: $(INSTALLED)  ## mypy, strict
 	$(PY) -m mypy
 
 bench: $(INSTALLED)  ## measure on this machine and write the table
-	$(PY) -m attnscale bench --output .github/assets/bench_cpu.csv
+	$(PY) -m scripts.cost --output .github/assets/bench_cpu.csv
 
 experiments: $(INSTALLED)  ## train the models of the README's tables and measure them; takes an hour
-	$(PY) -m attnscale run configs/experiment/training.yaml
+	$(PY) -m scripts.training configs/experiment/training.yaml
 	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
 	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
-	$(PY) -m attnscale run configs/experiment/max_retrieval.yaml
+	$(PY) -m scripts.training configs/experiment/max_retrieval.yaml
 
-resources: $(INSTALLED)  ## compile every kernel for every target and write the tables
-	$(PY) -m attnscale.bench.static --write
-	$(PY) -m attnscale.bench.static --tiles
+resources: $(INSTALLED)  ## compile every kernel for every target and write the table
+	$(PY) -m scripts.static --write
 
 figures: $(INSTALLED)  ## draw the pictures of the README
 	$(PY) scripts/plot_report.py

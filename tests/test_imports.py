@@ -91,7 +91,7 @@ def test_importing_touches_no_device_and_says_nothing(imported: Imported) -> Non
 
 def test_importing_warns_of_nothing() -> None:
     finished = fresh(
-        "import attnscale, attnscale.bench.cost, attnscale.cli, attnscale.lab, attnscale.theory, attnscale_kernels",
+        "import attnscale, attnscale.bench.rows, attnscale.cli, attnscale.lab, attnscale.theory, attnscale_kernels",
         "-W",
         "error",
     )
@@ -111,7 +111,7 @@ def test_everything_but_files_works_without_any_optional_package() -> None:
         model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         with attnscale.convert(model, "ssmax"):
             model(torch.randn(1, 4, 8)).sum().backward()
-        import attnscale.bench.cost, attnscale.lab
+        import attnscale.bench.rows, attnscale.lab
         """,
         blocked=OPTIONAL,
     )

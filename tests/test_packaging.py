@@ -106,6 +106,16 @@ def test_the_wheel_holds_every_module_there_is(files: set[str]) -> None:
         assert modules == {name for name in files if name.startswith(f"{package}/") and name.endswith(".py")}
 
 
+def test_the_wheel_has_no_workshop_code(files: set[str], installed: Path) -> None:
+    bench = {name.split("/")[2] for name in files if name.startswith("attnscale/bench/") and name.endswith(".py")}
+    assert bench == {"__init__.py", "rows.py", "gpu"}, "what only the repository runs belongs to scripts/"
+    assert not {name for name in files if name.startswith("scripts/") or name.endswith(("resources.json", "tiles.csv"))}
+    imports = re.compile(r"^\s*(from|import) scripts\b", re.MULTILINE)
+    modules = [path for package in PACKAGES for path in (installed / package).rglob("*.py")]
+    assert modules
+    assert [path.name for path in modules if imports.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_wheel_holds_what_the_page_of_a_report_is_made_of(files: set[str]) -> None:
     parts = {path.name for path in (ROOT / "attnscale" / "report" / "assets").iterdir()}
     assert parts == {Path(name).name for name in files if name.startswith("attnscale/report/assets/")}
@@ -195,7 +205,7 @@ assert (code, err) == (0, "") and all(name in out for name in POLICIES), out + e
 def test_the_other_commands_name_the_packages_to_install(installed: Path, metadata: Message, tmp_path: Path) -> None:
     """By the names that an index has: attnscale itself is on none."""
     code = f"""{BARE}
-for words in ("evaluate m", "run experiment/training", "watch m", "bench", "theory all", "demo"):
+for words in ("evaluate m", "run experiment/smollm2", "watch m", "bench gpu", "theory all", "demo"):
     code, out, err = run(*words.split())
     assert (code, out) == (2, ""), out
     print(err, end="")
@@ -224,10 +234,11 @@ def test_the_wheel_holds_the_configurations(files: set[str]) -> None:
 CONFIGURED = """
 from pathlib import Path
 import attnscale
-from attnscale.cli.experiments import read_experiment
+from attnscale.cli.evaluate import EXPERIMENTS, read_experiment
 from attnscale.diagnostics import Thresholds
 
-long, short = (read_experiment(Path(name), []) for name in ("configs/experiment/training.yaml", "experiment/training"))
+names = ("configs/experiment/smollm2.yaml", "experiment/smollm2")
+long, short = (read_experiment(Path(name), [], EXPERIMENTS)[0] for name in names)
 assert long == short
 assert attnscale.build_policy("configs/policy/llama4.yaml").name == "llama4"
 assert Thresholds.read("monitor/strict").collapsed == 0.9

@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / ".github/assets"
 PATHS = [
     ROOT / "README.md",
-    *(path for part in ("attnscale", "kernels") for path in sorted((ROOT / part).rglob("README.md"))),
+    *(path for part in ("attnscale", "kernels", "scripts") for path in sorted((ROOT / part).rglob("README.md"))),
 ]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
-README, BENCH, HF = TEXTS["README.md"], TEXTS["attnscale/bench/README.md"], TEXTS["attnscale/hf/README.md"]
+README, BENCH, HF = TEXTS["README.md"], TEXTS["scripts/cost/README.md"], TEXTS["attnscale/hf/README.md"]
 readmes = pytest.mark.parametrize("readme", TEXTS)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attnscale.bench.gpt import Gpt
+from scripts.cost.monitor import Gpt
 
 
 class TinyGpt(Gpt):

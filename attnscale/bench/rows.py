@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnscale._util.files import write_whole
+
+
+class Spread(NamedTuple):
+    """The median of a measured number and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: list[float]) -> Spread:
+    """Median and quartiles within the measured range: an extrapolated quartile of times may be negative.
+
+    >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
+    Spread(median=3.0, low=2.0, high=4.0)
+    """
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from attnscale.errors import ArgumentError, ArgumentTypeError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("evaluate", "the model in the wheel under five laws at growing length: table and page"),
     "evaluate": ("evaluate", "retrieval, perplexity and attention of models under policies, by length"),
-    "run": ("experiments", "an experiment from a YAML file, with key=value overrides"),
+    "run": ("evaluate", "an evaluation from a YAML file, with key=value overrides"),
     "policies": ("show", "every temperature policy with its parameters"),
     "watch": ("show", "a run of the monitor in the terminal, live"),
     "report": ("show", "a run of the monitor, or an evaluation, as one HTML page"),
     "theory": ("theory", "predictions of the papers against measurements: table, figures and data"),
     "plan": ("plan", "memory and bytes sent of context parallel attention, by a model"),
-    "bench": ("bench", "cost against torch's attention, as ratios in one run"),
+    "bench": ("bench", "the kernels on this GPU against what a user would call instead"),
     "doctor": ("show", "versions, devices and a self-check of every backend"),
 }
 
@@ -77,6 +77,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         options.parser.refuse(unknown)
     return options
+
+
+def moved(command: str, script: str) -> NoReturn:
+    """The error for a command that left the package."""
+    raise ArgumentError(f"`{command}` left the package: run `{script}` in a clone of the repository")
 
 
 def _sentence(summary: str) -> str:

@@ -33,7 +33,7 @@ def theory(parser: Parser) -> None:
 
 def _theory(console: Console, options: argparse.Namespace) -> int:
     from attnscale.cli.progress import shown_progress
-    from attnscale.theory import drawing, experiment, files
+    from attnscale.theory import experiment, files
 
     found: list[Experiment] = []
     count = 0
@@ -46,7 +46,7 @@ def _theory(console: Console, options: argparse.Namespace) -> int:
         console.print(comparison_table(name, found[-1].comparisons, time.perf_counter() - began))
     panels = [panel for result in found for panel in result.strip]
     if options.name == ALL and panels:
-        count += len(files.write_picture(options.output / "strip", files.render(drawing.draw_strip(panels))))
+        count += len(files.write_picture(options.output / "strip", files.render(files.draw_strip(panels))))
     console.print(ABOUT, highlight=False)
     console.print(f"wrote {count} files into {options.output}", markup=False, highlight=False, soft_wrap=True)
     return 0

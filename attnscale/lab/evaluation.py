@@ -18,14 +18,12 @@ from torch import nn
 from attnscale import __version__
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject
-from attnscale.lab.cells import Cells, Key
 from attnscale.lab.laws import OWN, Law, read_law
-from attnscale.lab.models import EMBEDDED, ModelFolder
+from attnscale.lab.models import EMBEDDED, ModelFolder, Text
 from attnscale.lab.needles import BYTES, NeedleFormat, Retrieval, hide_needles
 from attnscale.lab.peak_memory import peak_memory
-from attnscale.lab.tables import write_tables
+from attnscale.lab.tables import Cells, Key, write_tables
 from attnscale.lab.tasks import answer_questions, read_window, recall_sequence, seeded, windows_of
-from attnscale.lab.text import Text
 
 Progress = Callable[[int, int, str], None]
 

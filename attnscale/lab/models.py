@@ -1,4 +1,4 @@
-"""The models of an evaluation: loaded from a folder, and named by their content."""
+"""What an evaluation reads from disk: the folder of a model, and a text in its tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnscale._util.optional import need
 from attnscale.errors import ArgumentError, reject
-from attnscale.lab.rope import stretch
+from attnscale.lab.laws import stretch
 
 EMBEDDED = "embedded"
+
+MOST_BYTES = 8 * 2**20  # of a longer file the rest is not read: 2 M tokens of English are 8 windows of 262144
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,49 @@ def _first_sentence(text: str) -> str:
 
 def _placed(model: nn.Module) -> nn.Module:
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Text(NamedTuple):
+    """The tokens [N] of a text, a hash of them, and the tokenizer that made them."""
+
+    tokens: Tensor
+    digest: str
+    tokenizer: Any
+
+    @classmethod
+    def read(cls, path: str | None, tokenizer: Any) -> Text:
+        """The text in a file, or the verse that the embedded model is tested on."""
+        if path is None:
+            content = files("attnscale.lab").joinpath("embedded", "held_out.txt").read_bytes()
+        else:
+            content = _first_bytes(path)
+        tokens = torch.tensor(
+            tokenizer(content.decode("utf-8", "replace"), add_special_tokens=False).input_ids, device="cpu"
+        )
+        return cls(tokens.long(), hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16], tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a piece of text."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def size(self, tokens: Tensor) -> int:
+        """How many bytes consecutive tokens [T] are in UTF-8.
+
+        They are counted together: alone, a token may be a part of a character, or lose the space that it begins with.
+        """
+        text: str = self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        return len(text.encode())
+
+
+def _first_bytes(path: str) -> bytes:
+    if not Path(path).is_file():
+        reject("text", path, "an existing text file")
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES)
+    except OSError as error:
+        raise ArgumentError(f"text={path!r} cannot be read: {error.strerror}") from error
+    if not content.strip():
+        reject("text", path, "a text file that is not empty")
+    return content

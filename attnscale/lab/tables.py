@@ -1,20 +1,39 @@
-"""The tables of an evaluation: results.csv, statistics.csv and cost.csv, made of its cells alone."""
+"""What an evaluation writes: a file for each finished cell, and from all of them CSV tables with bootstrap intervals.
+
+The results are also written in the conventions of lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from attnscale import __version__
 from attnscale._util.csv_files import write_table
+from attnscale._util.files import write_whole
+from attnscale.errors import ArgumentError
 from attnscale.lab.attention_rows import QUANTITIES
-from attnscale.lab.cells import Key
-from attnscale.lab.harness_json import write_harness_json
-from attnscale.lab.summary import Samples, summarise
+
+Key = dict[str, Any]
+
+RESAMPLES = 2000
+CONSTANT = "constant"
+
+# Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
+Samples = Mapping[str, tuple[Tensor, Tensor]]
+
+METRICS = {"accuracy": "acc", "bits_per_byte": "bits_per_byte", "nats_per_token": "nats_per_token"}
+HIGHER_IS_BETTER = {"acc": True, "bits_per_byte": False, "nats_per_token": False}
+INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
 
 _TO_CONSTANT = ("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high")
 RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_TO_CONSTANT, "samples")
@@ -25,6 +44,116 @@ DEPTHS = 5  # bins of the depth of a needle
 
 Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
 Group = tuple[str, str, int, str]  # task, metric, length, bin
+
+
+class Cells:
+    """The cells in a folder, by a key of everything that decides their result."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, key: Key) -> dict[str, Any] | None:
+        """What was stored for a key, if anything."""
+        path = self._path(key)
+        if not path.is_file():
+            return None
+        try:
+            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ArgumentError(f"{path} is not a cell of an evaluation ({error}): remove it and run again") from error
+        return stored
+
+    def write(self, key: Key, **content: Any) -> None:
+        """Store a cell, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(key), json.dumps({"key": key, **content}, sort_keys=True))
+
+    def _path(self, key: Key) -> Path:
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+        return self.folder / f"{key['task']}-{name}.json"
+
+
+def interval(values: Tensor) -> tuple[float, float]:
+    """The middle 95 % of resampled values."""
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype, device="cpu")).tolist()
+    return low, high
+
+
+def resample(samples: Samples, seed: int = 0) -> tuple[float, Tensor]:
+    """The mean over models of Σ numerator / Σ denominator, and its bootstrap values [RESAMPLES].
+
+    Models are drawn first, then samples within each. Two policies measured on the same samples are drawn alike, so that
+    the difference of their bootstrap values is that of pairs.
+
+    >>> value, drawn = resample({"a": (torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]))})
+    >>> value, drawn.shape
+    (0.5, torch.Size([2000]))
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tops = torch.stack([top.double() for top, _ in samples.values()])  # [M, S]
+    bottoms = torch.stack([bottom.double() for _, bottom in samples.values()])
+    models, number = tops.shape
+    value = (tops.sum(1) / bottoms.sum(1)).mean().item()
+    chosen = torch.randint(models, (RESAMPLES, models), generator=generator, device=generator.device)
+    index = torch.randint(number, (RESAMPLES, models, number), generator=generator, device=generator.device)
+    drawn = [x[chosen].gather(2, index).sum(2) for x in (tops, bottoms)]
+    return value, (drawn[0] / drawn[1]).mean(1)
+
+
+def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[dict[str, Any]]:
+    """Rows of results.csv from (task, metric, length, bin) → policy → samples of each model."""
+    rows = []
+    for (task, metric, length, part), policies in groups.items():
+        models = next(iter(policies.values())).keys()
+        for model in (*models, *(["all"] if len(models) > 1 else [])):
+            base: tuple[float, Tensor] | None = None
+            for policy, samples in policies.items():
+                chosen = samples if model == "all" else {model: samples[model]}
+                value, drawn = resample(chosen)
+                low, high = interval(drawn)
+                row = {"task": task, "metric": metric, "model": model, "policy": policy, "length": length, "bin": part}
+                row |= {"value": value, "low": low, "high": high}
+                if policy == CONSTANT:
+                    base = value, drawn
+                elif base is not None:
+                    ends = interval(drawn - base[1])
+                    row |= {"difference": value - base[0], "difference_low": ends[0], "difference_high": ends[1]}
+                    if base[1].min() > 0:
+                        ends = interval(drawn / base[1])
+                        row |= {"ratio": value / base[0], "ratio_low": ends[0], "ratio_high": ends[1]}
+                rows.append(row | {"samples": sum(top.numel() for top, _ in chosen.values())})
+    return rows
+
+
+def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `lm_eval/results_POLICY.json` from the rows of results.csv, a task for each length.
+
+    A metric is "acc,none", its standard error "acc_stderr,none", as where no filter is applied. Of several models it
+    is the mean.
+    """
+    whole = [row for row in rows if not row["bin"]]
+    pooled = [row for row in whole if row["model"] == "all"] or whole
+    for policy in dict.fromkeys(row["policy"] for row in pooled):
+        results: dict[str, dict[str, Any]] = {}
+        samples: dict[str, dict[str, int]] = {}
+        higher: dict[str, dict[str, bool]] = {}
+        for row in (row for row in pooled if row["policy"] == policy):
+            task, metric = f"{row['task']}_{row['length']}", METRICS[row["metric"]]
+            entry = results.setdefault(task, {"alias": task})
+            entry[f"{metric},none"] = row["value"]
+            entry[f"{metric}_stderr,none"] = (row["high"] - row["low"]) / INTERVAL
+            higher.setdefault(task, {})[metric] = HIGHER_IS_BETTER[metric]
+            samples[task] = {"original": row["samples"], "effective": row["samples"]}
+        content = {
+            "results": results,
+            "n-samples": samples,
+            "versions": dict.fromkeys(results, __version__),
+            "higher_is_better": higher,
+            "config": {"model": "hf", "model_args": {"attnscale_policy": policy}},
+        }
+        target = folder / "lm_eval" / f"results_{re.sub(r'[^A-Za-z0-9_.=-]', '_', policy)}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, json.dumps(content, indent=2) + "\n")
 
 
 def write_tables(output: Path, cells: Sequence[Cell]) -> None:

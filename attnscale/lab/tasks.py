@@ -1,10 +1,11 @@
-"""What one cell of an evaluation computes: the loss of a window of text, or answers to questions about a sequence."""
+"""What a cell computes: a forward in chunks with the cache, and the answers, losses and statistics read off it."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,42 @@ from torch.nn.functional import cross_entropy
 from attnscale.errors import reject
 from attnscale.lab.attention_rows import QUANTITIES, ChosenRows, listen_to_rows
 from attnscale.lab.needles import Retrieval
-from attnscale.lab.streaming import stream
+
+# Logits of a chunk hold at most so many numbers: a quarter of a gigabyte in fp32.
+MOST_LOGITS = 2**26
 
 # Rows measured per length where no question says which rows matter.
 ROWS = 16
+
+
+def stream(
+    model: nn.Module, tokens: Tensor, chunk: int, wanted: Tensor | None = None, listener: ChosenRows | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Positions [R] and their logits [R, vocabulary] in fp32, chunk by chunk, of a sequence [T].
+
+    `wanted` [T] says which positions; None is all of them.
+    """
+    head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    chunk = min(chunk, max(1, MOST_LOGITS // head.shape[0])) if wanted is None else chunk
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    cache = None
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        rows = (
+            torch.arange(len(part), device="cpu")
+            if wanted is None
+            else wanted[start : start + len(part)].nonzero()[:, 0]
+        )
+        if listener is not None:
+            listener.offset = start
+        options: dict[str, Any] = {"past_key_values": cache, "use_cache": len(part) < len(tokens)}
+        if keeps:
+            options["logits_to_keep"] = rows if len(rows) else torch.tensor([0], device="cpu")
+        out = model(part[None].to(head.device), **options)
+        cache = out.past_key_values if options["use_cache"] else None
+        if len(rows):
+            logits = out.logits[0] if keeps else out.logits[0, rows]
+            yield start + rows, logits.float().cpu()
 
 
 def seeded(*parts: object) -> Generator:

@@ -1,4 +1,7 @@
-"""Axes of a chart: from where to where, linear or logarithmic, and what is written on them."""
+"""Axes of a chart, and the colour, dashes and marker of each policy: the same for SVG and for pictures.
+
+No picture depends on colours alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attnscale.report.words import short
+
+# The palette of Okabe and Ito, without yellow, which does not show on white. In the page the first is the colour of
+# text, and the dark theme has lighter ones (evaluation.css).
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2))
+MARKERS = ("circle", "square", "triangle", "diamond", "down", "plus", "cross", "bar")
+MATPLOTLIB = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "plus": "P", "cross": "X"}
 
 
 class Tick(NamedTuple):
@@ -77,3 +87,25 @@ def _round_steps(low: float, high: float, wanted: int = 5) -> list[float]:
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= 0.999 * rough)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{place * step:.12g}") for place in range(first, last + 1)]
+
+
+class Style(NamedTuple):
+    """The numbers of cycles differ, so 280 policies would be needed for two to look the same."""
+
+    colour: int
+    marker: str
+    dash: tuple[int, ...]
+
+    @property
+    def symbol(self) -> str:
+        """The marker as matplotlib calls it."""
+        return MATPLOTLIB.get(self.marker, "|")
+
+
+def style(index: int) -> Style:
+    """The style of the policy at a place in the list; `constant` is at 0, solid and black.
+
+    >>> style(0), style(1).symbol
+    (Style(colour=0, marker='circle', dash=()), 's')
+    """
+    return Style(index % len(COLOURS), MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])

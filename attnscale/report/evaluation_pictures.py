@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale.errors import ArgumentError
-from attnscale.report.axes import logarithmic
+from attnscale.report.axes import COLOURS, logarithmic
 from attnscale.report.comparisons import Curves, critical_points, curves, rank_correlation, trades
 from attnscale.report.evaluation_charts import style_of
 from attnscale.report.evaluation_data import ARGMAX, BITS, PERPLEXITY, EvaluationData, read_evaluation
-from attnscale.report.policy_style import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,23 +1,34 @@
-"""The page: template, style, programs and numbers in one self-contained file."""
+"""The page of a run: template, style, programs and numbers in one self-contained file.
+
+Planes are compressed text: exact if that fits the page, else rounded to levels between least and largest.
+"""
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
 import re
+import zlib
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from attnscale import __version__
-from attnscale.diagnostics.records.record import Alert
+from attnscale.diagnostics.records.record import STATISTICS, Alert
 from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
-from attnscale.report.data import Run
-from attnscale.report.encode import BUDGET, encode, pack
+from attnscale.report.data import Key, Run
 
 PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
+BUDGET = 17_500_000  # bytes of base64 in a page, which so stays below 20 MB
+SAMPLE = 20_000  # numbers of a plane from which its compressed size is estimated
+SPECIAL = 3  # levels 0, 1 and 2 stand for NaN, −∞ and +∞
 
 
 def build_page(run: Run, budget: int = BUDGET) -> str:
@@ -99,3 +110,124 @@ def _alert(group: list[Alert]) -> dict[str, Any]:
 def _plain(value: float) -> float | str:
     """A number as JSON can hold it; JavaScript reads the words."""
     return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+
+
+class Detail(NamedTuple):
+    """Which statistics are kept, and in how many bytes: 4 exact, 2 and 1 as levels."""
+
+    statistics: tuple[str, ...]
+    centre: int  # bytes of the mean, and of single numbers
+    others: int
+
+    def width(self, key: Key) -> int:
+        """Bytes of a number; 0 where it is left out."""
+        if key.statistic in ("mean", "value"):
+            return self.centre
+        return self.others if key.statistic in self.statistics else 0
+
+
+# From the best to the smallest; if none fits, steps are left out. One byte is as exact as a band can be drawn.
+DETAILS = (
+    Detail(STATISTICS, 4, 4),
+    Detail(STATISTICS, 2, 2),
+    Detail(("mean", "p10", "p90"), 2, 2),
+    Detail(("mean", "p10", "p90"), 2, 1),
+)
+
+
+class Encoded(NamedTuple):
+    """A plane as base64 of deflated bytes, and what is needed to decode them.
+
+    First come the lowest bytes of all numbers, then the next, and so on. Levels are differences from the step before.
+    `base` is the plane that this one was XORed with before anything else.
+    """
+
+    key: Key
+    width: int
+    low: float
+    high: float
+    powers: bool
+    base: int | None
+    text: str
+
+    def description(self) -> dict[str, Any]:
+        """All of it but the text, for JSON."""
+        content = self.key._asdict() | self._asdict()
+        del content["key"], content["text"]
+        return content
+
+
+def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
+    """The run in the best detail that fits the budget; if none does, in the least, with as many steps as fit."""
+    # Sizes are estimated from some columns, since compressing all of them takes seconds.
+    every = max(1, len(run.steps) * len(run.columns) // SAMPLE)
+    some = replace(run, planes={key: plane[:, ::every] for key, plane in run.planes.items()})
+    for detail in DETAILS:
+        expected = _size(_encode(some, detail)) * every
+        if expected <= budget:
+            break
+    while True:
+        if expected > budget and len(run.steps) > 2:
+            run = run.thinned(max(2, int(0.97 * len(run.steps) * budget / expected)))
+        encoded = _encode(run, detail)
+        expected = _size(encoded)
+        if expected <= budget or len(run.steps) <= 2:
+            return run, detail, encoded
+
+
+def _size(encoded: list[Encoded]) -> int:
+    return sum(len(plane.text) for plane in encoded)
+
+
+def _encode(run: Run, detail: Detail) -> list[Encoded]:
+    found: list[Encoded] = []
+    places: dict[Key, int] = {}
+    bits: dict[Key, Tensor] = {}
+    for key, plane in run.planes.items():
+        width = detail.width(key)
+        if not width:
+            continue
+        # Backward mostly repeats forward: XORed with it, mostly zeros remain.
+        twin = key._replace(phase="forward")
+        base = places.get(twin) if key.phase == "backward" else None
+        other = run.planes.get(key._replace(phase="backward")) if key.phase == "forward" else None
+        scale = _scale(plane, other) if base is None else found[base][2:5]
+        own = bits[key] = _bits(plane, width, *scale)
+        if base is not None:
+            own = own ^ bits[twin]
+        places[key] = len(found)
+        found.append(Encoded(key, width, *scale, base, pack(own, width)))
+    return found
+
+
+def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
+    """Least and largest finite value of both planes, and whether levels are logarithmic."""
+    both = plane if other is None else torch.cat([plane, other])
+    finite = both[torch.isfinite(both)]
+    if finite.numel() == 0:
+        return 0.0, 0.0, False
+    low, high = finite.min().item(), finite.max().item()
+    return low, high, low > 0 and high / low > 1000
+
+
+def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> Tensor:
+    """A plane as integers of so many bytes: the bits of its numbers, or their levels."""
+    if width == 4:
+        return plane.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    top = 256**width - 1 - SPECIAL
+    wide = plane.double()
+    share = wide.div(low).log() / math.log(high / low) if powers else (wide - low) / ((high - low) or 1.0)
+    levels: Tensor = (share.clamp(0, 1) * top).round().nan_to_num().long() + SPECIAL
+    for code, special in enumerate((plane.isnan(), plane == -math.inf, plane == math.inf)):
+        levels[special] = code
+    return levels
+
+
+def pack(bits: Tensor, width: int) -> str:
+    """Integers [steps, columns] of so many bytes, as text."""
+    if width < 4:
+        bits = torch.cat([bits[:1], bits.diff(dim=0)]) & (256**width - 1)
+    parts = [((bits >> (8 * byte)) & 0xFF).to(torch.uint8).flatten() for byte in range(width)]
+    raw = bytearray(width * bits.numel())
+    torch.frombuffer(raw, dtype=torch.uint8).copy_(torch.cat(parts))  # numpy may not be installed
+    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")

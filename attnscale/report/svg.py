@@ -7,8 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from attnscale.diagnostics.views.display import COLOURS
-from attnscale.report.axes import Axis
-from attnscale.report.policy_style import Style
+from attnscale.report.axes import Axis, Style
 
 WIDTH, HEIGHT = 460, 330
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 38, 46  # above the frame: a line for the unit, and one for the names of marks

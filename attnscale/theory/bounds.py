@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import reject
-from attnscale.theory.logistic import logistic
+from attnscale.theory.simplex import logistic
 
 
 class Spread(NamedTuple):

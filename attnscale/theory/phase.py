@@ -2,6 +2,9 @@
 
 The layer is seed 004's, x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖, and it runs through the attention
 of this package, so a phase diagram is also a test of that.
+
+Appendix C has a phase between averaging all tokens and keeping each apart, which sees the near ones only. Assumption 3:
+each token has about n^τ near ones with cosines in [ρ₃, ρ₄], all others in [ρ₁, ρ₂] with ρ₂ < ρ₃.
 """
 
 from __future__ import annotations
@@ -156,3 +159,99 @@ def _tokens(x: Tensor) -> Tensor:
     if x.dim() != 2 or x.shape[0] < 2:
         reject("x", list(x.shape), "tokens [n, d] with n >= 2")
     return x
+
+
+def closed_jacobian_norm(x: Tensor, beta: float) -> float:
+    """η = ‖∇_X X'‖²/(nd) of x'_j = Σ_k softmax_k(β⟨y_j, y_k⟩)·y_k, tokens [n, d], exact; O(n³ + n²d).
+
+    With the weights A, the outputs μ = Ay and P_i the projection along y_i, the block of output j and input i is
+
+        i = j:  P_j(A_jj·I + β·C_j)/‖x_j‖      C_j = Σ_k A_jk·(y_k − μ_j)(y_k − μ_j)ᵀ
+        i ≠ j:  A_ji·P_i(I + β·y_j⊗(y_i − μ_j))/‖x_i‖
+
+    which is what Lemmas B.2 and B.3 of seed 004 say, with the factor 1/‖x_i‖ that they print as ‖x_i‖^(−1/2).
+
+    >>> round(closed_jacobian_norm(torch.eye(3, dtype=torch.float64), 1e3), 12)
+    0.666666666667
+    """
+    n, d = x.shape
+    y = directions(x)
+    inverse = x.square().sum(-1).reciprocal()  # [n], 1/‖x_i‖²
+    gram = y @ y.T
+    weights = torch.softmax(beta * gram, dim=-1)  # [j, k]
+    toward = weights @ gram  # [j, k], ⟨μ_j, y_k⟩
+    length = (weights * toward).sum(-1)  # [j], ‖μ_j‖²
+
+    own = weights.diagonal()
+    # tr C², tr C, yᵀCy and ‖Cy‖² of C_j along y_j, each from the Gram matrix.
+    covariance_norm = ((weights @ gram.square()) * weights).sum(-1)
+    covariance_norm = covariance_norm - 2 * (weights * toward.square()).sum(-1) + length.square()
+    centred = gram - toward.diagonal()[:, None]  # [j, k], ⟨y_k − μ_j, y_j⟩
+    along = weights * centred
+    image = along @ y  # C_j·y_j, as Σ_k A_jk⟨y_k − μ_j, y_j⟩ = 0
+    trace = 1.0 - length - (along * centred).sum(-1)  # tr(P_j C_j)
+    projected = covariance_norm - image.square().sum(-1)  # ‖P_j C_j‖²
+    own_blocks = inverse * (own.square() * (d - 1) + 2 * beta * own * trace + beta**2 * projected)
+
+    across = gram * toward - toward.diagonal()[:, None]  # [j, i], ⟨P_i y_j, y_i − μ_j⟩
+    perpendicular = 1.0 - gram.square()  # ‖P_i y_j‖²
+    apart = 1.0 - 2 * toward + length[:, None]  # ‖y_i − μ_j‖²
+    other = weights.square() * (d - 1 + 2 * beta * across + beta**2 * perpendicular * apart) * inverse
+    return float((own_blocks.sum() + other.sum() - other.diagonal().sum()) / (n * d))
+
+
+class PhaseEdges(NamedTuple):
+    """Ranges of γ in Lemma C.1: far tokens dominate below the first, near ones between, the own one above the last."""
+
+    far_below: float
+    near_above: float
+    near_below: float
+    own_above: float
+
+    @property
+    def has_middle(self) -> bool:
+        """Whether some γ lets the near tokens dominate: (1−τ)(1−ρ₂) + ρ₂ < ρ₃, in other words."""
+        return self.near_above < self.near_below
+
+
+class RowMass(NamedTuple):
+    """How a row's weight is shared out among the token itself, its near tokens and all others."""
+
+    own: float
+    near: float
+    far: float
+
+
+def phase_edges(tau: float, far: tuple[float, float], near: tuple[float, float]) -> PhaseEdges:
+    """The edges of Lemma C.1 and Theorem C.2 from τ, [ρ₁, ρ₂] and [ρ₃, ρ₄].
+
+    >>> phase_edges(0.5, far=(0.0, 0.0), near=(0.75, 0.75))
+    PhaseEdges(far_below=0.66..., near_above=0.66..., near_below=2.0, own_above=2.0)
+    """
+    if not 0.0 < tau <= 1.0:
+        reject("tau", tau, "a number in (0, 1]")
+    if not 0.0 <= far[0] <= far[1] < near[0] <= near[1] < 1.0:
+        reject("near", near, f"cosines above far={far} and below 1")
+    return PhaseEdges(
+        far_below=min(1.0 / (1.0 - far[0]), (1.0 - tau) / (near[1] - far[0])),
+        near_above=(1.0 - tau) / (near[0] - far[1]),
+        near_below=tau / (1.0 - near[0]),
+        own_above=max(1.0 / (1.0 - far[1]), tau / (1.0 - near[1])),
+    )
+
+
+def row_mass(n: int, near_tokens: int, far: float, near: float, beta: float) -> RowMass:
+    """The three shares of a row with `near_tokens` tokens at cosine `near` and the rest at `far`, exact at every n.
+
+    >>> row_mass(4, 1, 0.0, 0.5, 0.0)
+    RowMass(own=0.25, near=0.25, far=0.5)
+    """
+    near_tokens = read_int("near_tokens", near_tokens, f"an int from 0 to n−1={n - 1}", least=0, most=n - 1)
+    logs = [0.0, _log(near_tokens) - beta * (1.0 - near), _log(n - 1 - near_tokens) - beta * (1.0 - far)]
+    top = max(logs)
+    total = sum(math.exp(value - top) for value in logs)
+    return RowMass(*(math.exp(value - top) / total for value in logs))
+
+
+def _log(count: int) -> float:
+    return math.log(count) if count else -math.inf

@@ -29,7 +29,6 @@ def test_without_a_gpu_it_says_what_to_do_instead(
     message = capsys.readouterr().err
     assert message.startswith("BackendError: ")
     assert "--dry-run" in message
-    assert "--static" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,13 +42,23 @@ def test_the_script_is_the_command(
     assert "a CSV file, not a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--dry-run"], ["--static"], ["--plots", "there"], ["--bundle", "there.zip"]])
-def test_options_of_the_gpu_are_refused_on_the_cpu(
-    option: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        ([], "python -m scripts.cost"),
+        (["cpu", "--config", "plan.yaml"], "python -m scripts.cost"),
+        (["gpu", "--static"], "python -m scripts.static --print"),
+        (["--static"], "python -m scripts.static --print"),
+    ],
+)
+def test_what_left_the_package_says_where_it_went(
+    words: list[str], script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("attnscale.bench.cost.cases", lambda plan: pytest.fail("nothing should be measured"))
-    assert main(["bench", *option]) == 2
-    assert f"{option[0].strip('-').replace('-', '_')}=" in capsys.readouterr().err
+    assert main(["bench", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ArgumentError: `attnscale bench ")
+    assert f"run `{script}` in a clone of the repository" in error
+    assert (ROOT / script.split()[2].replace(".", "/") / "__main__.py").is_file()
 
 
 def test_plots_into_a_file_are_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,15 +137,3 @@ def test_a_dry_run_draws_a_picture_for_every_suite(dry_run: tuple[subprocess.Com
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         assert len(content) > 10_000
-
-
-@pytest.mark.parametrize("option", ["config", "output", "plots", "bundle"])
-def test_what_is_printed_only_takes_no_paths(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--static", f"--{option}", "there"]) == 2
-    assert f"{option}='there'" in capsys.readouterr().err
-
-
-def test_a_dry_run_is_not_static() -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "gpu", "--static", "--dry-run"])
-    assert stopped.value.code == 2

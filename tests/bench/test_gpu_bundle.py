@@ -13,11 +13,10 @@ import torch
 from rich.console import Console
 
 from attnscale.bench.gpu import rivals, suites
-from attnscale.bench.gpu.profile import Profile
-from attnscale.bench.gpu.provider import Provider, by_law
-from attnscale.bench.gpu.report import header
+from attnscale.bench.gpu.machine import Profile
+from attnscale.bench.gpu.problem import Provider, by_law
 from attnscale.bench.gpu.suites import SUITES, Suite
-from attnscale.bench.gpu.whole_table import print_tables
+from attnscale.bench.gpu.tables import header, print_tables
 from attnscale.cli import main
 
 TINY = replace(Profile().tiny(), suites=("attention",), lengths=(8, 16), head_dims=(8,), check_length=9)

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from attnscale.bench.gpu import clock
-from attnscale.bench.gpu.clock import FIRST_HOLD, LONGEST_HOLD, DeviceClock, HostClock, interleaved
-from attnscale.bench.gpu.telemetry import Telemetry, read_telemetry
+from attnscale.bench.gpu.clock import (
+    FIRST_HOLD,
+    LONGEST_HOLD,
+    DeviceClock,
+    HostClock,
+    Telemetry,
+    interleaved,
+    read_telemetry,
+)
 from attnscale.errors import BackendError
 
 CPU = torch.device("cpu")

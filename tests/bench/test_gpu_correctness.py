@@ -14,17 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.bench.gpu import rivals, suites
-from attnscale.bench.gpu.adaptive import ADAPTIVE, BRACKET, POLICY
-from attnscale.bench.gpu.clock import HostClock
+from attnscale.bench.gpu.clock import HostClock, Telemetry
 from attnscale.bench.gpu.correctness import check_a_few_rows, verify
-from attnscale.bench.gpu.machine import Machine
-from attnscale.bench.gpu.problem import Problem
-from attnscale.bench.gpu.profile import Profile
-from attnscale.bench.gpu.provider import Answer, Attention, Provider, by_law
-from attnscale.bench.gpu.report import lines
+from attnscale.bench.gpu.machine import Machine, Profile
+from attnscale.bench.gpu.problem import Answer, Attention, Problem, Provider, by_law
 from attnscale.bench.gpu.runner import Session
-from attnscale.bench.gpu.suites import Group, Suite
-from attnscale.bench.gpu.telemetry import Telemetry
+from attnscale.bench.gpu.suites import ADAPTIVE, BRACKET, POLICY, Group, Suite
+from attnscale.bench.gpu.tables import lines
 from attnscale.cli import main
 from attnscale.errors import BackendError
 

@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 from attnscale.bench.gpu import rivals
 from attnscale.bench.gpu.correctness import verify
-from attnscale.bench.gpu.figures import Card, work_of
 from attnscale.bench.gpu.plots import ROOFLINE, curves_of, draw
 from attnscale.bench.gpu.problem import Problem
-from attnscale.bench.gpu.report import header, lines
-from attnscale.bench.gpu.results import Result, rows_of
+from attnscale.bench.gpu.results import Card, Result, rows_of, work_of
 from attnscale.bench.gpu.suites import SUITES
+from attnscale.bench.gpu.tables import header, lines
 from attnscale.bench.rows import Row
 
 CPU = torch.device("cpu")

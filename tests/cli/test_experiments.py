@@ -13,9 +13,10 @@ from small_experiment import Small
 
 import attnscale.report
 from attnscale.cli import main
-from attnscale.cli.experiments import EXPERIMENTS, read_experiment
+from attnscale.cli.evaluate import EXPERIMENTS, read_experiment
 from attnscale.errors import ArgumentError
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = "experiment: small\nmodels: [m]\noutput: out\n"
 
 
@@ -44,7 +45,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
 
 def read(text: str, *overrides: str) -> Any:
     Path("experiment.yaml").write_text(text)
-    return read_experiment(Path("experiment.yaml"), list(overrides))[1]
+    return read_experiment(Path("experiment.yaml"), list(overrides), EXPERIMENTS)[0]
 
 
 def test_a_file_fills_the_dataclass_and_leaves_the_other_defaults() -> None:
@@ -83,7 +84,7 @@ BAD = {
     "policies=[1] is not accepted: expected names": "policies: [1]",
     "policies=3 is not accepted: expected names": "policies: 3",
     "dtype='half' is not accepted: expected float32 or bfloat16": "dtype: half",
-    "experiment='other' is not accepted: expected evaluation, max_retrieval, training, small": "experiment: other",
+    "experiment='other' is not accepted: expected evaluation, small": "experiment: other",
     "experiment=['small'] is not accepted": "experiment: [small]",
 }
 
@@ -121,11 +122,17 @@ def test_an_override_without_a_value_and_one_of_an_unknown_key_are_refused() -> 
         read(MINIMAL, "window=3")
 
 
-def test_run_says_what_was_written(ran: list[Small], capsys: pytest.CaptureFixture[str]) -> None:
-    Path("experiment.yaml").write_text(MINIMAL)
-    assert main(["run", "experiment.yaml", "windows=2"]) == 0
-    assert ran == [Small(("m",), "out", windows=2)]
-    assert capsys.readouterr().out == "wrote out\n"
+@pytest.mark.parametrize("name", ["training", "max_retrieval"])
+@pytest.mark.parametrize("folder", ["experiment", f"{ROOT}/configs/experiment"])
+def test_an_experiment_that_left_the_package_says_where_it_went(
+    name: str, folder: str, ran: list[Small], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = f"{folder}/{name}" + (".yaml" if folder.startswith("/") else "")
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", file, "output=elsewhere"])
+    assert exit_.value.code == 2
+    assert f"run `python -m scripts.training {file}` in a clone of the repository" in capsys.readouterr().err
+    assert ran == []
 
 
 def test_evaluate_gives_options_and_files_the_same_experiment(

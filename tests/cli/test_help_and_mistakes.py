@@ -12,7 +12,7 @@ import small_experiment
 
 import attnscale
 from attnscale.cli import main
-from attnscale.cli.experiments import EXPERIMENTS
+from attnscale.cli.evaluate import EXPERIMENTS
 from attnscale.cli.parser import COMMANDS
 
 # What `import attnscale` itself imports, torch above all, is left out by a bare module of that name in its place: the
@@ -24,7 +24,7 @@ bare = types.ModuleType("attnscale")
 bare.__path__, bare.__version__ = {list(attnscale.__path__)!r}, "1.0"
 sys.modules["attnscale"] = bare
 from attnscale.cli import main
-from attnscale.cli.experiments import EXPERIMENTS
+from attnscale.cli.evaluate import EXPERIMENTS
 EXPERIMENTS["evaluation"] = ("small_experiment", "Small", "run")
 codes = []
 for words in WORDS:
@@ -119,7 +119,8 @@ def test_the_help_of_run_names_the_experiments_of_the_package(capsys: pytest.Cap
         main(["run", "--help"])
     shown = capsys.readouterr().out
     experiments = (Path(__file__).parents[2] / "configs" / "experiment").glob("*.yaml")
-    assert [file.stem for file in experiments if f"experiment/{file.stem}" not in shown] == []
+    named = {file.stem for file in experiments if f"experiment/{file.stem}" in shown}
+    assert named == {"smollm2", "swapped_in", "trained_with_gap_adaptive", "trained_with_log", "trained_with_ssmax"}
 
 
 def test_the_options_of_evaluate_are_the_fields_with_their_documents_and_defaults(
@@ -168,16 +169,18 @@ def test_a_mistake_gets_one_line_and_exit_code_two(
     assert line.endswith(" --help)\n")
 
 
-@pytest.mark.parametrize(("command", "more"), [("demo", "; run the same command again to go on"), ("bench", "")])
+@pytest.mark.parametrize(
+    ("words", "more"), [(["demo"], "; run the same command again to go on"), (["bench", "gpu"], "")]
+)
 def test_an_interrupt_gets_one_line_and_says_whether_the_work_can_go_on(
-    command: str, more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "attnscale.lab.demo", types.SimpleNamespace(run=interrupted))
-    monkeypatch.setattr("attnscale.bench.cost.cases", interrupted)
-    assert main([command]) == 130
+    monkeypatch.setattr("attnscale.bench.gpu.command.this_gpu", interrupted)
+    assert main(words) == 130
     assert capsys.readouterr().err == f"interrupted{more}\n"
 
 

@@ -10,13 +10,12 @@ import torch
 from attnscale import MultiheadAttention, ScaledDotProductAttention
 from attnscale.attention import _bind
 from attnscale.backends.dispatch import prepare
-from attnscale.bench.gpt import build_gpt
-from attnscale.bench.memory import peak_bytes
-from attnscale.bench.monitor_cost import MonitorMemory, training
 from attnscale.call.tap import CallEvent
 from attnscale.diagnostics import Monitor
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
+from scripts.cost.measuring import peak_bytes
+from scripts.cost.monitor import MonitorMemory, build_gpt, training
 
 MOST = 32 * 2**20
 

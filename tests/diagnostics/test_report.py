@@ -21,7 +21,7 @@ from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
 from attnscale.diagnostics.records.record import STATISTICS
 from attnscale.report import build_page, read_run, write_report
 from attnscale.report.data import Key
-from attnscale.report.encode import DETAILS, encode
+from attnscale.report.page import DETAILS, encode
 
 EVIL = 'blocks.1."</script><b>&amp;.attn'  # a name that breaks a page which does not escape
 LAYERS = {"blocks.0.x.attn": 2, EVIL: 3, "blocks.2.x.attn": 2}

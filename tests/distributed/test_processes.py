@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError, BackendError, StatsRequest, attention_with_stats
-from attnscale.bench.context_plan import ContextPlan
+from attnscale.cli.plan import ContextPlan
 from attnscale.diagnostics import Record
 from attnscale.distributed import ContextParallel, HeadParallel, context_parallel_attention, share_rows
 

@@ -9,8 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    from attnscale.lab.byte_tokenizer import save_byte_tokenizer
-    from attnscale.lab.training import build_model
+    from scripts.training.embedded import build_model, save_byte_tokenizer
 
     path = tmp_path_factory.mktemp("models") / "tiny"
     build_model(64, seed=3).save_pretrained(path)
@@ -20,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def text(tmp_path) -> Path:
-    from attnscale.lab.training import read_text
+    from scripts.training.embedded import read_text
 
     path = tmp_path / "text.txt"
     path.write_bytes(bytes(read_text("held_out")[:6000].tolist()))

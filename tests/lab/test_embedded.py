@@ -9,7 +9,7 @@ from attnscale.lab.demo import demo_evaluation
 from attnscale.lab.evaluation import evaluate
 from attnscale.lab.models import ModelFolder
 from attnscale.lab.tables import RESULTS
-from attnscale.lab.training import Training, train
+from scripts.training.embedded import Training, train
 
 FOLDER = ModelFolder.at("embedded", "float32").path
 

@@ -15,12 +15,11 @@ from small_evaluation import rows, small
 from transformers import AutoModelForCausalLM
 
 import attnscale.hf
-from attnscale.bench.memory import peak_bytes
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
-from attnscale.lab.streaming import stream
-from attnscale.lab.tasks import windows_of
-from attnscale.lab.training import read_text
+from attnscale.lab.tasks import stream, windows_of
+from scripts.cost.measuring import peak_bytes
+from scripts.training.embedded import read_text
 
 
 @torch.no_grad()
@@ -127,7 +126,7 @@ def test_finished_cells_are_not_computed_again(folder, text, tmp_path, monkeypat
 
 KILLED = """
 import json, os, signal, sys
-from attnscale.lab.cells import Cells
+from attnscale.lab.tables import Cells
 from attnscale.lab import evaluation
 write = Cells.write
 count = 0

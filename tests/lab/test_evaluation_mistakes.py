@@ -12,11 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnscale.cli import main
 from attnscale.errors import ArgumentError
-from attnscale.lab.byte_tokenizer import save_byte_tokenizer
 from attnscale.lab.evaluation import evaluate
 from attnscale.lab.laws import read_law
 from attnscale.lab.models import ModelFolder
 from attnscale.policies import POLICIES
+from scripts.training.embedded import save_byte_tokenizer
 
 
 @pytest.mark.parametrize(

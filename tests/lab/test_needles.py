@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnscale.errors import ArgumentError
 from attnscale.lab.needles import BYTES, NeedleFormat, hide_needles
 from attnscale.lab.tasks import recall_sequence, seeded, windows_of
-from attnscale.lab.training import NEEDLE_BYTES, read_text, sample_batch
+from scripts.training.embedded import NEEDLE_BYTES, read_text, sample_batch
 
 TEXT = read_text("held_out")
 

@@ -8,10 +8,10 @@ from small_evaluation import rows, small
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from attnscale.errors import ArgumentError
-from attnscale.lab.byte_tokenizer import save_byte_tokenizer
 from attnscale.lab.evaluation import evaluate
-from attnscale.lab.rope import stretch
+from attnscale.lab.laws import stretch
 from attnscale.lab.tasks import windows_of
+from scripts.training.embedded import save_byte_tokenizer
 
 SMALL = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5}

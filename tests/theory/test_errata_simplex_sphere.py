@@ -8,7 +8,7 @@ import printed_lemmas as printed
 import pytest
 import torch
 
-from attnscale.theory import bounds, depth, jacobian, phase, poisson, simplex, spacings, sphere, tokens
+from attnscale.theory import bounds, phase, poisson, simplex, spacings, sphere, tokens
 
 N, D, RHO, Q, BETA = 8, 10, 0.4, 2.0, 3.0
 
@@ -133,8 +133,8 @@ def test_standard_gaussian_tokens_have_the_length_of_d() -> None:
     d = 512
     x = tokens.almost_simplex(128, d, 0.5, torch.Generator().manual_seed(0))
     large = 20 * math.log(128)
-    assert jacobian.jacobian_norm(x, large) == pytest.approx(1.0, abs=0.1)
-    assert jacobian.jacobian_norm(math.sqrt(d) * x, large) == pytest.approx(1 / d, rel=0.1)
+    assert phase.closed_jacobian_norm(x, large) == pytest.approx(1.0, abs=0.1)
+    assert phase.closed_jacobian_norm(math.sqrt(d) * x, large) == pytest.approx(1 / d, rel=0.1)
 
 
 def test_the_spacings_of_appendix_d_are_a_logarithm_and_not_a_rank() -> None:
@@ -147,7 +147,7 @@ def test_log_n_itself_is_subcritical_and_criticality_does_not_prevent_collapse()
     n = 10**6
     assert 1 - simplex.output_cosine(n, 0.5, math.log(n)) == pytest.approx(1e-6, rel=0.01)
     assert simplex.jacobian_norm(n, n, 0.5, math.log(n)) == pytest.approx(2e-6, rel=0.01)
-    states = depth.trajectory(n, 0.5, 2 * math.log(n), 2)
+    states = simplex.trajectory(n, 0.5, 2 * math.log(n), 2)
     assert [round(state.rho, 4) for state in states] == [0.5, 0.8, 1.0]
     own, other, _ = simplex.weights(n, 0.5, 2 * math.log(n))
     assert 1 / (own**2 + (n - 1) * other**2) == pytest.approx(4.0, rel=1e-4)
@@ -162,7 +162,7 @@ def test_in_high_dimension_the_critical_scale_of_the_sphere_leaves_attention_uni
 
 
 def test_a_supercritical_simplex_lasts_a_few_layers() -> None:
-    counted = [depth.layers_until_collapse(n, 0.5, 3 * math.log(n)) for n in (10**3, 10**4, 10**5)]
+    counted = [simplex.layers_until_collapse(n, 0.5, 3 * math.log(n)) for n in (10**3, 10**4, 10**5)]
     assert counted == [5, 10, 22]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnscale.cli import main
-from attnscale.theory import drawing, experiment, files
+from attnscale.theory import experiment, files
 from attnscale.theory.experiment import Comparison, Experiment, Progress
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def toy(quick: bool, progress: Progress | None = None) -> Experiment:
         axes.plot([row["x"] for row in rows], [row["y"] for row in rows])
 
     def figure() -> Figure:
-        drawn, (axes,) = drawing.new_figure()
+        drawn, (axes,) = files.new_figure()
         panel(axes)
         return drawn
 
@@ -80,7 +80,7 @@ def test_a_figure_that_cannot_be_drawn_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_series_differ_by_more_than_colour() -> None:
-    styles = [drawing.line_style(index) for index in range(9)]
+    styles = [files.line_style(index) for index in range(9)]
     assert len({style["marker"] for style in styles}) == 9
     assert len({style["color"] for style in styles[:8]}) == 8
 

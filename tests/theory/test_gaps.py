@@ -12,7 +12,7 @@ import torch
 from attnscale import accumulation_scale, row_statistics
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import count_gaps
-from attnscale.theory import drawing, estimates, families, gaps
+from attnscale.theory import estimates, families, files, gaps
 from attnscale.theory.experiments import gaps as experiment
 
 
@@ -156,4 +156,4 @@ def test_the_experiment_finds_its_laws_at_a_small_size(monkeypatch: pytest.Monke
     figures = {stem: draw() for stem, draw in found.figures.items()}
     assert {stem: len(figure.axes) for stem, figure in figures.items()} == {"laws": 2, "transition": 3, "bounds": 3}
     assert all(axes.get_xlabel() and axes.get_ylabel() for figure in figures.values() for axes in figure.axes)
-    assert len(drawing.draw_strip(found.strip).axes) == 2
+    assert len(files.draw_strip(found.strip).axes) == 2

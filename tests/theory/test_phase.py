@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnscale.errors import ArgumentError
 from attnscale.statistics import row_statistics
-from attnscale.theory import bounds, families, jacobian, middle_phase, phase, simplex, spacings, tokens
+from attnscale.theory import bounds, families, phase, simplex, spacings, tokens
 
 
 def scattered(n: int, d: int, rho: float, seed: int) -> torch.Tensor:
@@ -25,13 +25,13 @@ def scattered(n: int, d: int, rho: float, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("n", "d", "beta"), [(7, 4, 2.0), (12, 6, 5.0), (10, 12, 0.7), (9, 3, 30.0)])
 def test_the_closed_form_for_any_tokens_is_that_of_automatic_differentiation(n: int, d: int, beta: float) -> None:
     x = scattered(n, d, 0.3, seed=n)
-    assert jacobian.jacobian_norm(x, beta) == pytest.approx(phase.exact_jacobian_norm(x, beta), rel=1e-9)
+    assert phase.closed_jacobian_norm(x, beta) == pytest.approx(phase.exact_jacobian_norm(x, beta), rel=1e-9)
 
 
 def test_hutchinsons_estimate_is_within_its_error() -> None:
     x = scattered(24, 8, 0.4, seed=1)
     estimate, error = phase.jacobian_norm(x, 4.0, probes=200, generator=torch.Generator().manual_seed(0))
-    assert estimate == pytest.approx(jacobian.jacobian_norm(x, 4.0), abs=4 * error)
+    assert estimate == pytest.approx(phase.closed_jacobian_norm(x, 4.0), abs=4 * error)
     assert error < 0.1 * estimate
 
 
@@ -76,7 +76,7 @@ def test_the_bounds_of_theorems_2_3_and_2_5_hold(n: int, rho: float, gamma: floa
     y = phase.directions(x)
     moved = float((phase.layer(y, beta) - y).norm(dim=-1).max())
     assert moved <= bounds.identity_bound(tokens_spread, beta) + 1e-12
-    eta = jacobian.jacobian_norm(x, beta)
+    eta = phase.closed_jacobian_norm(x, beta)
     lower, upper = bounds.jacobian_lower_bound(tokens_spread, beta), bounds.jacobian_upper_bound(tokens_spread, beta)
     assert lower * (1 - 1e-9) <= eta <= upper * (1 + 1e-9)
 
@@ -101,19 +101,19 @@ def test_groups_share_out_the_weight_as_the_closed_form_says() -> None:
     n, size, beta = 24, 4, 5.0
     y = tokens.groups(n, size, 0.1, 0.7)
     weights = torch.softmax(beta * y @ y.T, -1)[0]
-    mass = middle_phase.row_mass(n, size - 1, 0.1, 0.7, beta)
+    mass = phase.row_mass(n, size - 1, 0.1, 0.7, beta)
     expected = [float(weights[0]), float(weights[1:size].sum()), float(weights[size:].sum())]
     assert list(mass) == pytest.approx(expected, rel=1e-12)
 
 
 def test_each_phase_of_lemma_c_1_belongs_to_one_kind_of_tokens() -> None:
-    edges = middle_phase.phase_edges(0.5, (0.1, 0.1), (0.8, 0.8))
+    edges = phase.phase_edges(0.5, (0.1, 0.1), (0.8, 0.8))
     assert edges.has_middle
     n, near = 10**12, 10**6
     middles = (0.5 * edges.far_below, 0.5 * (edges.near_above + edges.near_below), 1.5 * edges.own_above)
     for gamma, kind in zip(middles, ("far", "near", "own"), strict=True):
-        assert getattr(middle_phase.row_mass(n, near, 0.1, 0.8, gamma * math.log(n)), kind) > 0.99
-    assert not middle_phase.phase_edges(0.2, (0.1, 0.1), (0.5, 0.5)).has_middle
+        assert getattr(phase.row_mass(n, near, 0.1, 0.8, gamma * math.log(n)), kind) > 0.99
+    assert not phase.phase_edges(0.2, (0.1, 0.1), (0.5, 0.5)).has_middle
 
 
 def test_gaps_of_gaussian_scores_are_exact_and_tend_to_harmonic_numbers() -> None:

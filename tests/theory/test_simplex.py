@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import accumulation_scale
-from attnscale.theory import depth, jacobian, phase, simplex, tokens
+from attnscale.theory import phase, simplex, tokens
 
 # n, d, ρ, q, γ, α: below, on and above the critical line.
 CASES = [
@@ -57,7 +57,9 @@ def test_the_jacobian_norm_at_48_tokens_is_that_of_automatic_differentiation() -
     assert simplex.jacobian_norm(48, 50, 0.5, beta, 2.0) == pytest.approx(expected, rel=1e-9)
     for gamma in (0.5, 2.0, 4.0):
         beta = gamma * math.log(48)
-        assert simplex.jacobian_norm(48, 50, 0.5, beta, 2.0) == pytest.approx(jacobian.jacobian_norm(x, beta), rel=1e-9)
+        assert simplex.jacobian_norm(48, 50, 0.5, beta, 2.0) == pytest.approx(
+            phase.closed_jacobian_norm(x, beta), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("rho", [0.1, 0.5, 0.9])
@@ -120,13 +122,13 @@ def test_several_layers_are_one_after_another() -> None:
     n, rho, q, alpha = 12, 0.4, 2.0, 0.3
     beta = 1.2 * simplex.critical_beta(n, rho)
     after = phase.layers(tokens.simplex(n, n, rho, q), beta, 3, alpha)
-    state = depth.trajectory(n, rho, beta, 3, q, alpha)[-1]
+    state = simplex.trajectory(n, rho, beta, 3, q, alpha)[-1]
     assert state.q == pytest.approx(float(after[0].square().sum()), rel=1e-9)
     assert state.rho == pytest.approx(float(phase.directions(after)[:2].prod(0).sum()), rel=1e-9)
 
 
 def test_a_collapsed_configuration_stays_so_and_grows_by_its_residual() -> None:
-    states = depth.trajectory(100, 0.5, 0.0, 3, alpha=1.0) + depth.trajectory(10**9, 0.9, 1.0, 40)
+    states = simplex.trajectory(100, 0.5, 0.0, 3, alpha=1.0) + simplex.trajectory(10**9, 0.9, 1.0, 40)
     assert all(math.isfinite(state.q) for state in states)
     assert states[-1].rho == 1.0
     assert states[-1].q == pytest.approx(1.0)
@@ -134,12 +136,12 @@ def test_a_collapsed_configuration_stays_so_and_grows_by_its_residual() -> None:
 
 def test_criticality_lasts_one_layer_and_the_supercritical_phase_for_its_lifetime() -> None:
     n, rho = 10**9, 0.5
-    first, second = (state.rho for state in depth.trajectory(n, rho, simplex.critical_beta(n, rho), 2)[1:])
+    first, second = (state.rho for state in simplex.trajectory(n, rho, simplex.critical_beta(n, rho), 2)[1:])
     assert first == pytest.approx(4 * rho / (1 + 3 * rho), abs=1e-6)
     assert second > 0.9999
     beta = 1.75 * simplex.critical_beta(10**5, rho)
-    assert depth.layers_until_collapse(10**5, rho, beta) == pytest.approx(depth.lifetime(10**5, rho, beta), rel=0.1)
-    assert depth.layers_until_collapse(10**5, rho, 3 * beta, most=10) is None
+    assert simplex.layers_until_collapse(10**5, rho, beta) == pytest.approx(simplex.lifetime(10**5, rho, beta), rel=0.1)
+    assert simplex.layers_until_collapse(10**5, rho, 3 * beta, most=10) is None
 
 
 def test_bad_arguments_are_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnscale.errors import ArgumentError
-from attnscale.theory import poisson, sphere, sphere_keys
+from attnscale.theory import poisson, sphere
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -37,14 +37,14 @@ def test_at_d_3_the_mean_largest_weight_has_a_name() -> None:
 @pytest.mark.parametrize("d", [3, 5])
 def test_the_largest_weight_at_the_critical_scale_is_that_of_the_poisson_limit(d: int) -> None:
     n = 8192
-    read = sphere_keys.attend(sphere_keys.uniform(d), n, sphere.critical_beta(n, d), 300, generator(d))
+    read = sphere.attend(sphere.uniform(d), n, sphere.critical_beta(n, d), 300, generator(d))
     assert_within(read.w_max, poisson.mean_largest_weight(1.0, (d - 1) / 2))
 
 
 @pytest.mark.parametrize(("n", "d"), [(64, 3), (256, 9), (512, 33)])
 def test_the_integral_at_finite_n_holds_where_the_limit_does_not(n: int, d: int) -> None:
     beta = 2.0 * sphere.critical_beta(n, d)
-    read = sphere_keys.attend(sphere_keys.uniform(d), n, beta, 600, generator(1))
+    read = sphere.attend(sphere.uniform(d), n, beta, 600, generator(1))
     assert_within(read.w_max, poisson.mean_largest_weight_at(n, d, beta))
 
 
@@ -58,7 +58,7 @@ def test_the_output_at_the_critical_scale_is_that_of_the_limit() -> None:
     n, d = 8192, 4
     beta = sphere.critical_beta(n, d)
     limit = poisson.draw_limit(1.0, 1.5, 10000, generator(), points=256)
-    read = sphere_keys.attend(sphere_keys.uniform(d), n, beta, 300, generator(2))
+    read = sphere.attend(sphere.uniform(d), n, beta, 300, generator(2))
     assert_within(beta * (1 - read.output[:, 0]), float(limit.radial.mean()))
     assert_within(beta * read.output[:, 1:].square().sum(-1), float(limit.tangential.mean()))
 
@@ -74,7 +74,7 @@ def test_far_above_criticality_one_key_takes_all_at_the_stated_rate(exponent: fl
 def test_below_criticality_bias_and_fluctuations_are_as_derived() -> None:
     for d, beta in ((3, 40.0), (5, 30.0)):
         n = 2**15
-        read = sphere_keys.attend(sphere_keys.uniform(d), n, beta, 150, generator(3))
+        read = sphere.attend(sphere.uniform(d), n, beta, 150, generator(3))
         assert_within(read.output[:, 0], sphere.mean_cosine(d, beta), errors=3.5)
         variance = float(read.output[:, 1:].square().mean())
         assert variance == pytest.approx(sphere.subcritical_variance(n, d, beta), rel=0.2)
@@ -84,7 +84,7 @@ def test_the_bias_is_the_first_order_of_the_exact_mean() -> None:
     for d in (3, 5, 8):
         for beta in (200.0, 400.0):
             assert beta * (1 - sphere.mean_cosine(d, beta)) == pytest.approx((d - 1) / 2, rel=0.02)
-    query, centre = sphere_keys.tilted_centre(1.0), sphere_keys.tilted_centre(0.5)
+    query, centre = sphere.tilted_centre(1.0), sphere.tilted_centre(0.5)
     errors = []
     for beta in (100.0, 200.0):
         total = beta * query + 3.0 * centre
@@ -95,12 +95,12 @@ def test_the_bias_is_the_first_order_of_the_exact_mean() -> None:
 
 
 def test_a_step_grows_harmonics_as_the_backward_heat_equation_does() -> None:
-    density, centre = sphere_keys.tilted(1.5, 1.0), sphere_keys.tilted_centre(1.0)
+    density, centre = sphere.tilted(1.5, 1.0), sphere.tilted_centre(1.0)
     x = density.draw(1, 200000, generator())[0]
     for beta in (100.0, 400.0):
         moved = beta * x + 1.5 * centre
         moved = moved / moved.norm(dim=-1, keepdim=True)
-        growth = float((moved[:, 0] - x[:, 0]).mean()) / sphere_keys.tilted_harmonic(1.5, 1)
+        growth = float((moved[:, 0] - x[:, 0]).mean()) / sphere.tilted_harmonic(1.5, 1)
         assert growth * beta == pytest.approx((sphere.heat_growth(3, 1, beta) - 1) * beta, rel=0.03)
 
 
@@ -108,17 +108,17 @@ def test_only_the_law_at_the_query_sets_the_scale() -> None:
     n, limit = 4096, poisson.mean_largest_weight(1.0, 2.0)
     beta = sphere.critical_beta(n, 5)
     for place in (-1.0, 0.0):
-        read = sphere_keys.attend(sphere_keys.far_keys_at(5, place), n, beta, 200, generator(4))
+        read = sphere.attend(sphere.far_keys_at(5, place), n, beta, 200, generator(4))
         assert_within(read.w_max, limit, errors=3.5)
-    other = sphere_keys.partly_on_subsphere(5, 3, 0.5)
-    assert float(sphere_keys.attend(other, n, beta, 50, generator(5)).w_max.mean()) < 0.5 * limit
-    read = sphere_keys.attend(other, n, other.law.critical_beta(n), 200, generator(6))
+    other = sphere.partly_on_subsphere(5, 3, 0.5)
+    assert float(sphere.attend(other, n, beta, 50, generator(5)).w_max.mean()) < 0.5 * limit
+    read = sphere.attend(other, n, other.law.critical_beta(n), 200, generator(6))
     assert_within(read.w_max, poisson.mean_largest_weight(1.0, 1.0))
 
 
 def test_a_tilted_density_has_its_own_constant() -> None:
-    n, density = 8192, sphere_keys.tilted(2.0, 0.5)
-    read = sphere_keys.attend(density, n, density.law.critical_beta(n), 300, generator(7))
+    n, density = 8192, sphere.tilted(2.0, 0.5)
+    read = sphere.attend(density, n, density.law.critical_beta(n), 300, generator(7))
     assert_within(read.w_max, math.exp(-0.57721566490153286))
 
 

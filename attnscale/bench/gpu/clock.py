@@ -1,19 +1,17 @@
-"""Times and memory of several functions that take turns, so that what disturbs one disturbs all."""
+"""Times and memory of several functions that take turns, and the card's clock, power and temperature."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from attnscale.bench.gpu.telemetry import Telemetry, read_telemetry
-from attnscale.bench.ratio import Spread
 from attnscale.errors import BackendError
 
 # Larger than the last-level cache of any card.
@@ -124,11 +122,36 @@ def interleaved(
     return samples
 
 
-def spread(values: list[float]) -> Spread:
-    """Median and quartiles within the measured range: an extrapolated quartile of times may be negative.
+class Telemetry(NamedTuple):
+    """Of one moment; None where it cannot be read."""
 
-    >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
-    Spread(median=3.0, low=2.0, high=4.0)
-    """
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high)
+    mhz: float | None = None
+    watts: float | None = None
+    celsius: float | None = None
+
+    def known(self) -> dict[str, float]:
+        """What could be read, by name.
+
+        >>> Telemetry(mhz=1980.0).known()
+        {'mhz': 1980.0}
+        """
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def read_telemetry(device: torch.device) -> Telemetry:
+    """Over the last second or less. torch asks NVIDIA's or AMD's library, by a package that may not be installed."""
+    power = _read(torch.cuda.power_draw, device)
+    unit = 1 if torch.version.hip else 1000  # torch passes on what the libraries give: AMD's watts, NVIDIA's milliwatts
+    return Telemetry(
+        _read(torch.cuda.clock_rate, device),
+        None if power is None else power / unit,
+        _read(torch.cuda.temperature, device),
+    )
+
+
+def _read(quantity: Callable[[torch.device], int], device: torch.device) -> float | None:
+    # Missing packages and drivers, or cards that do not tell, raise whatever the vendor's library raises; on ROCm torch
+    # gives 0 for what is not known.
+    with contextlib.suppress(Exception):
+        return float(quantity(device)) or None
+    return None

@@ -1,27 +1,34 @@
-"""The command `attnscale bench gpu`: from its options to a CSV, pictures and a table."""
+"""The command `attnscale bench gpu`: from its options to a CSV, pictures, a table and one file for an issue."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
+import json
+import platform
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnscale.bench.gpu.bundle import environment, write_bundle
-from attnscale.bench.gpu.machine import Machine, run_in_interpreter, the_interpreter, this_gpu
+import torch
+
+from attnscale._util.files import write_whole
+from attnscale.bench.gpu.machine import Machine, Profile, run_in_interpreter, the_interpreter, this_gpu
 from attnscale.bench.gpu.plots import check_matplotlib, draw
-from attnscale.bench.gpu.profile import Profile
-from attnscale.bench.gpu.report import ABOUT, header, lines
 from attnscale.bench.gpu.runner import Note, Session
 from attnscale.bench.gpu.suites import groups
-from attnscale.bench.gpu.whole_table import print_tables
+from attnscale.bench.gpu.tables import ABOUT, header, lines, print_tables
 from attnscale.bench.rows import Row, write_rows
 from attnscale.errors import reject
 from attnscale_kernels import interpreting
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PACKAGES = ("attnscale", "torch", "triton", "flash-attn", "flash-attn-3", "nvidia-ml-py", "numpy", "matplotlib")
 
 
 def run(
@@ -32,17 +39,11 @@ def run(
     plots: Path | None,
     bundle: Path | None,
     dry_run: bool,
-    static: bool,
     diagnose: Callable[[], object],
 ) -> int:
     """The exit code: 1 where a provider was refused because its numbers are wrong. `diagnose` is for the bundle."""
     options = {"config": config, "output": output, "plots": plots, "bundle": bundle}
     given = {name: str(path) for name, path in options.items() if path is not None}
-    if static:
-        for name, path in given.items():
-            reject(name, path, "nothing beside --static, which measures and writes nothing")
-        _print_static(console)
-        return 0
     output = output or Path("gpu.csv")
     if output.is_dir():
         reject("output", str(output), "a CSV file, not a directory")
@@ -98,13 +99,6 @@ def _print_report(
     _print_notes(console, machine, notes)
 
 
-def _print_static(console: Console) -> None:
-    from attnscale.bench.gpu.compiled import ABOUT, HEADER, static_lines
-
-    print_tables(console, "compiled ahead of time, not run", HEADER, static_lines(), heading=4)
-    console.print(ABOUT, highlight=False)
-
-
 def _print_notes(console: Console, machine: Machine, notes: list[Note]) -> None:
     from rich.markup import escape
 
@@ -118,3 +112,53 @@ def _print_notes(console: Console, machine: Machine, notes: list[Note]) -> None:
         verb = "[red]refused[/]" if refused else "[dim]left out[/]"
         text = f"{provider} ({', '.join(places)}): {reason}"
         console.print(f"{verb}  {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def write_bundle(path: Path, csv: Path, pictures: Sequence[Path], texts: Mapping[str, str]) -> None:
+    """A zip of the CSV, the pictures and texts by the names of their files."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(csv, "gpu.csv")
+        for picture in pictures:
+            archive.write(picture, f"plots/{picture.name}")
+        for name, text in texts.items():
+            archive.writestr(name, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content.getvalue())
+
+
+def environment(profile: Profile, machine: Machine) -> str:
+    """Versions, the card and its state, and what was measured, as JSON; nothing that tells whose machine it is."""
+    found = {
+        "versions": {package: _version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "device": machine.name,
+        "properties": _properties(machine.device),
+        "telemetry": machine.clock.telemetry()._asdict(),
+        "profile": asdict(profile),
+        "notes": machine.notes,
+    }
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _properties(device: torch.device) -> dict[str, object]:
+    """What torch knows of the card that decides about speed."""
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.get_device_properties(device)
+    names = (
+        "major", "minor", "gcnArchName", "multi_processor_count", "total_memory", "L2_cache_size", "clock_rate",
+        "memory_clock_rate", "memory_bus_width", "warp_size",
+    )  # fmt: skip
+    return {name: getattr(found, name) for name in names if hasattr(found, name)}

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale.attention import attention_with_stats
-from attnscale.bench.gpu.problem import Inputs, Problem
-from attnscale.bench.gpu.provider import Answer, Provider
+from attnscale.bench.gpu.problem import Answer, Inputs, Problem, Provider
 from attnscale.statistics import StatsRequest
 
 # How far a statistic may be from the exact one, in nats (Σ w²: in itself).

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnscale._util.optional import need
 from attnscale.bench.gpu.machine import INTERPRETER
-from attnscale.bench.gpu.report import short
+from attnscale.bench.gpu.tables import short
 from attnscale.bench.rows import Row
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnscale.bench.gpu.problem import Problem
-from attnscale.bench.gpu.provider import Answer, Attention, Provider, always, by_law
+from attnscale.bench.gpu.problem import Answer, Attention, Problem, Provider, always, by_law
 
 # The largest share of the device's memory for one matrix of scores: backward holds several.
 MATRIX_SHARE = 1 / 8

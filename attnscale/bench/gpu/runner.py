@@ -11,10 +11,8 @@ from torch import Tensor
 
 from attnscale.bench.gpu.clock import interleaved
 from attnscale.bench.gpu.correctness import Verdict, check_a_few_rows, verify
-from attnscale.bench.gpu.machine import Machine
-from attnscale.bench.gpu.problem import Inputs, Problem
-from attnscale.bench.gpu.profile import Profile
-from attnscale.bench.gpu.provider import Attention, Provider
+from attnscale.bench.gpu.machine import Machine, Profile
+from attnscale.bench.gpu.problem import Attention, Inputs, Problem, Provider
 from attnscale.bench.gpu.results import Result, rows_of
 from attnscale.bench.gpu.suites import SUITES, Group
 from attnscale.bench.rows import Row

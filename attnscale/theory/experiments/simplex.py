@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import accumulation_scale
-from attnscale.theory import depth, phase, simplex, tokens
+from attnscale.theory import phase, simplex, tokens
 from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.figures import simplex as figures
+from attnscale.theory.files import COLOURS, DASHES, GREY, MARKERS, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 CASES = ((0.3, 1.0, 1.0, 0.0), (0.5, 2.0, 2.0, 0.5), (0.6, 0.5, 4.0, 1.5))  # ρ, q, γ, α
 RHO = 0.5
 LENGTHS = (10**3, 10**6, 10**9, 10**12)
+
+Rows = list[dict[str, Any]]
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
@@ -35,8 +41,8 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     if progress is not None:
         progress(len(steps), len(steps), "done")
     drawn = {
-        "limits": lambda: figures.draw_limits(data["limits"]),
-        "layers": lambda: figures.draw_layers(data["layers"], data["lifetime"]),
+        "limits": lambda: draw_limits(data["limits"]),
+        "layers": lambda: draw_layers(data["layers"], data["lifetime"]),
     }
     return Experiment("simplex", lines, data, drawn)
 
@@ -98,16 +104,16 @@ def _layers(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
     found = []
     for ratio in (0.8, 1.0, 1.5, 2.0):
         beta = ratio * simplex.critical_beta(n, RHO)
-        for layer, state in enumerate(depth.trajectory(n, RHO, beta, most)):
+        for layer, state in enumerate(simplex.trajectory(n, RHO, beta, most)):
             found.append({"n": n, "ratio": ratio, "alpha": 0.0, "layer": layer, "apart": state.apart, "q": state.q})
     beta = 0.8 * simplex.critical_beta(n, RHO)
-    for layer, state in enumerate(depth.trajectory(n, RHO, beta, most, alpha=1.0)):
+    for layer, state in enumerate(simplex.trajectory(n, RHO, beta, most, alpha=1.0)):
         found.append({"n": n, "ratio": 0.8, "alpha": 1.0, "layer": layer, "apart": state.apart, "q": state.q})
     tokens_used = 64 if quick else 256
     x = tokens.simplex(tokens_used, tokens_used, RHO)
     for ratio in (0.8, 2.5):
         beta = ratio * simplex.critical_beta(tokens_used, RHO)
-        apart = depth.trajectory(tokens_used, RHO, beta, 3)[-1].apart
+        apart = simplex.trajectory(tokens_used, RHO, beta, 3)[-1].apart
         after = phase.directions(phase.layers(x, beta, 3))
         measured = 0.5 * float((after[0] - after[1]).square().sum())
         where = f"γ/γ_c={ratio:g} n={tokens_used}"
@@ -124,11 +130,58 @@ def _lifetime(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
         for power in range(2, 9):
             n = 10**power
             beta = ratio * simplex.critical_beta(n, RHO)
-            predicted = depth.lifetime(n, RHO, beta)
+            predicted = simplex.lifetime(n, RHO, beta)
             if 3.0 < predicted < (3e3 if quick else 3e4):
-                counted = depth.layers_until_collapse(n, RHO, beta, most=10**5)
+                counted = simplex.layers_until_collapse(n, RHO, beta, most=10**5)
                 found.append({"n": n, "ratio": ratio, "predicted": predicted, "counted": counted})
     last = max(found, key=lambda row: float(row["predicted"]))
     where = f"γ/γ_c={last['ratio']:g} n={last['n']:.0e}"
     lines.append(Comparison("layers until 1 − ρ has halved", where, last["predicted"], float(last["counted"])))
     return found
+
+
+def draw_limits(rows: Rows) -> Figure:
+    """Output cosine and Jacobian norm over γ for growing n: steps in the making."""
+    figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
+    for index, n in enumerate(dict.fromkeys(row["n"] for row in rows)):
+        part = [row for row in rows if row["n"] == n]
+        for axes, column in ((left, "cosine"), (right, "jacobian")):
+            axes.plot(
+                [row["ratio"] for row in part], [row[column] for row in part],
+                color=COLOURS[index], linestyle=DASHES[index], label=f"n = 10^{round(math.log10(n))}",
+            )  # fmt: skip
+    left.plot([0.5, 1, 1, 1.5], [1, 1, 0.5, 0.5], color=GREY, linewidth=1.2, zorder=0)
+    right.plot([0.5, 1, 1, 1.5], [0, 0, 1, 1], color=GREY, linewidth=1.2, zorder=0)
+    left.plot([1.0], [0.8], "o", color=GREY, markersize=6)
+    right.plot([1.0], [0.25], "o", color=GREY, markersize=6)
+    left.set(xlabel="γ(1−ρ)", ylabel="cosine after one layer, ρ = ½ before", title="Theorem 2.1; grey: the limit")
+    right.set(xlabel="γ(1−ρ)", ylabel="η = ‖∇X'‖²/(nd), d = n", title="Theorem 2.4; grey: the limit")
+    left.legend(frameon=False, loc="lower left")
+    right.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def draw_layers(layers: Rows, lifetime: Rows) -> Figure:
+    """1 − ρ through layers, and how many layers a supercritical configuration lasts."""
+    figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
+    keys = dict.fromkeys((row["ratio"], row["alpha"]) for row in layers)
+    for index, (ratio, alpha) in enumerate(keys):
+        part = [row for row in layers if (row["ratio"], row["alpha"]) == (ratio, alpha) and row["apart"] > 1e-9]
+        label = f"γ/γ_c = {ratio:g}" + (f", residual α = {alpha:g}" if alpha else "")
+        left.plot(
+            [row["layer"] for row in part], [row["apart"] for row in part], color=COLOURS[index],
+            linestyle=DASHES[index], marker=MARKERS[index], markersize=4, label=label,
+        )  # fmt: skip
+    left.set(yscale="log", ylim=(1e-8, 2), xlabel="layers", ylabel="1 − cosine between tokens")
+    left.set_title(f"Simplex of n = {layers[0]['n']} tokens, same β in every layer")
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    for index, ratio in enumerate(dict.fromkeys(row["ratio"] for row in lifetime)):
+        part = [row for row in lifetime if row["ratio"] == ratio]
+        lengths = [row["n"] for row in part]
+        right.plot(lengths, [row["predicted"] for row in part], color=COLOURS[index], linestyle=DASHES[index])
+        counted = [row["counted"] for row in part]
+        right.plot(lengths, counted, MARKERS[index], color=COLOURS[index], label=f"γ/γ_c = {ratio:g}")
+    right.set(xscale="log", yscale="log", xlabel="n", ylabel="layers until 1 − ρ has halved")
+    right.set_title("Lines: n^(γ(1−ρ)−1)/(2ρ(1−ρ)β)")
+    right.legend(frameon=False, loc="upper left")
+    return figure

@@ -1,9 +1,8 @@
-"""Tiles and options of the kernels of flash attention, by head dimensions and device; the static tables check them.
+"""Tiles and options of the kernels of flash attention, by head dimensions and device; the static table checks them.
 
-Tiles are those that `best_tile` of attnscale/bench/static/tile_table.py prefers: of the tiles that fit and spill
-nothing, those within 5 % of the fewest instructions for a score, and of these the one that takes the fewest cycles by a
-model that counts blocks per multiprocessor. A test names the exceptions. With tensor memory (sm_100) a product is of
-all warps of a block together, and 4 warps have a row of 128 for each thread, which exchanges no maximum and no sum.
+Tiles were chosen among those that fit and spill nothing, by instructions for a score and blocks per multiprocessor;
+none was timed on a card. scripts/static has what they take. With tensor memory (sm_100) a product is of all warps of a
+block together, and 4 warps have a row of 128 for each thread, which exchanges no maximum and no sum.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Figures of the experiments, drawn from the rows of their tables alone; one file per experiment."""

@@ -1,0 +1,200 @@
+"""The cost of a monitor: training steps of a small GPT with one, without, and with n × n matrices of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnscale.attention import attention_weights
+from attnscale.bench.rows import Row
+from attnscale.diagnostics.monitor import Monitor
+from attnscale.module import ScaledDotProductAttention
+from attnscale.policies import Policy, PolicySpec, build_policy
+from attnscale.statistics.gaps import bracket_accumulation, count_gaps
+from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
+from scripts.cost.measuring import interleaved_ratio, label, peak_bytes
+
+# Per case: `every` of the monitor, and how many steps are summed: a monitor listens to one of them.
+CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "every_50": (50, 50), "not_this_step": (10**9, 1)}
+
+
+@dataclass(frozen=True)
+class MonitorCost:
+    """A training step with forward, backward and optimizer under a monitor of 64 rows, over the same without one."""
+
+    name: str
+    length: int
+    rounds: int
+
+    def measure(self) -> list[Row]:
+        model = build_gpt()
+        every, steps = CADENCES[self.name]
+        monitored = TemporaryMonitor(model, every)
+        step = training(model, self.length, monitored.step)
+        # The same model with and without: the place of a model in memory changes the time by several per cent.
+        ratio = interleaved_ratio(step, step, self.rounds, monitored.attached, pairs=steps)
+        return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *label(4, 64))]
+
+
+class TemporaryMonitor:
+    """A monitor that is attached while the candidate is timed; `step` does nothing at other times."""
+
+    def __init__(self, model: Gpt, every: int) -> None:
+        self._model = model
+        self._every = every
+        self._monitor: Monitor | None = None
+        self._done = 0  # steps under a monitor
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Attach a monitor that goes on where the last one was, so that it listens to every `every`-th step."""
+        with Monitor(self._model, every=self._every, rows=64, alerts=None) as self._monitor:
+            self._monitor.step(self._done)
+            yield
+        self._monitor = None
+
+    def step(self, _: int) -> None:
+        """Called at the end of each training step."""
+        if self._monitor is not None:
+            self._done += 1
+            self._monitor.step(self._done)
+
+
+@dataclass(frozen=True)
+class MonitorMemory:
+    """How far the peak of a training step rises under a monitor of 64 rows, in MB, on one layer of a long context."""
+
+    length: int
+
+    def measure(self) -> list[Row]:
+        model = build_gpt(layers=1)
+        monitor = Monitor(model, every=1, rows=64, alerts=None)
+        watched, plain = training(model, self.length, monitor.step), training(build_gpt(layers=1), self.length)
+        extra = (peak_bytes(watched) - peak_bytes(plain)) / 2**20
+        monitor.close()
+        return [Row("monitor", "every_1", "training step", "extra_mb", self.length, *(extra,) * 3, *label(4, 64))]
+
+
+@dataclass(frozen=True)
+class MatrixCost:
+    """How many times more the same quantities cost through matrices of all weights than through the monitor."""
+
+    length: int
+    rounds: int
+
+    def measure(self) -> list[Row]:
+        watched, matrices, plain = build_gpt(), build_gpt(), build_gpt()
+        monitor = Monitor(watched, every=1, rows=64, alerts=None)
+        for block in matrices.blocks:
+            block.attention = MatrixAttention(build_policy("log"))  # the policy of the other two
+        baseline = training(plain, self.length)
+        with_matrices = interleaved_ratio(training(matrices, self.length), baseline, self.rounds)
+        with_monitor = interleaved_ratio(training(watched, self.length, monitor.step), baseline, self.rounds)
+        monitor.close()
+        # Both ratios are over the same plain step; their quartiles cannot be combined.
+        times = (with_matrices.median - 1) / max(with_monitor.median - 1, 1e-3)
+        labels = label(4, 64)
+        return [
+            Row("monitor", "output_attentions", "training step", "times_cheaper", self.length, *(times,) * 3, *labels)
+        ]
+
+
+class MatrixAttention(nn.Module):
+    """Attention that computes its statistics from the n × n matrix, as one would with `output_attentions`.
+
+    Of all rows, but in forward only and without angles.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        """Causal attention [B, H, T, D]; the statistics are computed, and dropped."""
+        weights = attention_weights(query, key, is_causal=is_causal, policy=self.policy)
+        with torch.no_grad():
+            seen = weights.detach()
+            scores = query.detach() @ key.detach().mT * query.shape[-1] ** -0.5
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril()
+            seen.amax(-1), torch.special.entr(seen).sum(-1)
+            count_gaps(scores, THRESHOLDS, mask), bracket_accumulation(scores, MIN_RANK, mask)
+        out: Tensor = weights @ value
+        return out
+
+
+def training(model: Gpt, length: int, after: Callable[[int], object] | None = None) -> Callable[[], None]:
+    """A function that makes one training step on the same tokens and then calls `after` with its number."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0), device="cpu")
+    done = [0]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.loss(tokens).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if after is not None:
+            after(done[0])
+        done[0] += 1
+
+    return step
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a norm before and a residual around."""
+
+    def __init__(self, width: int, heads: int, policy: PolicySpec) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.inner, self.outer = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention: nn.Module = ScaledDotProductAttention(policy)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [B, T, C]."""
+        q, k, v = rearrange(self.inner(self.norms[0](x)), "b t (three h d) -> three b h t d", three=3, h=self.heads)
+        x = x + self.outer(rearrange(self.attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"))
+        out: Tensor = x + self.mlp(self.norms[1](x))
+        return out
+
+
+class Gpt(nn.Module):
+    """Blocks over a small vocabulary."""
+
+    def __init__(
+        self, policy: PolicySpec = "log", layers: int = 6, width: int = 256, heads: int = 4, vocabulary: int = 256
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads, policy) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of tokens [B, T]."""
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.run(block, x)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        """One block; where checkpointing would go."""
+        out: Tensor = block(x)
+        return out
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Of predicting the next token."""
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def build_gpt(seed: int = 0, **arguments: object) -> Gpt:
+    """The same weights for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Gpt(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""How many instructions of which kind a stretch of a kernel has."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from scripts.static.loops import Instruction
+
+
+class Counts(NamedTuple):
+    """Instructions of one warp in one pass of a loop, by the pipe that they keep busy."""
+
+    mma: int = 0  # matrix products
+    ex2: int = 0  # powers of two
+    special: int = 0  # the other functions of the same unit: 1/x, log2, tanh
+    fp32: int = 0  # multiply, add, fused
+    fp32_pairs: int = 0  # the same on two numbers at once
+    alu: int = 0  # integers, comparisons, selections, maxima, conversions, moves
+    shared: int = 0  # to and from shared memory
+    memory: int = 0  # to and from global memory, asynchronous copies included
+    local: int = 0  # to and from where registers are spilled
+    shuffle: int = 0  # between lanes
+    other: int = 0  # control, barriers, what a uniform or scalar unit does
+    total: int = 0
+    shared_bytes: int = 0  # per lane, through shared memory
+    mma_flops: int = 0  # of a warp, where the name of the instruction tells; else 0
+
+
+_SASS_KINDS = {
+    "mma": ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "QGMMA", "UTCQMMA"),
+    "fp32": ("FFMA", "FMUL", "FADD", "FFMA32I", "HFMA2", "HMUL2", "HADD2"),
+    "fp32_pairs": ("FFMA2", "FMUL2", "FADD2"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
+    "memory": ("LDG", "STG", "LDGSTS", "UTMALDG", "UTMASTG", "RED", "ATOMG", "LD", "ST"),
+    "local": ("LDL", "STL"),
+    "shuffle": ("SHFL",),
+    "alu": (
+        "IADD3", "IADD", "IMAD", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3", "IMNMX", "LEA", "LOP3", "SHF", "SEL",
+        "ISETP", "PLOP3", "PRMT", "MOV", "FMNMX", "FMNMX3", "FSETP", "FSEL", "F2FP", "F2F", "I2F", "I2FP",
+        "F2I", "IABS", "SGXT", "CS2R", "FSET", "P2R", "R2P", "BREV", "POPC", "FLO", "FCHK", "IDP",
+        "HSETP2", "HMNMX2", "VOTE", "S2R",
+    ),
+}  # fmt: skip
+_KIND_OF = {name: kind for kind, names in _SASS_KINDS.items() for name in names}
+_HMMA_SHAPE = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8, "1684": 16 * 8 * 4}
+_GCN_SHARED_BYTES = re.compile(r"^ds_(?:read|write|load|store)(?P<two>2)?(?:st64)?_(?:b|u|i)(?P<bits>\d+)")
+
+
+def classify(opcode: str) -> str:
+    """The field of `Counts` that an instruction falls under."""
+    return _classify_gcn(opcode) if opcode[0].islower() else _classify_sass(opcode)
+
+
+def count(instructions: tuple[Instruction, ...]) -> Counts:
+    """The instructions by kind; a `nop` is none."""
+    opcodes = [step.opcode for step in instructions if step.opcode not in ("NOP", "s_nop")]
+    kinds = Counter(classify(opcode) for opcode in opcodes)
+    return Counts(
+        **kinds,
+        total=len(opcodes),
+        shared_bytes=sum(_shared_bytes(opcode) for opcode in opcodes),
+        mma_flops=sum(_mma_flops(opcode) for opcode in opcodes),
+    )
+
+
+def total_of(parts: Iterable[Counts]) -> Counts:
+    """The counts of several loops together.
+
+    >>> total_of([Counts(mma=8, total=20), Counts(mma=8, total=30)])[:1], total_of([]).total
+    ((16,), 0)
+    """
+    return Counts(*(sum(kind) for kind in zip(Counts(), *parts, strict=True)))
+
+
+def times(counts: Counts, passes: int) -> Counts:
+    """The counts of several passes of one loop."""
+    return Counts(*(passes * number for number in counts))
+
+
+def _classify_sass(opcode: str) -> str:
+    name = opcode.split(".")[0]
+    if name == "MUFU":
+        return "ex2" if opcode.startswith("MUFU.EX2") else "special"
+    return _KIND_OF.get(name, "other")
+
+
+def _classify_gcn(opcode: str) -> str:
+    if opcode.startswith(("v_mfma", "v_smfmac")):
+        return "mma"
+    if opcode.startswith("v_exp_f32"):
+        return "ex2"
+    if opcode.startswith(("v_rcp", "v_log", "v_rsq", "v_sqrt", "v_sin", "v_cos")):
+        return "special"
+    if re.match(r"v_pk_(mul|add|fma)_f32", opcode):
+        return "fp32_pairs"
+    if opcode.endswith("_dpp") or opcode.startswith(("ds_bpermute", "ds_permute", "ds_swizzle", "v_permlane")):
+        return "shuffle"
+    if re.match(r"v_(mul|add|sub|subrev|fma|fmac|mac|fmamk|fmaak)_f32", opcode):
+        return "fp32"
+    if opcode.startswith("ds_"):
+        return "shared"
+    if opcode.startswith("scratch_"):
+        return "local"
+    if opcode.startswith(("buffer_", "global_", "flat_")):
+        return "memory"
+    return "alu" if opcode.startswith("v_") else "other"
+
+
+def _shared_bytes(opcode: str) -> int:
+    """Bytes of a lane: a bank is four wide, so that less takes no less time."""
+    if found := _GCN_SHARED_BYTES.match(opcode):
+        return max(4, int(found["bits"]) // 8) * (2 if found["two"] else 1)
+    parts = opcode.split(".")
+    if parts[0] in ("LDSM", "STSM"):
+        return 4 * int(parts[-1]) if parts[-1].isdigit() else 4
+    if parts[0] in ("LDS", "STS", "LDGSTS"):
+        return {"64": 8, "128": 16}.get(parts[-1], 4)
+    return 0
+
+
+def _mma_flops(opcode: str) -> int:
+    """Operations of one instruction for one warp, a multiply and an add being two."""
+    parts = opcode.split(".")
+    if parts[0] == "HMMA" and parts[1] in _HMMA_SHAPE:
+        return 2 * _HMMA_SHAPE[parts[1]]
+    if found := re.match(r"(?:HGMMA\.|v_mfma_f32_)(\d+)x(\d+)x(\d+)", opcode):
+        m, n, k = (int(extent) for extent in found.groups())
+        return 2 * m * n * k // (4 if parts[0] == "HGMMA" else 1)  # four warps issue one together
+    return 0

@@ -1,0 +1,74 @@
+"""The printed table: what compilation tells of every kernel on every target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from attnscale.bench.gpu.tables import print_tables
+from scripts.static.calls import LENGTHS
+from scripts.static.counts import Counts
+from scripts.static.per_score import (
+    edge,
+    over_all_hot,
+    over_plain,
+    over_reference,
+    per_score,
+    per_visible_score,
+    with_the_rest,
+)
+from scripts.static.table import Row
+from scripts.static.targets import TARGETS
+
+HEADER = (
+    "kernel", "variant", "dtype", "D", "target", "tile", "warps", "regs", "spills", "shared", "blocks", "KB", "MFLOP",
+    "hot", "edge", *(f"n={length // 1024}k" for length in LENGTHS), "≤ n=1k", "over hot", "over plain", "+ statistics",
+)  # fmt: skip
+ABOUT = (
+    "Nothing here was timed. blocks: of a multiprocessor or compute unit at once; KB, MFLOP: what a block reads and "
+    "multiplies for one tile; hot, edge: instructions for each score of a tile that every row sees whole, and of one "
+    "that some see in part, over all passes of the kernel; n=1k…: of all loops of a call, for each score that counts; "
+    "≤ n=1k: with what stands outside of the loops, at most; over hot: of the loops at n=1k, over a call whose tiles "
+    "all run in the hot loop; over plain: hot over that of a plain kernel without temperature and statistics, at its "
+    "own best tile; + statistics: instructions of the hot loop over those of the same kernel without statistics."
+)
+
+
+def print_table(rows: list[Row]) -> None:
+    """All rows, and what their columns mean."""
+    console = Console()
+    print_tables(console, "compiled ahead of time, not run", HEADER, static_lines(rows), heading=4)
+    console.print(ABOUT, highlight=False)
+
+
+def static_lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
+    """Cells of the table for each kernel and target."""
+    for row in rows:
+        dim, target = f"D={row.dim}" if row.dim else "", f"{row.target} {TARGETS[row.target].card}"
+        yield row.family, row.name, row.dtype, dim, target, *_resources(row), *_instructions(row, rows)
+
+
+def _resources(row: Row) -> tuple[str, ...]:
+    sizes = (row.warps, row.registers, row.spills, row.shared_memory, row.blocks)
+    work = (f"{row.tile_bytes / 1024:.0f}", f"{row.matrix_flops / 1e6:.1f}") if row.matrix_flops else ("", "")
+    return "×".join(map(str, row.tile)), *map(str, sizes), *work
+
+
+def _instructions(row: Row, rows: list[Row]) -> Iterator[str]:
+    """For each score, by phase and for calls; where a tile has none, as the merge of parts, nothing."""
+    yield from (_of_tile(row, counts) for counts in (row.phases.hot, edge(row)))
+    yield from (_number(per_visible_score(row, length), 1) for length in LENGTHS)
+    yield _number(with_the_rest(row, LENGTHS[0]), 1)
+    yield _number(over_all_hot(row, rows, LENGTHS[0]), 2)
+    yield _number(over_reference(row, rows), 2)
+    added = over_plain(row, rows)
+    yield "" if added is None else f"{added - 1:+.0%}"
+
+
+def _of_tile(row: Row, counts: Counts) -> str:
+    return f"{per_score(row, counts):.1f}" if counts.total and row.tile != (1, 1) else ""
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,42 @@
+"""Train models, and measure some of them, by a YAML file: `python -m scripts.training FILE key=value …`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from attnscale.cli.evaluate import Experiments, read_experiment
+from attnscale.cli.progress import shown_progress
+from attnscale.errors import AttnScaleError
+
+EXPERIMENTS: Experiments = {
+    "max_retrieval": ("scripts.training.max_retrieval", "MaxRetrieval", "run"),
+    "training": ("scripts.training.embedded", "Training", "run"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code is 2 for a file or a value that is not accepted."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.training", description=__doc__)
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help=f"YAML with the key `experiment`: {', '.join(EXPERIMENTS)}"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="instead of what the file says; lists: [0,1]")
+    options = parser.parse_args(arguments)
+    try:
+        experiment, function = read_experiment(options.file, options.overrides, EXPERIMENTS)
+        with shown_progress(Console()) as progress:
+            written = function(experiment, progress=progress)
+    except AttnScaleError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {written}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
