@@ -1,8 +1,8 @@
 """What the operators accept: types, shapes, dtypes and devices of their arguments, and the range of their numbers.
 
 A kernel has pointers and strides only, so that a tensor of the wrong shape would be read beyond its end. Nothing here
-reads the elements of a tensor, which would synchronise. Launches that have a plan (plans.py) check tensors when it is
-made, since its signature covers everything that is checked.
+reads the elements of a tensor, which would synchronise. Launches that have a plan (launch_cache.py) check tensors when
+it is made, since its signature covers everything that is checked.
 """
 
 from __future__ import annotations

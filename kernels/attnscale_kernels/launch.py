@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import compiled
+from . import launch_cache
 from .arguments import fp32_beta
 from .availability import why_unavailable
 from .errors import KernelUnavailableError
@@ -112,12 +112,26 @@ class Launch(NamedTuple):
     constants: dict[str, object]
     warps: int
     stages: int
-    # By device, what launches are run by that are alike in all that triton compiles for; they share this object.
-    compiled: dict[int, Any] | None = None
+    compiled: list[Any] | None = None  # of a `PlannedKernel`
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
         run(((self,), None), like)
+
+
+class PlannedKernel(NamedTuple):
+    """What launches of a kernel have in common by one plan."""
+
+    kernel: Any
+    constants: dict[str, object]
+    warps: int
+    stages: int
+    compiled: list[Any]  # empty until the first launch; see launch_cache.py
+
+    def launch(self, grid: int, arguments: dict[str, object]) -> Launch:
+        """Of a number of programs, with the arguments of one call."""
+        kernel, constants, warps, stages, compiled = self
+        return Launch(kernel, grid, arguments, constants, warps, stages, compiled)
 
 
 def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
@@ -129,7 +143,7 @@ def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
             return run(made, like)
     for launch in launches:
         if launch.grid:
-            compiled.launch(device, *launch)
+            launch_cache.launch(device, *launch)
     return found
 
 

@@ -14,6 +14,7 @@ from ..boxes import box, fits_box
 from ..errors import reject
 from ..launch import (
     Launch,
+    PlannedKernel,
     Tile,
     alignment,
     assumed_resources,
@@ -33,24 +34,22 @@ from ..launch import (
     run,
     view,
 )
-from ..plans import layout, remember
+from ..launch_cache import layout, remember
+from ..tile_rules import (
+    backward_takes_boxes,
+    draws_fours,
+    edge_stages,
+    keeps_pointers,
+    parts_of_sums,
+    sums_first,
+    tile_for,
+    works_in_pairs,
+)
 from ..visibility import Rule, Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
 from .mask import key_rule, mask_squares, query_rule
 from .results import Backward, Forward, new_forward
-from .tile_rules import (
-    backward_key_tile,
-    backward_query_tile,
-    backward_takes_boxes,
-    draws_fours,
-    edge_stages,
-    forward_tile,
-    keeps_pointers,
-    parts_of_sums,
-    sums_first,
-    works_in_pairs,
-)
 
 LOG2E = 1.4426950408889634
 ROWS = 32  # of a program of the kernel that prepares the backward
@@ -66,8 +65,20 @@ class ForwardPlan(NamedTuple):
     copies: bool  # of query, key or value
     strides: list[tuple[int, ...]]  # of query, key and value, once copied, of β and of the output
     rule: Rule | None  # None: there are tensors in it, so that each call has its own
-    constants: dict[str, object]
-    compiled: dict[int, Any]  # see `Launch`
+    attention: PlannedKernel
+
+
+class BackwardPlan(NamedTuple):
+    """What backward passes of one signature have in common."""
+
+    query_tile: Tile
+    key_tile: Tile
+    key_block: list[int] | None  # as in `ForwardPlan`, for dQ
+    value_block: list[int] | None
+    rule: Rule | None
+    rows: PlannedKernel
+    to_query: PlannedKernel
+    to_key: PlannedKernel
 
 
 def forward_launches(
@@ -105,7 +116,7 @@ def forward_launches(
         seed is not None and layout(seed), dropout_p > 0.0, visibility.layout(), softcap is None, not entropy, tile,
         assumed_resources(), query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
-    plan: ForwardPlan | None = state.PLANS.get(signature)
+    plan: ForwardPlan | None = state.LAUNCHES.get(signature)
     if plan is None:
         check_attention(query, key, value, beta, visibility, sinks, seed)
     batch, heads, queries, _ = query.shape
@@ -150,11 +161,7 @@ def forward_launches(
         "softcap": softcap,
         "dropout_p": dropout_p,
     }
-    tile = plan.tile
-    attend = Launch(
-        flash_forward_kernel, plan.programs, arguments, plan.constants, tile.warps, tile.stages, plan.compiled
-    )
-    return (*before, attend), result
+    return (*before, plan.attention.launch(plan.programs, arguments)), result
 
 
 flash_forward = launched(forward_launches)
@@ -184,12 +191,11 @@ def _forward_plan(
     if not boxed:
         busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
         busy |= sinks and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
-    tile = tile or forward_tile(
-        block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout, capped=softcap is not None,
-        entropy=entropy,
+    widest, size = block_of(max(dim, value_dim)), query.element_size()
+    tile = tile or tile_for(
+        "forward", widest, size, resources, boxed=boxed, busy=busy, masked=visibility.mask is not None,
+        dropout=dropout, capped=softcap is not None, entropy=entropy,
     )  # fmt: skip
-    size = query.element_size()
     first = sums_first(block_of(value_dim), size, tile, resources, boxed=boxed, entropy=entropy)
     constants = {
         **attention_constants(query, tile),
@@ -200,8 +206,8 @@ def _forward_plan(
         "ALIGN": alignment(query, key, value, result.out),
         "PARTS": parts_of_sums(first, size, resources, entropy),
         "SUMS_FIRST": first,
-        "KEEP_POINTERS": keeps_pointers(block_of(max(dim, value_dim)), tile, resources),
-        "PAIRS": works_in_pairs(query.element_size(), resources),
+        "KEEP_POINTERS": keeps_pointers(widest, tile, resources),
+        "PAIRS": works_in_pairs(size, resources),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
     batch, heads, queries, _ = query.shape
@@ -213,8 +219,7 @@ def _forward_plan(
         copies,
         [query.stride(), key.stride(), value.stride(), row_strides(beta), result.out.stride()],
         visibility.rule() if visibility.is_plain else None,
-        constants,
-        {},
+        PlannedKernel(flash_forward_kernel, constants, tile.warps, tile.stages, []),
     )
 
 
@@ -252,98 +257,132 @@ def backward_launches(
     Deterministic: no two programs add to the same element. The last three launches are what is said of each row, the
     gradient of queries, and those of keys and values.
     """
-    check_attention(query, key, value, beta, visibility, seed=seed)
-    check_backward(gradient, query, value, out, lse)
+    if type(scale) is not float or not isfinite(scale):
+        scale = finite("scale", scale)
+    softcap = None if softcap is None else positive("softcap", softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = probability("dropout_p", dropout_p)
+    dropout = dropout_p > 0.0
+    signature = (
+        "backward", layout(gradient), layout(query), layout(key), layout(value), layout(beta), layout(out), layout(lse),
+        seed is not None and layout(seed), dropout, visibility.layout(), softcap is None, dbeta, query_tile, key_tile,
+        assumed_resources(), multiplies_in_tf32(),
+    )  # fmt: skip
+    plan: BackwardPlan | None = state.LAUNCHES.get(signature)
+    if plan is None:
+        check_attention(query, key, value, beta, visibility, seed=seed)
+        check_backward(gradient, query, value, out, lse)
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
-    of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
-    query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
-    shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
-    dropout, masked = dropout_p > 0.0, visibility.mask is not None
-    boxed = backward_takes_boxes(*shape, busy=masked or dropout or softcap is not None) and all(
-        fits_box(x, shape[-1]) for x in (key, value)
-    )
-    query_tile = query_tile or backward_query_tile(
-        *shape, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or softcap is not None
-    )
-    key_tile = key_tile or backward_key_tile(
-        *shape, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or softcap is not None,
-        bounded=visibility.start is not None or visibility.padding is not None,
-    )  # fmt: skip
+    of_query, of_key = empty_like_layout(query, dim), empty_like_layout(key, dim)
+    of_value = empty_like_layout(value, value_dim)
+    query, key, value, out = near_rows(query), near_rows(key), near_rows(value), near_rows(out)
+    gradient = near_rows(gradient.to(query.dtype))
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
-    result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
-    before, squares = mask_squares(visibility, (batch, heads, queries, keys))
-    listed_keys, query_side = key_rule(visibility, squares, queries, keys, query_tile)
-    listed_rows, key_side = query_rule(visibility, squares, queries, keys, key_tile)
-    value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
-    constants: dict[str, object] = {**value_constants, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
-    per_row = Launch(
-        flash_backward_rows_kernel,
-        batch * heads * cdiv(queries, ROWS),
-        {
-            "grad_out": view(gradient),
-            "out": view(out),
-            "beta": row_view(beta),
-            "lse_ptr": lse.contiguous(),
-            "rows_ptr": rows,
-            "heads": heads,
-            "queries": queries,
-            "factor": LOG2E * (scale if visibility.linear_in_products(softcap) else 1.0),
-        },
-        {**value_constants, "BLOCK_M": ROWS},
-        4,
-        1,
-    )
+    of_beta = query.new_empty((batch, heads, queries), dtype=torch.float32) if dbeta else None
+    result = Backward(of_query, of_key, of_value, of_beta, None)
+    if plan is None:
+        made = _backward_plan(
+            query, key, value, gradient, result, visibility, softcap is not None, dropout, query_tile, key_tile
+        )
+        plan = remember(signature, made)
+    query_tile, key_tile, key_block, value_block, rule = plan[:5]
+    query_side = key_side = rule
+    before: tuple[Launch, ...] = ()
+    if rule is None:
+        before, squares = mask_squares(visibility, (batch, heads, queries, keys))
+        listed_keys, query_side = key_rule(visibility, squares, queries, keys, query_tile)
+        listed_rows, key_side = query_rule(visibility, squares, queries, keys, key_tile)
+        before = (*before, *listed_keys, *listed_rows)
+    per_row: dict[str, object] = {
+        "grad_out": view(gradient),
+        "out": view(out),
+        "beta": row_view(beta),
+        "lse_ptr": lse.contiguous(),
+        "rows_ptr": rows,
+        "heads": heads,
+        "queries": queries,
+        "factor": LOG2E * (scale if visibility.linear_in_products(softcap) else 1.0),
+    }
     shared = {
         **attention_arguments(query, key, scale, softcap),
         "v": view(value),
-        "grad_out": view(gradient),
+        "grad_out": per_row["grad_out"],
         "rows_ptr": rows,
         "seed_ptr": _seed(seed, dropout_p),
         "dropout_p": dropout_p,
     }
-    to_query = Launch(
-        flash_backward_query_kernel,
-        batch * heads * cdiv(queries, query_tile.m),
-        {
-            **shared,
-            "k_box": box(key, [1, 1, query_tile.n, shape[0]]) if boxed else None,
-            "v_box": box(value, [1, 1, query_tile.n, shape[1]]) if boxed else None,
-            "grad_q": view(result.query),
-            "dbeta_ptr": result.beta,
-            "rule": query_side,
-        },
-        {
-            **attention_constants(query, query_tile),
-            **constants,
-            "K_ROW": 0 if boxed else key.stride(2),
-            "V_ROW": 0 if boxed else value.stride(2),
-            "PAIRS": works_in_pairs(*shape[2:]),
-        },
-        query_tile.warps,
-        query_tile.stages,
+    to_query = {
+        **shared,
+        "k_box": None if key_block is None else box(key, key_block),
+        "v_box": None if value_block is None else box(value, value_block),
+        "grad_q": view(of_query),
+        "dbeta_ptr": of_beta,
+        "rule": query_side,
+    }
+    to_key = {**shared, "grad_k": view(of_key), "grad_v": view(of_value), "rule": key_side}
+    return (
+        *before,
+        plan.rows.launch(batch * heads * cdiv(queries, ROWS), per_row),
+        plan.to_query.launch(batch * heads * cdiv(queries, query_tile.m), to_query),
+        plan.to_key.launch(batch * kv_heads * cdiv(keys, key_tile.n), to_key),
+    ), result
+
+
+def _backward_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    result: Backward,
+    visibility: Visibility,
+    capped: bool,
+    dropout: bool,
+    query_tile: Tile | None,
+    key_tile: Tile | None,
+) -> BackwardPlan:
+    """How to launch a backward, by nothing that is not in its signature."""
+    dim, value_dim, resources = query.shape[-1], value.shape[-1], resources_of(query.device)
+    launched_for = block_of(max(dim, value_dim)), query.element_size(), resources
+    masked = visibility.mask is not None
+    boxed = backward_takes_boxes(*launched_for, busy=masked or dropout or capped) and all(
+        fits_box(x, resources) for x in (key, value)
     )
-    to_key = Launch(
-        flash_backward_key_kernel,
-        batch * kv_heads * cdiv(keys, key_tile.n),
-        {
-            **shared,
-            "grad_k": view(result.key),
-            "grad_v": view(result.value),
-            "rule": key_side,
-        },
-        {
-            **attention_constants(query, key_tile),
-            **constants,
-            "Q_ROW": query.stride(2),
-            "DO_ROW": gradient.stride(2),
-            "DRAW_FOURS": draws_fours(shape[-1]),
-            "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked and not visibility.biased),
-        },
-        key_tile.warps,
-        key_tile.stages,
+    query_tile = query_tile or tile_for(
+        "dQ", *launched_for, boxed=boxed, dropout=dropout, biased=visibility.biased,
+        busy=capped or result.beta is not None,
+    )  # fmt: skip
+    key_tile = key_tile or tile_for(
+        "dK dV", *launched_for, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or capped,
+        bounded=visibility.start is not None or visibility.padding is not None,
+    )  # fmt: skip
+    of_values: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
+    shared: dict[str, object] = {**of_values, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
+    to_query = {
+        **attention_constants(query, query_tile),
+        **shared,
+        "K_ROW": 0 if boxed else key.stride(2),
+        "V_ROW": 0 if boxed else value.stride(2),
+        "PAIRS": works_in_pairs(*launched_for[1:]),
+    }
+    to_key = {
+        **attention_constants(query, key_tile),
+        **shared,
+        "Q_ROW": query.stride(2),
+        "DO_ROW": gradient.stride(2),
+        "DRAW_FOURS": draws_fours(resources),
+        "EDGE_STAGES": edge_stages(launched_for[0], resources, masked=masked and not visibility.biased),
+    }
+    return BackwardPlan(
+        query_tile,
+        key_tile,
+        [1, 1, query_tile.n, block_of(dim)] if boxed else None,
+        [1, 1, query_tile.n, block_of(value_dim)] if boxed else None,
+        visibility.rule() if visibility.is_plain else None,
+        PlannedKernel(flash_backward_rows_kernel, {**of_values, "BLOCK_M": ROWS}, 4, 1, []),
+        PlannedKernel(flash_backward_query_kernel, to_query, query_tile.warps, query_tile.stages, []),
+        PlannedKernel(flash_backward_key_kernel, to_key, key_tile.warps, key_tile.stages, []),
     )
-    return (*before, *listed_keys, *listed_rows, per_row, to_query, to_key), result
 
 
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
@@ -354,7 +393,7 @@ def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
 
 
 def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout: bool) -> bool:
-    """Whether a score needs more registers than usual; see `forward_tile`."""
+    """Whether a score needs more registers than usual; see the tiles of the forward."""
     return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout
 
 
