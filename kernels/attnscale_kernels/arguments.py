@@ -168,12 +168,9 @@ def check_splits(splits: object) -> None:
         reject("splits", splits, accepted)
 
 
-def fp32_beta(beta: Tensor) -> Tensor:
-    """β in fp32; `to` would take longer to find that there is nothing to do."""
-    if beta.dtype is torch.float32:
-        return beta
+def check_beta_dtype(beta: object) -> None:
+    """Refuse a β that is not converted to fp32."""
     _check_tensor("beta", beta, _FLOATS)
-    return beta.to(torch.float32)
 
 
 def finite(name: str, value: object, accepted: str = "a finite number") -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import launch_cache
-from .arguments import fp32_beta
+from .arguments import check_beta_dtype
 from .availability import why_unavailable
 from .errors import KernelUnavailableError
 
@@ -178,6 +178,14 @@ def view(x: Tensor) -> View:
     return View(x, x.stride())
 
 
+def fp32_beta(beta: Tensor) -> Tensor:
+    """β in fp32; `to` would take longer to find that there is nothing to do."""
+    if beta.dtype is torch.float32:
+        return beta
+    check_beta_dtype(beta)
+    return beta.to(torch.float32)
+
+
 def row_view(beta: Tensor) -> View:
     """β of any shape that broadcasts to [B, H, T], in fp32 as [B, H, T]."""
     beta = fp32_beta(beta)
@@ -254,6 +262,27 @@ def empty_like_layout(x: Tensor, width: int) -> Tensor:
     if strides[1] < strides[2]:
         return x.new_empty(batch, rows, heads, width).transpose(1, 2)
     return x.new_empty(batch, heads, rows, width)
+
+
+class Forward(NamedTuple):
+    """The output of attention, and statistics per row in fp32 and nats."""
+
+    out: Tensor  # [B, H, Tq, DV]
+    lse: Tensor  # [B, H, Tq]
+    max_logit: Tensor  # [B, H, Tq]
+    entropy: Tensor | None  # [B, H, Tq]; None: not asked for
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
+        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
+
+
+def new_forward(query: Tensor, width: int, entropy: bool) -> Forward:
+    """Memory for the result of a forward with values as wide; the output in the layout of the query."""
+    batch, heads, queries, _ = query.shape
+    rows = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    top = torch.empty_like(rows)
+    return Forward(empty_like_layout(query, width), rows, top, torch.empty_like(rows) if entropy else None)
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from attnscale.bench.static.table import Row
 from attnscale.bench.static.variant import phases_of
 from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.launch import Tile
-from attnscale_kernels.phases import (
+from attnscale_kernels.tiles import (
     first_phase,
     key_range,
     listed_edges,

@@ -1,4 +1,4 @@
-"""Host side of decoding: tiles, the number of splits, launches and their results."""
+"""Host side of decoding: the number of splits, launches and their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import state
-from ..arguments import FARTHEST, check_attention, check_splits, finite, fp32_beta, positive
-from ..flash.results import Forward, new_forward
+from ..arguments import FARTHEST, check_attention, check_splits, finite, positive
 from ..launch import (
+    Forward,
     Launch,
     PlannedKernel,
     Tile,
@@ -19,8 +19,10 @@ from ..launch import (
     attention_constants,
     block_of,
     cdiv,
+    fp32_beta,
     launched,
     multiplies_in_tf32,
+    new_forward,
     new_view,
     positive_scale,
     resources_of,

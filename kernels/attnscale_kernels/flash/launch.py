@@ -9,76 +9,43 @@ import torch
 from torch import Tensor
 
 from .. import state
-from ..arguments import check_attention, check_backward, finite, fp32_beta, positive, probability
-from ..boxes import box, fits_box
+from ..arguments import check_attention, check_backward, finite, positive, probability
 from ..errors import reject
 from ..launch import (
+    Forward,
     Launch,
-    PlannedKernel,
     Tile,
-    alignment,
     assumed_resources,
     attention_arguments,
-    attention_constants,
-    block_of,
     cdiv,
     empty_like_layout,
+    fp32_beta,
     launched,
     multiplies_in_tf32,
     near_rows,
+    new_forward,
     new_view,
     positive_scale,
-    resources_of,
-    row_strides,
     row_view,
     run,
     view,
 )
 from ..launch_cache import layout, remember
-from ..tile_rules import (
-    backward_takes_boxes,
-    draws_fours,
-    edge_stages,
-    keeps_pointers,
-    parts_of_sums,
-    sums_first,
-    tile_for,
-    works_in_pairs,
-)
-from ..visibility import Rule, Visibility
-from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
-from .forward_kernel import flash_forward_kernel
+from ..visibility import Visibility
 from .mask import key_rule, mask_squares, query_rule
-from .results import Backward, Forward, new_forward
+from .plan import ROWS, BackwardPlan, ForwardPlan, backward_plan, box, forward_plan
 
 LOG2E = 1.4426950408889634
-ROWS = 32  # of a program of the kernel that prepares the backward
 
 
-class ForwardPlan(NamedTuple):
-    """What forwards of one signature have in common."""
+class Backward(NamedTuple):
+    """What `flash_backward` returns; None where not asked for."""
 
-    tile: Tile
-    programs: int
-    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
-    value_block: list[int] | None
-    copies: bool  # of query, key or value
-    strides: list[tuple[int, ...]]  # of query, key and value, once copied, of β and of the output
-    rule: Rule | None  # None: there are tensors in it, so that each call has its own
-    attention: PlannedKernel
-
-
-class BackwardPlan(NamedTuple):
-    """What backward passes of one signature have in common."""
-
-    query_tile: Tile
-    key_tile: Tile
-    key_block: list[int] | None  # as in `ForwardPlan`, for dQ
-    value_block: list[int] | None
-    rule: Rule | None
-    rows: PlannedKernel
-    to_query: PlannedKernel
-    to_key: PlannedKernel
+    query: Tensor  # [B, H, Tq, D]
+    key: Tensor  # [B, Hkv, Tk, D]
+    value: Tensor  # [B, Hkv, Tk, DV]
+    beta: Tensor | None  # [B, H, Tq] fp32
+    sinks: Tensor | None  # [H] fp32
 
 
 def forward_launches(
@@ -123,7 +90,7 @@ def forward_launches(
     _, kv_heads, keys, value_dim = value.shape
     out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
     if plan is None:
-        made = _forward_plan(
+        made = forward_plan(
             query, key, value, beta, result, visibility, softcap, sinks is not None, dropout_p > 0.0, tile
         )
         plan = remember(signature, made)
@@ -167,62 +134,6 @@ def forward_launches(
 flash_forward = launched(forward_launches)
 
 
-def _forward_plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    result: Forward,
-    visibility: Visibility,
-    softcap: float | None,
-    sinks: bool,
-    dropout: bool,
-    tile: Tile | None,
-) -> ForwardPlan:
-    """How to launch a forward, by nothing that is not in its signature."""
-    given = query, key, value
-    query, key, value = near_rows(query), near_rows(key), near_rows(value)
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    entropy, resources = result.entropy is not None, resources_of(query.device)
-    boxed = fits_box(key, resources) and fits_box(value, resources)
-    busy = dropout
-    if not resources.has_tensor_memory:
-        busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
-    if not boxed:
-        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
-        busy |= sinks and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
-    widest, size = block_of(max(dim, value_dim)), query.element_size()
-    tile = tile or tile_for(
-        "forward", widest, size, resources, boxed=boxed, busy=busy, masked=visibility.mask is not None,
-        dropout=dropout, capped=softcap is not None, entropy=entropy,
-    )  # fmt: skip
-    first = sums_first(block_of(value_dim), size, tile, resources, boxed=boxed, entropy=entropy)
-    constants = {
-        **attention_constants(query, tile),
-        "DV": value_dim,
-        "BLOCK_DV": block_of(value_dim),
-        "K_ROW": 0 if boxed else key.stride(2),
-        "V_ROW": 0 if boxed else value.stride(2),
-        "ALIGN": alignment(query, key, value, result.out),
-        "PARTS": parts_of_sums(first, size, resources, entropy),
-        "SUMS_FIRST": first,
-        "KEEP_POINTERS": keeps_pointers(widest, tile, resources),
-        "PAIRS": works_in_pairs(size, resources),
-    }
-    copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
-    batch, heads, queries, _ = query.shape
-    return ForwardPlan(
-        tile,
-        batch * heads * cdiv(queries, tile.m),
-        [1, 1, tile.n, block_of(dim)] if boxed else None,
-        [1, 1, tile.n, block_of(value_dim)] if boxed else None,
-        copies,
-        [query.stride(), key.stride(), value.stride(), row_strides(beta), result.out.stride()],
-        visibility.rule() if visibility.is_plain else None,
-        PlannedKernel(flash_forward_kernel, constants, tile.warps, tile.stages, []),
-    )
-
-
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
     """Gradients of everything that `backward_launches` is given, and of the sinks."""
     launches, result = made = backward_launches(gradient, *given, **options)
@@ -262,10 +173,10 @@ def backward_launches(
     softcap = None if softcap is None else positive("softcap", softcap)
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = probability("dropout_p", dropout_p)
-    dropout = dropout_p > 0.0
+    dropout, capped = dropout_p > 0.0, softcap is not None
     signature = (
         "backward", layout(gradient), layout(query), layout(key), layout(value), layout(beta), layout(out), layout(lse),
-        seed is not None and layout(seed), dropout, visibility.layout(), softcap is None, dbeta, query_tile, key_tile,
+        seed is not None and layout(seed), dropout, visibility.layout(), capped, dbeta, query_tile, key_tile,
         assumed_resources(), multiplies_in_tf32(),
     )  # fmt: skip
     plan: BackwardPlan | None = state.LAUNCHES.get(signature)
@@ -282,8 +193,8 @@ def backward_launches(
     of_beta = query.new_empty((batch, heads, queries), dtype=torch.float32) if dbeta else None
     result = Backward(of_query, of_key, of_value, of_beta, None)
     if plan is None:
-        made = _backward_plan(
-            query, key, value, gradient, result, visibility, softcap is not None, dropout, query_tile, key_tile
+        made = backward_plan(
+            query, key, value, gradient, result[:3], visibility, capped, dropout, dbeta, query_tile, key_tile
         )
         plan = remember(signature, made)
     query_tile, key_tile, key_block, value_block, rule = plan[:5]
@@ -329,74 +240,8 @@ def backward_launches(
     ), result
 
 
-def _backward_plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gradient: Tensor,
-    result: Backward,
-    visibility: Visibility,
-    capped: bool,
-    dropout: bool,
-    query_tile: Tile | None,
-    key_tile: Tile | None,
-) -> BackwardPlan:
-    """How to launch a backward, by nothing that is not in its signature."""
-    dim, value_dim, resources = query.shape[-1], value.shape[-1], resources_of(query.device)
-    launched_for = block_of(max(dim, value_dim)), query.element_size(), resources
-    masked = visibility.mask is not None
-    boxed = backward_takes_boxes(*launched_for, busy=masked or dropout or capped) and all(
-        fits_box(x, resources) for x in (key, value)
-    )
-    query_tile = query_tile or tile_for(
-        "dQ", *launched_for, boxed=boxed, dropout=dropout, biased=visibility.biased,
-        busy=capped or result.beta is not None,
-    )  # fmt: skip
-    key_tile = key_tile or tile_for(
-        "dK dV", *launched_for, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or capped,
-        bounded=visibility.start is not None or visibility.padding is not None,
-    )  # fmt: skip
-    of_values: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
-    shared: dict[str, object] = {**of_values, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
-    to_query = {
-        **attention_constants(query, query_tile),
-        **shared,
-        "K_ROW": 0 if boxed else key.stride(2),
-        "V_ROW": 0 if boxed else value.stride(2),
-        "PAIRS": works_in_pairs(*launched_for[1:]),
-    }
-    to_key = {
-        **attention_constants(query, key_tile),
-        **shared,
-        "Q_ROW": query.stride(2),
-        "DO_ROW": gradient.stride(2),
-        "DRAW_FOURS": draws_fours(resources),
-        "EDGE_STAGES": edge_stages(launched_for[0], resources, masked=masked and not visibility.biased),
-    }
-    return BackwardPlan(
-        query_tile,
-        key_tile,
-        [1, 1, query_tile.n, block_of(dim)] if boxed else None,
-        [1, 1, query_tile.n, block_of(value_dim)] if boxed else None,
-        visibility.rule() if visibility.is_plain else None,
-        PlannedKernel(flash_backward_rows_kernel, {**of_values, "BLOCK_M": ROWS}, 4, 1, []),
-        PlannedKernel(flash_backward_query_kernel, to_query, query_tile.warps, query_tile.stages, []),
-        PlannedKernel(flash_backward_key_kernel, to_key, key_tile.warps, key_tile.stages, []),
-    )
-
-
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     """The seed where there is dropout: without one, kernels drop nothing."""
     if dropout_p > 0.0 and seed is None:
         reject("seed", None, f"an int64 scalar tensor with dropout_p={dropout_p!r}")
     return seed if dropout_p > 0.0 else None
-
-
-def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout: bool) -> bool:
-    """Whether a score needs more registers than usual; see the tiles of the forward."""
-    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout
-
-
-def _is_padded(dim: int, value_dim: int) -> bool:
-    """Whether a head dimension is no power of two, or less than a matrix product takes."""
-    return (block_of(dim), block_of(value_dim)) != (dim, value_dim)

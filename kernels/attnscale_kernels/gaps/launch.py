@@ -1,4 +1,4 @@
-"""Host side of gap counting: tiles, launches and their results."""
+"""Host side of gap counting: launches and their results."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ..tile_rules import tile_for
 from ..visibility import Visibility, key_ranges
 from .kernel import gap_bracket_kernel, gap_count_kernel
 
-LARGEST_TILE = 128  # keys, which a byte can count
+MOST_KEYS = 128  # of a tile, which a byte can count
 
 # An infinite threshold admits every visible key, and no hidden one.
-FARTHEST = 5e29
+LARGEST_THRESHOLD = 5e29
 
 
 class GapBracket(NamedTuple):
@@ -86,7 +86,7 @@ def count_launches(
     linear = visibility.linear_in_products(softcap)
     edges = [_in_products(t, scale) if linear else t for t in thresholds]
     counts = query.new_empty((*query.shape[:3], len(edges)), dtype=torch.int32)
-    held = on_device([min(edge, FARTHEST) for edge in edges], query)
+    held = on_device([min(edge, LARGEST_THRESHOLD) for edge in edges], query)
     arguments = {**shared, "thresholds_ptr": held, "counts_ptr": counts}
     constants |= {"T": len(edges), "BLOCK_T": triton.next_power_of_2(max(1, len(edges)))}
     return (Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages),), counts
@@ -106,8 +106,8 @@ def _prepare(
     tile = tile or tile_for(
         "gaps", block_of(dim), query.element_size(), resources_of(query.device), biased=visibility.biased
     )
-    if tile.n > LARGEST_TILE:
-        reject("tile", tile, f"at most {LARGEST_TILE} keys, which a byte can count")
+    if tile.n > MOST_KEYS:
+        reject("tile", tile, f"at most {MOST_KEYS} keys, which a byte can count")
     arguments = attention_arguments(query, key, scale, softcap)
     arguments["rule"] = visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m))
     return arguments, attention_constants(query, tile), batch * heads * cdiv(queries, tile.m), tile
