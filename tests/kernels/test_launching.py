@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnscale_kernels import Visibility, decode_attention, flash_attention
+from attnscale_kernels import Visibility, decode_attention, flash_attention, launch_cache, state
 from attnscale_kernels.launch_cache import class_of
 from attnscale_kernels.operators import is_eager
 
@@ -227,6 +228,17 @@ def test_a_tensor_that_has_escaped_from_a_transform_is_recorded_as_any_other() -
     assert torch.equal(found.out, expected.out)
     (gradient,), (wanted,) = (torch.autograd.grad(x.out.sum(), key) for x in (found, expected))
     assert torch.equal(gradient, wanted)
+
+
+def test_the_launch_cache_is_bounded_and_calls_are_right_after_it_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "LAUNCHES", {})
+    monkeypatch.setattr(launch_cache, "MOST_ENTRIES", 3)
+    x = torch.randn(1, 1, 8, 16)
+
+    for rows in (1, 2, 3, 4, 5, 1):
+        found = flash_attention(x[:, :, :rows], x, x, torch.ones(1, 1, 1), Visibility(), scale=0.25)
+        assert torch.allclose(found.out, torch.softmax(0.25 * x[:, :, :rows] @ x.mT, -1) @ x, atol=1e-6)
+        assert 0 < len(state.LAUNCHES) <= 3
 
 
 def test_a_descriptor_is_compiled_for_by_its_block_and_not_by_its_extent() -> None:
