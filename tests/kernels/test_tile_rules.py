@@ -10,6 +10,7 @@ import torch
 from attnscale_kernels import Visibility
 from attnscale_kernels.decode import launch as decode
 from attnscale_kernels.flash import launch as flash
+from attnscale_kernels.flash import plan
 from attnscale_kernels.gaps import launch as gaps
 from attnscale_kernels.launch import GFX_942, SM_80, SM_90, SM_100, Resources, Tile
 from attnscale_kernels.tile_rules import TILES, TileRow, tile_for, traits_of
@@ -174,7 +175,7 @@ def test_the_options_of_the_tables_are_those_that_launches_give(monkeypatch: pyt
         return tile_for(kernel, *arguments, **options)
 
     q, beta, causal = torch.zeros(1, 1, 4, 16), torch.ones(1, 1, 4), Visibility(right=0)
-    for module in (flash, decode, gaps):
+    for module in (plan, decode, gaps):
         monkeypatch.setattr(module, "tile_for", recorded)
     monkeypatch.setattr("attnscale_kernels.state.LAUNCHES", {})
     flash.forward_launches(q, q, q, beta, causal, scale=0.25)
