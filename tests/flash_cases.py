@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale_kernels.device import keep, keep_by_slot
-from attnscale_kernels.flash.launch import flash_backward, flash_forward
-from attnscale_kernels.flash.results import Backward, Forward
-from attnscale_kernels.launch import Tile
+from attnscale_kernels.flash.launch import Backward, flash_backward, flash_forward
+from attnscale_kernels.launch import Forward, Tile
 from attnscale_kernels.visibility import Visibility
 
 TILE = Tile(64, 64, 4, 1)

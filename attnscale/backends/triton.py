@@ -18,7 +18,7 @@ from attnscale_kernels import Visibility, interpreting, why_unavailable
 from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 
 if TYPE_CHECKING:
-    from attnscale_kernels.flash.results import Forward
+    from attnscale_kernels.launch import Forward
 
 FEW_ROWS = 16  # queries of a sequence up to which keys are split over programs: one program per head would be too few
 

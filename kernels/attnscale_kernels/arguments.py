@@ -1,8 +1,8 @@
 """What the operators accept: types, shapes, dtypes and devices of their arguments, and the range of their numbers.
 
 A kernel has pointers and strides only, so that a tensor of the wrong shape would be read beyond its end. Nothing here
-reads the elements of a tensor, which would synchronise. Launches that have a plan (plans.py) check tensors when it is
-made, since its signature covers everything that is checked.
+reads the elements of a tensor, which would synchronise. Launches that have a plan (launch_cache.py) check tensors when
+it is made, since its signature covers everything that is checked.
 """
 
 from __future__ import annotations
@@ -168,12 +168,9 @@ def check_splits(splits: object) -> None:
         reject("splits", splits, accepted)
 
 
-def fp32_beta(beta: Tensor) -> Tensor:
-    """β in fp32; `to` would take longer to find that there is nothing to do."""
-    if beta.dtype is torch.float32:
-        return beta
+def check_beta_dtype(beta: object) -> None:
+    """Refuse a β that is not converted to fp32."""
     _check_tensor("beta", beta, _FLOATS)
-    return beta.to(torch.float32)
 
 
 def finite(name: str, value: object, accepted: str = "a finite number") -> float:

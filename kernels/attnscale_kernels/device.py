@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .phases import key_range
+from .tiles import key_range
 
 HIDDEN = tl.constexpr(-1e30)  # finite: a weight of 0 times its logit is 0, not NaN
 SEEN_ABOVE = tl.constexpr(-1e29)

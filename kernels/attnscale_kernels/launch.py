@@ -11,8 +11,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import compiled
-from .arguments import fp32_beta
+from . import launch_cache
+from .arguments import check_beta_dtype
 from .availability import why_unavailable
 from .errors import KernelUnavailableError
 
@@ -112,12 +112,26 @@ class Launch(NamedTuple):
     constants: dict[str, object]
     warps: int
     stages: int
-    # By device, what launches are run by that are alike in all that triton compiles for; they share this object.
-    compiled: dict[int, Any] | None = None
+    compiled: list[Any] | None = None  # of a `PlannedKernel`
 
     def run(self, like: Tensor) -> None:
         """Launch on the device of a tensor, if there is anything to do."""
         run(((self,), None), like)
+
+
+class PlannedKernel(NamedTuple):
+    """What launches of a kernel have in common by one plan."""
+
+    kernel: Any
+    constants: dict[str, object]
+    warps: int
+    stages: int
+    compiled: list[Any]  # empty until the first launch; see launch_cache.py
+
+    def launch(self, grid: int, arguments: dict[str, object]) -> Launch:
+        """Of a number of programs, with the arguments of one call."""
+        kernel, constants, warps, stages, compiled = self
+        return Launch(kernel, grid, arguments, constants, warps, stages, compiled)
 
 
 def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
@@ -129,7 +143,7 @@ def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
             return run(made, like)
     for launch in launches:
         if launch.grid:
-            compiled.launch(device, *launch)
+            launch_cache.launch(device, *launch)
     return found
 
 
@@ -162,6 +176,14 @@ new_view: Callable[[tuple[Tensor, tuple[int, ...]]], View] = functools.partial(t
 def view(x: Tensor) -> View:
     """A tensor with its strides, of which that of a contiguous last axis is compiled in."""
     return View(x, x.stride())
+
+
+def fp32_beta(beta: Tensor) -> Tensor:
+    """β in fp32; `to` would take longer to find that there is nothing to do."""
+    if beta.dtype is torch.float32:
+        return beta
+    check_beta_dtype(beta)
+    return beta.to(torch.float32)
 
 
 def row_view(beta: Tensor) -> View:
@@ -240,6 +262,27 @@ def empty_like_layout(x: Tensor, width: int) -> Tensor:
     if strides[1] < strides[2]:
         return x.new_empty(batch, rows, heads, width).transpose(1, 2)
     return x.new_empty(batch, heads, rows, width)
+
+
+class Forward(NamedTuple):
+    """The output of attention, and statistics per row in fp32 and nats."""
+
+    out: Tensor  # [B, H, Tq, DV]
+    lse: Tensor  # [B, H, Tq]
+    max_logit: Tensor  # [B, H, Tq]
+    entropy: Tensor | None  # [B, H, Tq]; None: not asked for
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
+        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
+
+
+def new_forward(query: Tensor, width: int, entropy: bool) -> Forward:
+    """Memory for the result of a forward with values as wide; the output in the layout of the query."""
+    batch, heads, queries, _ = query.shape
+    rows = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    top = torch.empty_like(rows)
+    return Forward(empty_like_layout(query, width), rows, top, torch.empty_like(rows) if entropy else None)
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -4,5 +4,4 @@ from __future__ import annotations
 
 from typing import Any
 
-COMPILED: dict[Any, Any] = {}  # compiled: kernels that triton has compiled, by what it compiled them for
-PLANS: dict[Any, Any] = {}  # plans: what calls of a signature are launched with, at most MOST_PLANS
+LAUNCHES: dict[Any, Any] = {}  # launch_cache: signature of a call or of a launch → its plan or compiled kernel

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .plans import layout
+from .launch_cache import layout
 
 # The fields of `Visibility` in the schema of an operator.
 SCHEMA = "SymInt slot, SymInt? left, SymInt? right, Tensor? start, Tensor? stop, Tensor? padding, Tensor? mask"

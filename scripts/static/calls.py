@@ -1,6 +1,6 @@
 """How many tiles a call of attention runs in each phase of a kernel, by its rule of visibility and its length.
 
-As the kernels do it (attnscale_kernels/phases.py, and flash/mask_kernel.py for masks), for one head and as many queries
+As the kernels do it (attnscale_kernels/tiles.py, and flash/mask_kernel.py for masks), for one head and as many queries
 as keys: a program takes a block of rows, or of keys, and steps through tiles of the other.
 """
 

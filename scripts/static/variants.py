@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
 
 def phases_of(rule: str, *, listed: bool = True) -> tuple[str, ...]:
-    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/phases.py has it.
+    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/tiles.py has it.
 
     Kernels that do not have the tiles of a mask `listed` take each of them for an edge.
     """

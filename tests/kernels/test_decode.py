@@ -15,8 +15,7 @@ from torch import Tensor
 from attnscale_kernels.decode.launch import decode, decode_launches
 from attnscale_kernels.decode.op import decode_attention, decode_op
 from attnscale_kernels.flash.launch import flash_forward
-from attnscale_kernels.flash.results import Forward
-from attnscale_kernels.launch import Tile
+from attnscale_kernels.launch import Forward, Tile
 from attnscale_kernels.visibility import Visibility
 
 TILE = Tile(16, 64, 4, 1)

@@ -25,8 +25,8 @@ from flash_cases import (
 )
 
 from attnscale_kernels.flash.launch import backward_launches, forward_launches
-from attnscale_kernels.flash.tile_rules import backward_query_tile, forward_tile, parts_of_sums
-from attnscale_kernels.launch import SM_80, SM_90, SM_100, Resources, Tile, alignment, assuming
+from attnscale_kernels.launch import SM_80, SM_90, SM_100, Resources, alignment, assuming
+from attnscale_kernels.tile_rules import parts_of_sums
 
 FP32, FP16, BF16 = DTYPES
 DEVICES = pytest.mark.parametrize("resources", [SM_90, SM_100], ids=["sm_90", "sm_100"])
@@ -180,11 +180,5 @@ def test_rows_that_begin_every_16_bytes_are_said_to():
     assert alignment(torch.empty(2, 3, 4, 64, dtype=FP16)) == 1, "triton sees it"
 
 
-def test_tiles_know_the_device():
-    assert forward_tile(128, 128, 2, SM_90, boxed=True) == Tile(128, 128, 8, 2)
-    assert forward_tile(128, 128, 2, SM_80) == Tile(128, 128, 8, 2)
-    assert forward_tile(128, 128, 2, SM_80._replace(shared_memory=101_376)) == Tile(128, 64, 8, 2)
-    assert forward_tile(128, 128, 2, SM_100, boxed=True) == Tile(128, 128, 4, 2)
+def test_sums_are_kept_in_as_many_parts_as_the_device_adds_without_exchange():
     assert [parts_of_sums(False, 2, resources, True) for resources in (SM_90, SM_100)] == [8, 2]
-    assert backward_query_tile(128, 128, 2, SM_100, boxed=True) == Tile(128, 64, 4, 2, registers=255)
-    assert backward_query_tile(128, 128, 2, SM_100, boxed=True, busy=True) == Tile(128, 128, 8, 2)

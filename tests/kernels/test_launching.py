@@ -11,12 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnscale_kernels import Visibility, decode_attention, flash_attention
-from attnscale_kernels.compiled import class_of
+from attnscale_kernels import Visibility, decode_attention, flash_attention, launch_cache, state
+from attnscale_kernels.launch_cache import class_of
 from attnscale_kernels.operators import is_eager
 
 STUBS = """
@@ -107,7 +108,7 @@ import random
 
 from attnscale_kernels import state
 from attnscale_kernels.flash import mask
-from attnscale_kernels.flash.launch import forward_launches
+from attnscale_kernels.flash.launch import backward_launches, forward_launches
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
 
 mask.LEAST_SCORES = 0  # so that tiles of a mask are looked for in calls as small as these
@@ -119,7 +120,8 @@ SHAPES = {
     "heads": [4, 2], "kv_heads": [1, 2], "rows": [5, 1, 16], "keys": [6, 1, 32],
     "beta_dtype": [torch.float32, torch.bfloat16], "beta_heads": [True, False], "beta_rows": [False, True],
     "beta_sliced": [True, False], "beta_axes": [3, 2],
-    "q": PLACES, "k": PLACES, "v": PLACES, "beta": PLACES[:2], "padding_at": PLACES[:2], "mask_at": PLACES,
+    "q": PLACES, "k": PLACES, "v": PLACES, "out": PLACES, "gradient": PLACES, "lse": PLACES[:2],
+    "gradient_dtype": [None, torch.float32], "beta": PLACES[:2], "padding_at": PLACES[:2], "mask_at": PLACES,
     "bounds": [False, True], "one_bound": [False, True], "padding": [False, True],
     "mask": [None, torch.bool, torch.float32, torch.bfloat16], "mask_heads": [False, True],
     "slot": [0, 1, 3, 16], "left": [None, 0, 1, 16], "right": [0, None, 1, 3], "dropout": [None, 0, 1],
@@ -161,11 +163,16 @@ def launches_of(c):
     options = {name: c[name] for name in ("scale", "softcap", "entropy")}
     options["sinks"] = tensor((heads,), torch.float32) if c["sinks"] else None
     dropout = {} if c["dropout"] is None else {"dropout_p": 0.5, "seed": tensor((2,), torch.int64)[c["dropout"]]}
+    of_out = c["batch"], heads, c["rows"], c["value_dim"]
+    out, lse = tensor(of_out, c["dtype"], c["out"]), tensor(of_out[:3], torch.float32, c["lse"])
+    gradient = tensor(of_out, c["gradient_dtype"] or c["dtype"], c["gradient"])
+    numbers = {"scale": c["scale"], "softcap": c["softcap"], "dbeta": c["entropy"]}
     with assuming(c["device"]):
         decoding, _ = decode_launches(*given, **options, splits=c["splits"])
         forward, _ = forward_launches(*given, **options, **dropout)
+        backward, _ = backward_launches(gradient, *given, out, lse, **numbers, **dropout)
         softmax, _ = softmax_launches(q, one, mask=None, bias=None, thresholds=None)
-    return [(q, launch) for launch in (*decoding, *forward, *softmax)]
+    return [(q, launch) for launch in (*decoding, *forward, *backward, *softmax)]
 
 
 def numbers(values):
@@ -187,7 +194,7 @@ for number in range(8):
     calls += [base, *({**base, name: value} for name, values in SHAPES.items() for value in values)]
 cases = [launches_of(call) for call in calls]
 for call, made in zip(calls, cases, strict=True):
-    state.PLANS.clear()
+    state.LAUNCHES.clear()
     assert [choices(launch) for _, launch in launches_of(call)] == [choices(launch) for _, launch in made], call
 for _ in range(2):  # the first time triton compiles, the second it is known here
     for like, launch in itertools.chain(*cases):
@@ -221,6 +228,17 @@ def test_a_tensor_that_has_escaped_from_a_transform_is_recorded_as_any_other() -
     assert torch.equal(found.out, expected.out)
     (gradient,), (wanted,) = (torch.autograd.grad(x.out.sum(), key) for x in (found, expected))
     assert torch.equal(gradient, wanted)
+
+
+def test_the_launch_cache_is_bounded_and_calls_are_right_after_it_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "LAUNCHES", {})
+    monkeypatch.setattr(launch_cache, "MOST_ENTRIES", 3)
+    x = torch.randn(1, 1, 8, 16)
+
+    for rows in (1, 2, 3, 4, 5, 1):
+        found = flash_attention(x[:, :, :rows], x, x, torch.ones(1, 1, 1), Visibility(), scale=0.25)
+        assert torch.allclose(found.out, torch.softmax(0.25 * x[:, :, :rows] @ x.mT, -1) @ x, atol=1e-6)
+        assert 0 < len(state.LAUNCHES) <= 3
 
 
 def test_a_descriptor_is_compiled_for_by_its_block_and_not_by_its_extent() -> None:

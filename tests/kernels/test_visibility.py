@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnscale_kernels.device import row_bounds
-from attnscale_kernels.phases import first_phase, key_range, phase_edges, phase_range, query_range
+from attnscale_kernels.tiles import first_phase, key_range, phase_edges, phase_range, query_range
 from attnscale_kernels.visibility import Visibility, key_ranges, query_ranges
 
 

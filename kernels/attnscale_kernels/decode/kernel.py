@@ -25,8 +25,17 @@ from ..device import (
     row_temperature,
     within,
 )
-from ..phases import end_phase, first_phase, is_broken, key_range, phase_edges, phase_range
-from ..tiles import load_beta, load_tile, load_whole
+from ..tiles import (
+    end_phase,
+    first_phase,
+    is_broken,
+    key_range,
+    load_beta,
+    load_tile,
+    load_whole,
+    phase_edges,
+    phase_range,
+)
 
 
 @triton.jit

@@ -1,41 +1,44 @@
-"""Host side of decoding: tiles, the number of splits, launches and their results."""
+"""Host side of decoding: the number of splits, launches and their results."""
 
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import state
-from ..arguments import FARTHEST, check_attention, check_splits, finite, fp32_beta, positive
-from ..flash.results import Forward, new_forward
+from ..arguments import FARTHEST, check_attention, check_splits, finite, positive
 from ..launch import (
+    Forward,
     Launch,
-    Resources,
+    PlannedKernel,
     Tile,
     assumed_resources,
     attention_constants,
     block_of,
     cdiv,
+    fp32_beta,
     launched,
     multiplies_in_tf32,
+    new_forward,
     new_view,
     positive_scale,
     resources_of,
     row_strides,
     unit_stride,
 )
-from ..plans import layout, layout_of_any_length, remember
+from ..launch_cache import layout, layout_of_any_length, remember
+from ..tile_rules import tile_for
 from ..visibility import Rule, Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
 MERGED_AT_ONCE = 16  # splits
-MOST_REGISTERS = 255  # shared memory decides how many blocks a multiprocessor has
+MANY_ROWS = 16  # of a group of heads: more take a tile of more rows
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """What decoding steps of one signature have in common, whatever the number of keys."""
 
     tile: Tile
@@ -47,24 +50,8 @@ class Plan(NamedTuple):
     beta_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
     rule: Rule | None  # None: there are tensors in it, so that each call has its own
-    constants: dict[str, object]
-    compiled: dict[int, Any]  # see `Launch`
-    merge_constants: dict[str, object]
-    merge_compiled: dict[int, Any]
-
-
-def decode_tile(rows: int, dim: int, value_dim: int, size: int, resources: Resources) -> Tile:
-    """For few rows against many keys: no more rows than there are, and many keys in flight to hide memory latency."""
-    widest = max(dim, value_dim)
-    m = min(max(16, 1 << (rows - 1).bit_length()), 32 if size < 4 and widest <= 128 else 16)
-    if size == 4:
-        amd = resources.warp_size == 64
-        return Tile(m, 32, 4, 1 if amd else 2) if widest <= 64 else Tile(m, 16, 4 if amd or widest <= 128 else 8, 1)
-    if resources.warp_size == 64:
-        return Tile(m, 64 if widest <= 128 else 32, 4, 1)
-    if m > 16:
-        return Tile(m, 64 if widest <= 128 else 32, 8, 3, MOST_REGISTERS)
-    return Tile(m, 128 if widest <= 64 else 64 if widest <= 128 else 32, 4, 3, MOST_REGISTERS)
+    split: PlannedKernel
+    merge: PlannedKernel
 
 
 def most_splits(programs: int, multiprocessors: int) -> int:
@@ -115,7 +102,7 @@ def decode_launches(
     except (RuntimeError, ValueError):  # axes other than four, or no strides
         check_attention(query, key, value, beta, visibility, sinks)
         raise
-    plan: Plan | None = state.PLANS.get(signature)
+    plan: DecodePlan | None = state.LAUNCHES.get(signature)
     if plan is None or not -FARTHEST <= visibility.slot <= FARTHEST:
         check_attention(query, key, value, beta, visibility, sinks)
     out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
@@ -125,9 +112,8 @@ def decode_launches(
         sinks = sinks.contiguous()
     if plan.copies:
         query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
-    tile = plan.tile
     if splits is None:  # each with at least two tiles of keys
-        splits = max(1, min(plan.most_splits, cdiv(keys, tile.n) // 2))
+        splits = max(1, min(plan.most_splits, cdiv(keys, plan.tile.n) // 2))
     rows = batch * heads * queries
     shared: dict[str, object] = {
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
@@ -155,14 +141,11 @@ def decode_launches(
         "scale": scale,
         "softcap": softcap,
     }
-    split = Launch(
-        decode_split_kernel, plan.programs * splits, arguments, plan.constants, tile.warps, tile.stages, plan.compiled
-    )
+    split = plan.split.launch(plan.programs * splits, arguments)
     if splits == 1:
         return (split,), result
     shared["factor"] = scale if plan.linear else 1.0
-    merge = Launch(decode_merge_kernel, rows, shared, plan.merge_constants, 4, 1, plan.merge_compiled)
-    return (split, merge), result
+    return (split, plan.merge.launch(rows, shared)), result
 
 
 decode = launched(decode_launches)
@@ -177,16 +160,17 @@ def _decode_plan(
     softcap: float | None,
     out: Tensor,
     tile: Tile | None,
-) -> Plan:
+) -> DecodePlan:
     """How to launch decoding, by nothing that is not in its signature."""
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
     resources = resources_of(query.device)
     group_rows = heads // kv_heads * queries
-    tile = tile or decode_tile(group_rows, block_of(dim), block_of(value_dim), query.element_size(), resources)
+    widest = block_of(max(dim, value_dim))
+    tile = tile or tile_for("decode", widest, query.element_size(), resources, many_rows=group_rows > MANY_ROWS)
     programs = batch * kv_heads * cdiv(group_rows, tile.m)
     constants = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
-    return Plan(
+    return DecodePlan(
         tile,
         programs,
         most_splits(programs, resources.multiprocessors),
@@ -196,8 +180,8 @@ def _decode_plan(
         row_strides(beta),
         out.stride(),
         visibility.rule(slot=0) if visibility.is_plain else None,
-        {**attention_constants(query, tile), **constants},
-        {},
-        {**constants, "BLOCK_S": MERGED_AT_ONCE},
-        {},
+        PlannedKernel(
+            decode_split_kernel, {**attention_constants(query, tile), **constants}, tile.warps, tile.stages, []
+        ),
+        PlannedKernel(decode_merge_kernel, {**constants, "BLOCK_S": MERGED_AT_ONCE}, 4, 1, []),
     )

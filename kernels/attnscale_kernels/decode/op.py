@@ -9,8 +9,7 @@ from torch import Tensor
 from ..arguments import check_attention, check_numbers, check_splits
 from ..derivatives import refuse_others
 from ..errors import reject_type
-from ..flash.results import Forward, new_forward
-from ..launch import run
+from ..launch import Forward, new_forward, run
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
 from .launch import decode, decode_launches

@@ -22,9 +22,12 @@ from ..device import (
     visible_keys,
 )
 from ..pairs import difference, product, product_less
-from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, query_range, tile_list
 from ..tiles import (
+    end_phase,
+    first_phase,
     head_strides,
+    is_broken,
+    listed_edges,
     load_beta,
     load_block,
     load_box,
@@ -32,7 +35,11 @@ from ..tiles import (
     load_tile,
     load_whole,
     load_whole_box,
+    phase_edges,
+    phase_range,
+    query_range,
     store_block,
+    tile_list,
 )
 
 

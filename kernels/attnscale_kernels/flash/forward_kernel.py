@@ -22,8 +22,23 @@ from ..device import (
     visible_keys,
 )
 from ..pairs import product, product_less
-from ..phases import end_phase, first_phase, is_broken, listed_edges, phase_edges, phase_range, tile_list
-from ..tiles import head_strides, load_beta, load_box, load_rows, load_tile, load_whole, load_whole_box, store_block
+from ..tiles import (
+    end_phase,
+    first_phase,
+    head_strides,
+    is_broken,
+    listed_edges,
+    load_beta,
+    load_box,
+    load_rows,
+    load_tile,
+    load_whole,
+    load_whole_box,
+    phase_edges,
+    phase_range,
+    store_block,
+    tile_list,
+)
 
 
 @triton.jit

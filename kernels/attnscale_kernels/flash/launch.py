@@ -9,65 +9,43 @@ import torch
 from torch import Tensor
 
 from .. import state
-from ..arguments import check_attention, check_backward, finite, fp32_beta, positive, probability
-from ..boxes import box, fits_box
+from ..arguments import check_attention, check_backward, finite, positive, probability
 from ..errors import reject
 from ..launch import (
+    Forward,
     Launch,
     Tile,
-    alignment,
     assumed_resources,
     attention_arguments,
-    attention_constants,
-    block_of,
     cdiv,
     empty_like_layout,
+    fp32_beta,
     launched,
     multiplies_in_tf32,
     near_rows,
+    new_forward,
     new_view,
     positive_scale,
-    resources_of,
-    row_strides,
     row_view,
     run,
     view,
 )
-from ..plans import layout, remember
-from ..visibility import Rule, Visibility
-from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
-from .forward_kernel import flash_forward_kernel
+from ..launch_cache import layout, remember
+from ..visibility import Visibility
 from .mask import key_rule, mask_squares, query_rule
-from .results import Backward, Forward, new_forward
-from .tile_rules import (
-    backward_key_tile,
-    backward_query_tile,
-    backward_takes_boxes,
-    draws_fours,
-    edge_stages,
-    forward_tile,
-    keeps_pointers,
-    parts_of_sums,
-    sums_first,
-    works_in_pairs,
-)
+from .plan import ROWS, BackwardPlan, ForwardPlan, backward_plan, box, forward_plan
 
 LOG2E = 1.4426950408889634
-ROWS = 32  # of a program of the kernel that prepares the backward
 
 
-class ForwardPlan(NamedTuple):
-    """What forwards of one signature have in common."""
+class Backward(NamedTuple):
+    """What `flash_backward` returns; None where not asked for."""
 
-    tile: Tile
-    programs: int
-    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
-    value_block: list[int] | None
-    copies: bool  # of query, key or value
-    strides: list[tuple[int, ...]]  # of query, key and value, once copied, of β and of the output
-    rule: Rule | None  # None: there are tensors in it, so that each call has its own
-    constants: dict[str, object]
-    compiled: dict[int, Any]  # see `Launch`
+    query: Tensor  # [B, H, Tq, D]
+    key: Tensor  # [B, Hkv, Tk, D]
+    value: Tensor  # [B, Hkv, Tk, DV]
+    beta: Tensor | None  # [B, H, Tq] fp32
+    sinks: Tensor | None  # [H] fp32
 
 
 def forward_launches(
@@ -105,14 +83,14 @@ def forward_launches(
         seed is not None and layout(seed), dropout_p > 0.0, visibility.layout(), softcap is None, not entropy, tile,
         assumed_resources(), query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
-    plan: ForwardPlan | None = state.PLANS.get(signature)
+    plan: ForwardPlan | None = state.LAUNCHES.get(signature)
     if plan is None:
         check_attention(query, key, value, beta, visibility, sinks, seed)
     batch, heads, queries, _ = query.shape
     _, kv_heads, keys, value_dim = value.shape
     out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
     if plan is None:
-        made = _forward_plan(
+        made = forward_plan(
             query, key, value, beta, result, visibility, softcap, sinks is not None, dropout_p > 0.0, tile
         )
         plan = remember(signature, made)
@@ -150,72 +128,10 @@ def forward_launches(
         "softcap": softcap,
         "dropout_p": dropout_p,
     }
-    tile = plan.tile
-    attend = Launch(
-        flash_forward_kernel, plan.programs, arguments, plan.constants, tile.warps, tile.stages, plan.compiled
-    )
-    return (*before, attend), result
+    return (*before, plan.attention.launch(plan.programs, arguments)), result
 
 
 flash_forward = launched(forward_launches)
-
-
-def _forward_plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    result: Forward,
-    visibility: Visibility,
-    softcap: float | None,
-    sinks: bool,
-    dropout: bool,
-    tile: Tile | None,
-) -> ForwardPlan:
-    """How to launch a forward, by nothing that is not in its signature."""
-    given = query, key, value
-    query, key, value = near_rows(query), near_rows(key), near_rows(value)
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    entropy, resources = result.entropy is not None, resources_of(query.device)
-    boxed = fits_box(key, resources) and fits_box(value, resources)
-    busy = dropout
-    if not resources.has_tensor_memory:
-        busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
-    if not boxed:
-        busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
-        busy |= sinks and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
-    tile = tile or forward_tile(
-        block_of(dim), block_of(value_dim), query.element_size(), resources,
-        boxed=boxed, busy=busy, masked=visibility.mask is not None, dropout=dropout, capped=softcap is not None,
-        entropy=entropy,
-    )  # fmt: skip
-    size = query.element_size()
-    first = sums_first(block_of(value_dim), size, tile, resources, boxed=boxed, entropy=entropy)
-    constants = {
-        **attention_constants(query, tile),
-        "DV": value_dim,
-        "BLOCK_DV": block_of(value_dim),
-        "K_ROW": 0 if boxed else key.stride(2),
-        "V_ROW": 0 if boxed else value.stride(2),
-        "ALIGN": alignment(query, key, value, result.out),
-        "PARTS": parts_of_sums(first, size, resources, entropy),
-        "SUMS_FIRST": first,
-        "KEEP_POINTERS": keeps_pointers(block_of(max(dim, value_dim)), tile, resources),
-        "PAIRS": works_in_pairs(query.element_size(), resources),
-    }
-    copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
-    batch, heads, queries, _ = query.shape
-    return ForwardPlan(
-        tile,
-        batch * heads * cdiv(queries, tile.m),
-        [1, 1, tile.n, block_of(dim)] if boxed else None,
-        [1, 1, tile.n, block_of(value_dim)] if boxed else None,
-        copies,
-        [query.stride(), key.stride(), value.stride(), row_strides(beta), result.out.stride()],
-        visibility.rule() if visibility.is_plain else None,
-        constants,
-        {},
-    )
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
@@ -252,98 +168,76 @@ def backward_launches(
     Deterministic: no two programs add to the same element. The last three launches are what is said of each row, the
     gradient of queries, and those of keys and values.
     """
-    check_attention(query, key, value, beta, visibility, seed=seed)
-    check_backward(gradient, query, value, out, lse)
+    if type(scale) is not float or not isfinite(scale):
+        scale = finite("scale", scale)
+    softcap = None if softcap is None else positive("softcap", softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = probability("dropout_p", dropout_p)
+    dropout, capped = dropout_p > 0.0, softcap is not None
+    signature = (
+        "backward", layout(gradient), layout(query), layout(key), layout(value), layout(beta), layout(out), layout(lse),
+        seed is not None and layout(seed), dropout, visibility.layout(), capped, dbeta, query_tile, key_tile,
+        assumed_resources(), multiplies_in_tf32(),
+    )  # fmt: skip
+    plan: BackwardPlan | None = state.LAUNCHES.get(signature)
+    if plan is None:
+        check_attention(query, key, value, beta, visibility, seed=seed)
+        check_backward(gradient, query, value, out, lse)
     batch, heads, queries, dim = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
-    of_query, of_key, of_value = (empty_like_layout(x, x.shape[-1]) for x in (query, key, value))
-    query, key, value, gradient, out = (near_rows(x) for x in (query, key, value, gradient.to(query.dtype), out))
-    shape = block_of(dim), block_of(value_dim), query.element_size(), resources_of(query.device)
-    dropout, masked = dropout_p > 0.0, visibility.mask is not None
-    boxed = backward_takes_boxes(*shape, busy=masked or dropout or softcap is not None) and all(
-        fits_box(x, shape[-1]) for x in (key, value)
-    )
-    query_tile = query_tile or backward_query_tile(
-        *shape, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or softcap is not None
-    )
-    key_tile = key_tile or backward_key_tile(
-        *shape, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or softcap is not None,
-        bounded=visibility.start is not None or visibility.padding is not None,
-    )  # fmt: skip
+    of_query, of_key = empty_like_layout(query, dim), empty_like_layout(key, dim)
+    of_value = empty_like_layout(value, value_dim)
+    query, key, value, out = near_rows(query), near_rows(key), near_rows(value), near_rows(out)
+    gradient = near_rows(gradient.to(query.dtype))
     rows = query.new_empty((batch, heads, queries, 4), dtype=torch.float32)
-    result = Backward(of_query, of_key, of_value, rows.new_empty(rows.shape[:3]) if dbeta else None, None)
-    before, squares = mask_squares(visibility, (batch, heads, queries, keys))
-    listed_keys, query_side = key_rule(visibility, squares, queries, keys, query_tile)
-    listed_rows, key_side = query_rule(visibility, squares, queries, keys, key_tile)
-    value_constants: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
-    constants: dict[str, object] = {**value_constants, "ALIGN": alignment(query, key, value, gradient, *result[:3])}
-    per_row = Launch(
-        flash_backward_rows_kernel,
-        batch * heads * cdiv(queries, ROWS),
-        {
-            "grad_out": view(gradient),
-            "out": view(out),
-            "beta": row_view(beta),
-            "lse_ptr": lse.contiguous(),
-            "rows_ptr": rows,
-            "heads": heads,
-            "queries": queries,
-            "factor": LOG2E * (scale if visibility.linear_in_products(softcap) else 1.0),
-        },
-        {**value_constants, "BLOCK_M": ROWS},
-        4,
-        1,
-    )
+    of_beta = query.new_empty((batch, heads, queries), dtype=torch.float32) if dbeta else None
+    result = Backward(of_query, of_key, of_value, of_beta, None)
+    if plan is None:
+        made = backward_plan(
+            query, key, value, gradient, result[:3], visibility, capped, dropout, dbeta, query_tile, key_tile
+        )
+        plan = remember(signature, made)
+    query_tile, key_tile, key_block, value_block, rule = plan[:5]
+    query_side = key_side = rule
+    before: tuple[Launch, ...] = ()
+    if rule is None:
+        before, squares = mask_squares(visibility, (batch, heads, queries, keys))
+        listed_keys, query_side = key_rule(visibility, squares, queries, keys, query_tile)
+        listed_rows, key_side = query_rule(visibility, squares, queries, keys, key_tile)
+        before = (*before, *listed_keys, *listed_rows)
+    per_row: dict[str, object] = {
+        "grad_out": view(gradient),
+        "out": view(out),
+        "beta": row_view(beta),
+        "lse_ptr": lse.contiguous(),
+        "rows_ptr": rows,
+        "heads": heads,
+        "queries": queries,
+        "factor": LOG2E * (scale if visibility.linear_in_products(softcap) else 1.0),
+    }
     shared = {
         **attention_arguments(query, key, scale, softcap),
         "v": view(value),
-        "grad_out": view(gradient),
+        "grad_out": per_row["grad_out"],
         "rows_ptr": rows,
         "seed_ptr": _seed(seed, dropout_p),
         "dropout_p": dropout_p,
     }
-    to_query = Launch(
-        flash_backward_query_kernel,
-        batch * heads * cdiv(queries, query_tile.m),
-        {
-            **shared,
-            "k_box": box(key, [1, 1, query_tile.n, shape[0]]) if boxed else None,
-            "v_box": box(value, [1, 1, query_tile.n, shape[1]]) if boxed else None,
-            "grad_q": view(result.query),
-            "dbeta_ptr": result.beta,
-            "rule": query_side,
-        },
-        {
-            **attention_constants(query, query_tile),
-            **constants,
-            "K_ROW": 0 if boxed else key.stride(2),
-            "V_ROW": 0 if boxed else value.stride(2),
-            "PAIRS": works_in_pairs(*shape[2:]),
-        },
-        query_tile.warps,
-        query_tile.stages,
-    )
-    to_key = Launch(
-        flash_backward_key_kernel,
-        batch * kv_heads * cdiv(keys, key_tile.n),
-        {
-            **shared,
-            "grad_k": view(result.key),
-            "grad_v": view(result.value),
-            "rule": key_side,
-        },
-        {
-            **attention_constants(query, key_tile),
-            **constants,
-            "Q_ROW": query.stride(2),
-            "DO_ROW": gradient.stride(2),
-            "DRAW_FOURS": draws_fours(shape[-1]),
-            "EDGE_STAGES": edge_stages(dim, value_dim, shape[-1], masked=masked and not visibility.biased),
-        },
-        key_tile.warps,
-        key_tile.stages,
-    )
-    return (*before, *listed_keys, *listed_rows, per_row, to_query, to_key), result
+    to_query = {
+        **shared,
+        "k_box": None if key_block is None else box(key, key_block),
+        "v_box": None if value_block is None else box(value, value_block),
+        "grad_q": view(of_query),
+        "dbeta_ptr": of_beta,
+        "rule": query_side,
+    }
+    to_key = {**shared, "grad_k": view(of_key), "grad_v": view(of_value), "rule": key_side}
+    return (
+        *before,
+        plan.rows.launch(batch * heads * cdiv(queries, ROWS), per_row),
+        plan.to_query.launch(batch * heads * cdiv(queries, query_tile.m), to_query),
+        plan.to_key.launch(batch * kv_heads * cdiv(keys, key_tile.n), to_key),
+    ), result
 
 
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
@@ -351,13 +245,3 @@ def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
     if dropout_p > 0.0 and seed is None:
         reject("seed", None, f"an int64 scalar tensor with dropout_p={dropout_p!r}")
     return seed if dropout_p > 0.0 else None
-
-
-def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout: bool) -> bool:
-    """Whether a score needs more registers than usual; see `forward_tile`."""
-    return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout
-
-
-def _is_padded(dim: int, value_dim: int) -> bool:
-    """Whether a head dimension is no power of two, or less than a matrix product takes."""
-    return (block_of(dim), block_of(value_dim)) != (dim, value_dim)

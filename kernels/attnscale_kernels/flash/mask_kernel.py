@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..device import HIDDEN_BELOW, mask_pointers
-from ..phases import key_range, phase_edges, query_range
+from ..tiles import key_range, phase_edges, query_range
 
 SQUARE = tl.constexpr(32)  # rows and keys of a square
 # What a square may hold, as bits.

@@ -12,11 +12,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from ..arguments import check_attention, check_backward, check_numbers
 from ..derivatives import refuse_others, refuse_second
 from ..errors import reject_type
-from ..launch import empty_like_layout, run
+from ..launch import Forward, empty_like_layout, new_forward, run
 from ..operators import is_eager, needs_gradient, operator
 from ..visibility import SCHEMA, Visibility
 from .launch import flash_backward, flash_forward, forward_launches
-from .results import Forward, new_forward
 
 
 def flash_attention(

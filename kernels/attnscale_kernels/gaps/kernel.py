@@ -22,8 +22,13 @@ from ..device import (
     visible,
     visible_keys,
 )
-from ..phases import first_phase, phase_edges, phase_range
-from ..tiles import load_rows, load_tile
+from ..tiles import (
+    first_phase,
+    load_rows,
+    load_tile,
+    phase_edges,
+    phase_range,
+)
 
 EPSILON = tl.constexpr(2.0**-10)
 SLACK = tl.constexpr(2.0**-20)  # of a gap over g (three roundings), of an approximate logarithm, and of their quotient

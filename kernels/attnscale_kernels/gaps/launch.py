@@ -1,4 +1,4 @@
-"""Host side of gap counting: tiles, launches and their results."""
+"""Host side of gap counting: launches and their results."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from ..arguments import check_scores, finite, positive
 from ..errors import reject
 from ..launch import (
     Launch,
-    Resources,
     Tile,
     attention_arguments,
     attention_constants,
     block_of,
+    cdiv,
     launched,
     on_device,
     resources_of,
     unit_stride,
 )
+from ..tile_rules import tile_for
 from ..visibility import Visibility, key_ranges
 from .kernel import gap_bracket_kernel, gap_count_kernel
 
-LARGEST_TILE = 128  # keys, which a byte can count
+MOST_KEYS = 128  # of a tile, which a byte can count
 
 # An infinite threshold admits every visible key, and no hidden one.
-FARTHEST = 5e29
+LARGEST_THRESHOLD = 5e29
 
 
 class GapBracket(NamedTuple):
@@ -40,21 +41,6 @@ class GapBracket(NamedTuple):
     second_gap: Tensor  # how far behind the second best is, ∞ where there is none
     lower: Tensor  # lower ≤ Λ ≤ upper
     upper: Tensor
-
-
-def gap_tile(dim: int, size: int, resources: Resources, biased: bool) -> Tile:
-    """For the two passes of gap counting, which hold no accumulator; a byte counts the keys of a tile: 128 at most.
-
-    A bias is a tile more to hold, which wide heads leave no room for. In fp32, heads wider than 128 spill.
-    """
-    amd = resources.warp_size == 64
-    if size == 4:
-        if amd:
-            return Tile(64, 32, 4, 1) if dim <= 64 else Tile(32, 32, 4, 1) if dim <= 128 else Tile(16, 16, 4, 1)
-        return Tile(32, 32, 8, 1) if dim <= 64 else Tile(16, 16, 8, 1)
-    if amd:
-        return Tile(128, 64, 4, 1) if dim <= 128 else Tile(64, 32, 4, 1)
-    return Tile(128, 32 if biased and dim > 64 else 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 2)
 
 
 def bracket_launches(
@@ -74,7 +60,8 @@ def bracket_launches(
     """
     shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
     result = GapBracket(*(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4)))
-    outputs = {f"{name}_ptr": x for name, x in zip(("top", "gap", "lower", "upper"), result, strict=True)}
+    top, second_gap, lower, upper = result
+    outputs = {"top_ptr": top, "gap_ptr": second_gap, "lower_ptr": lower, "upper_ptr": upper}
     return (Launch(gap_bracket_kernel, grid, {**shared, **outputs}, constants, tile.warps, tile.stages),), result
 
 
@@ -99,7 +86,7 @@ def count_launches(
     linear = visibility.linear_in_products(softcap)
     edges = [_in_products(t, scale) if linear else t for t in thresholds]
     counts = query.new_empty((*query.shape[:3], len(edges)), dtype=torch.int32)
-    held = on_device([min(edge, FARTHEST) for edge in edges], query)
+    held = on_device([min(edge, LARGEST_THRESHOLD) for edge in edges], query)
     arguments = {**shared, "thresholds_ptr": held, "counts_ptr": counts}
     constants |= {"T": len(edges), "BLOCK_T": triton.next_power_of_2(max(1, len(edges)))}
     return (Launch(gap_count_kernel, grid * bool(edges), arguments, constants, tile.warps, tile.stages),), counts
@@ -116,12 +103,14 @@ def _prepare(
     scale, softcap = finite("scale", scale), None if softcap is None else positive("softcap", softcap)
     batch, heads, queries, dim = query.shape
     query, key = unit_stride(query.detach()), unit_stride(key.detach())
-    tile = tile or gap_tile(block_of(dim), query.element_size(), resources_of(query.device), visibility.biased)
-    if tile.n > LARGEST_TILE:
-        reject("tile", tile, f"at most {LARGEST_TILE} keys, which a byte can count")
+    tile = tile or tile_for(
+        "gaps", block_of(dim), query.element_size(), resources_of(query.device), biased=visibility.biased
+    )
+    if tile.n > MOST_KEYS:
+        reject("tile", tile, f"at most {MOST_KEYS} keys, which a byte can count")
     arguments = attention_arguments(query, key, scale, softcap)
     arguments["rule"] = visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m))
-    return arguments, attention_constants(query, tile), batch * heads * triton.cdiv(queries, tile.m), tile
+    return arguments, attention_constants(query, tile), batch * heads * cdiv(queries, tile.m), tile
 
 
 def _in_products(threshold: float, scale: float) -> float:

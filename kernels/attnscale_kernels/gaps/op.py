@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import check_numbers, check_scores, check_values, finite, numbers, positive
 from ..errors import reject, reject_type
 from ..flash.op import flash_attention
-from ..flash.results import Forward
+from ..launch import Forward
 from ..operators import operator
 from ..visibility import SCHEMA, Visibility
 from .launch import GapBracket, gap_bracket, gap_count

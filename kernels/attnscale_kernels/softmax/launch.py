@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ..arguments import check_softmax, check_softmax_backward
-from ..launch import Launch, Resources, Tile, block_of, launched, resources_of, unit_stride, view
+from ..launch import Launch, Resources, Tile, block_of, cdiv, launched, resources_of, unit_stride, view
 from .kernel import softmax_backward_kernel, softmax_forward_kernel
 
 ONE_BLOCK = 8192  # keys of the longest row that is held in registers
@@ -131,7 +131,7 @@ def _launch(
     row_beta = as_axes(beta.to(torch.float32), matrix.shape[:-1], 3)
     arguments |= {"beta": view(row_beta), "heads": heads, "queries": queries, "keys": keys}
     constants |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "ALIGN": _alignment(keys, arguments), "LONG": tile.n < keys}
-    grid = batch * heads * triton.cdiv(queries, tile.m)
+    grid = batch * heads * cdiv(queries, tile.m)
     return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
 
 

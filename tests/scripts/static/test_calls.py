@@ -9,7 +9,7 @@ import triton.language as tl
 
 from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.launch import Tile
-from attnscale_kernels.phases import (
+from attnscale_kernels.tiles import (
     first_phase,
     key_range,
     listed_edges,
