@@ -31,17 +31,16 @@ class RowStats(NamedTuple):
     sees a NaN has NaN everywhere but in `visible`, where that key counts, and in `gap_counts`, which are 0.
     """
 
-    # What a request asks for is there, so that callers need no check: the types leave out the None of all others.
+    # Typed as tensors are the four that are there unless a request leaves them out.
     visible: Tensor
     lse: Tensor = None  # type: ignore[assignment]
     max_logit: Tensor = None  # type: ignore[assignment]
     w_max: Tensor = None  # type: ignore[assignment]
     entropy: Tensor = None  # type: ignore[assignment]
-    gap_counts: Tensor = None  # type: ignore[assignment]  # [B, H, Tq, thresholds]
-    accumulation: Accumulation = None  # type: ignore[assignment]
-    criticality: Tensor = None  # type: ignore[assignment]  # β/Λ, with the middle of the bracket
-    # bool: an adaptive β was cut off there, and has lost its certificate
-    at_ceiling: Tensor = None  # type: ignore[assignment]
+    gap_counts: Tensor | None = None  # [B, H, Tq, thresholds]
+    accumulation: Accumulation | None = None
+    criticality: Tensor | None = None  # β/Λ, with the middle of the bracket
+    at_ceiling: Tensor | None = None  # bool: an adaptive β was cut off there, and has lost its certificate
     rows: Tensor | None = None  # [R], which rows were sampled
     with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
     visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
@@ -78,7 +77,7 @@ class RowStats(NamedTuple):
                 merged["entropy"] = _merge_entropy((shares.first, self.entropy), (shares.second, other.entropy))
         if self.max_logit is not None:
             merged["max_logit"] = torch.maximum(self.max_logit, other.max_logit)
-        if common_maximum and self.gap_counts is not None:
+        if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             merged["gap_counts"] = self.gap_counts + other.gap_counts
         return RowStats(
             visible=self.visible if self.visible_given else self.visible + other.visible,

@@ -17,7 +17,7 @@ from attnscale.bench.gpu.machine import DTYPES, Profile
 from attnscale.bench.gpu.problem import Answer, Attention, Inputs, Problem, Provider, by_law
 from attnscale.bench.gpu.rivals import EAGER, EAGER_STATISTICS, FLASH_ATTN, FLEX, SDPA
 from attnscale.policies.adaptive import GapAdaptive
-from attnscale.statistics import StatsRequest
+from attnscale.statistics import RowStats, StatsRequest
 
 # What the level of a name asks for; lse and maximum are by-products of every forward pass.
 LEVELS = {
@@ -125,9 +125,16 @@ def blockwise_temperature(problem: Problem, inputs: Inputs) -> Tensor:
     query, key, value = (x.detach() for x in inputs.leaves)
     rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     stats = attention_with_stats(query, key, value, request=EXACT, policy=POLICY, backend="blockwise", **rule).stats
-    scale = stats.accumulation.lower
-    beta = torch.where(scale == 0, POLICY.floor, stats.criticality * scale)
+    scale, ratio = _scale_and_ratio(stats)
+    beta = torch.where(scale == 0, POLICY.floor, ratio * scale)
     return torch.where(torch.isinf(scale), POLICY.ceiling, beta)
+
+
+def _scale_and_ratio(stats: RowStats) -> tuple[Tensor, Tensor]:
+    """Λ and β/Λ, which `EXACT` asks for."""
+    if stats.accumulation is None or stats.criticality is None:
+        raise TypeError("Λ was asked for and is missing")
+    return stats.accumulation.lower, stats.criticality
 
 
 def bounds(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -135,7 +142,7 @@ def bounds(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     query, key, value = (x.detach().double() for x in inputs.leaves)
     rule: dict[str, Any] = {"is_causal": problem.causal, "enable_gqa": True}
     stats = attention_with_stats(query, key, value, request=EXACT, backend="reference", **rule).stats
-    scale = POLICY.r * stats.accumulation.lower
+    scale = POLICY.r * _scale_and_ratio(stats)[0]
     return scale.clamp(POLICY.floor, POLICY.ceiling), (BRACKET * scale).clamp(POLICY.floor, POLICY.ceiling)
 
 
