@@ -6,7 +6,8 @@ of a Trainer. What has no policy is saved and loaded as before.
 - `adapter_config.json` names the policies, so that PEFT without attnscale warns of an unknown entry. The adapter's
   weights hold them (`peft_sites`), in one file with what was trained under them.
 - `trainer_state.json` names them, so that a Trainer without attnscale refuses to resume.
-- A model that gets its policies at its first forward gets them before it is saved.
+- A model that gets its policies at its first forward gets them before it is saved, and when it is loaded if they
+  replace its own scaling.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from attnscale._util import state
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, AttnScaleWarning
-from attnscale.hf.attach import attach, current_record
+from attnscale.hf.attach import attach, attach_replacements, current_record
 from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.checkpoint import located, read_adapter
 from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules
@@ -54,6 +55,7 @@ _LOAD_FILES = "_load_pretrained_model"
 def keep_policies() -> None:
     """Wrap what saves and loads models, adapters and the state of a Trainer. Idempotent."""
     _wrap(PreTrainedModel, "save_pretrained", _save_model)
+    _wrap(PreTrainedModel, "from_pretrained", _load_model)
     _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
     _wrap(TrainerState, "save_to_json", _save_state)
     _wrap(TrainerState, "load_from_json", _load_state)
@@ -172,6 +174,13 @@ def _versions(folder: Path) -> set[tuple[str, int, int]]:
     """Name, time and size of the weights in a folder."""
     found = [(file.name, file.stat()) for file in folder.glob("*.safetensors")]
     return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
+
+
+def _load_model(stock: Method, kind: type[PreTrainedModel], /, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.from_pretrained`, which returns a model, or a tuple with `output_loading_info=True`."""
+    result = stock(kind, *args, **kwargs)
+    attach_replacements(result[0] if isinstance(result, tuple) else result)
+    return result
 
 
 def _load_adapter(stock: Method, model: Any, /, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
