@@ -35,7 +35,7 @@ from attnscale.errors import ArgumentError, AttnScaleWarning
 from attnscale.hf.attach import attach, attach_replacements, current_record
 from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.checkpoint import located, read_adapter
-from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules
+from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules, record_of
 from attnscale.hf.policy_files import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
@@ -43,7 +43,7 @@ from attnscale.hf.policy_files import (
     is_of_policy,
     split_name,
 )
-from attnscale.hf.sites import NAME, Site
+from attnscale.hf.sites import NAME, MonitoredSite, Site, is_called, site_of
 
 Method = Callable[..., Any]
 Record = Mapping[str, Any]
@@ -113,7 +113,36 @@ def _record_to_save(model: nn.Module) -> Record | None:
     record = current_record(model)
     if record is not None and is_pending(model):
         attach(model)
+    caution = _bypassed_caution(model)
+    if caution is not None:
+        _warn(caution)
     return record
+
+
+def _bypassed_caution(model: nn.Module) -> str | None:
+    """What to say of a model whose implementation computes without the policies that its config names."""
+    if record_of(model) is None:
+        return None
+    sites = [(layer, site_of(layer.module)) for layer in routed_layers(model).values()]
+    own = [(layer, site) for layer, site in sites if site is not None and not isinstance(site, MonitoredSite)]
+    if own:
+        bypassed = [layer for layer, site in own if not is_called(site, layer.module)]
+        advice = (
+            f"call model.set_attn_implementation({NAME!r}) first to save it with the policy, or "
+            "attnscale.hf.attach(model).remove() to save it without"
+        )
+    else:
+        bypassed = [layer for layer, _ in sites if layer.config._attn_implementation != NAME]
+        advice = (
+            "load it with attnscale.hf.load(path) to save it with the policy, or delete attnscale from its config to "
+            "save it without"
+        )
+    if not bypassed:
+        return None
+    return (
+        f"the model computes under attn_implementation={bypassed[0].config._attn_implementation!r}, without the policy "
+        f"that its config names, so that what is loaded later may differ: {advice}"
+    )
 
 
 @contextmanager
