@@ -57,11 +57,12 @@ def keep_policies() -> None:
     _wrap(PreTrainedModel, "save_pretrained", _save_model)
     _wrap(PreTrainedModel, "from_pretrained", _load_model)
     _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
+    _wrap(transformers_trainer.Trainer, "train", _train)
     _wrap(TrainerState, "save_to_json", _save_state)
     _wrap(TrainerState, "load_from_json", _load_state)
     callbacks: list[type[TrainerCallback]] = transformers_trainer.DEFAULT_CALLBACKS  # type: ignore[assignment]
-    if ResumedPolicies not in callbacks:
-        callbacks.append(ResumedPolicies)
+    if RecordInState not in callbacks:
+        callbacks.append(RecordInState)
     if find_spec("peft") is None:
         return
     from peft import PeftModel
@@ -358,6 +359,15 @@ def _save_state(stock: Method, trained: TrainerState, /, json_path: Any) -> None
         stock(trained, json_path)
 
 
+def _train(stock: Method, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.train`, which reads the state of a checkpoint before it loads the optimizer."""
+    token = state.HF_RESUMED_TRAINER.set(trainer if resume_from_checkpoint else None)
+    try:
+        return stock(trainer, resume_from_checkpoint, *args, **kwargs)
+    finally:
+        state.HF_RESUMED_TRAINER.reset(token)
+
+
 def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> TrainerState:
     """`TrainerState.load_from_json`, which refuses the entry that it does not know."""
     values = json.loads(Path(json_path).read_text(encoding="utf-8"))
@@ -365,26 +375,35 @@ def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> T
     loaded: TrainerState = stock(kind, json_path) if record is None else kind(**values)
     if record is not None:
         setattr(loaded, NAME, record)
+    trainer = state.HF_RESUMED_TRAINER.get()
+    if trainer is not None:
+        state.HF_RESUMED_TRAINER.set(None)  # the file is read again later
+        _compare_resumed(trainer.model, record)
     return loaded
 
 
-class ResumedPolicies(TrainerCallback):
+def _compare_resumed(model: nn.Module, resumed: Record | None) -> None:
+    """Warn if the checkpoint to resume from had other policies than the model."""
+    record = current_record(model)
+    # An adapter that has policies was compared when it was loaded.
+    if resumed == record or (resumed is not None and getattr(model, "peft_config", None)):
+        return
+    advice = "call attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
+    if resumed is None:
+        advice = "make the Trainer with a model without a policy to continue that training"
+    _warn(f"training resumes from a checkpoint with {_name(resumed)}, and the model has {_name(record)}: {advice}")
+
+
+class RecordInState(TrainerCallback):
     """A callback of every Trainer that keeps the record of the model's policies in the Trainer's state."""
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Warn if the checkpoint to resume from had other policies than the model."""
-        resumed = vars(state).pop(NAME, None)
+        vars(state).pop(NAME, None)  # of the checkpoint that is resumed
         record = None if model is None else current_record(model)
         if record is not None:
             setattr(state, NAME, dict(record))
-        if resumed in (None, record) or getattr(model, "peft_config", None):  # adapters were compared when loaded
-            return
-        _warn(
-            f"training resumes from a checkpoint with {_name(resumed)}, and the model has {_name(record)}: call "
-            "attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
-        )
 
 
 def _warn(message: str) -> None:
