@@ -88,7 +88,7 @@ def logits(model, tokens=TOKENS, **inputs):
         return model(input_ids=tokens, **inputs).logits
 
 
-def train(model, folder, steps, resume=None):
+def train(model, folder, steps, resume=None, callbacks=None):
     """A Trainer of a model that has taken steps, with a checkpoint after every second one."""
     data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
     arguments = transformers.TrainingArguments(
@@ -102,7 +102,7 @@ def train(model, folder, steps, resume=None):
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 

@@ -33,5 +33,6 @@ HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, p
 HF_TOKEN_SHARDS = threading.local()  # hf.split_attention: who holds which tokens, of the last position_ids
 HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
 HF_SAVED_RECORD: ContextVar[Any] = ContextVar("saved_record", default=None)  # hf.persistence: policies being saved
+HF_RESUMED_TRAINER: ContextVar[Any] = ContextVar("resumed_trainer", default=None)  # hf.persistence: before resuming
 TRITON_OUTCOMES: dict[tuple[torch.device, torch.dtype], Any] = {}  # backends.trust: what checks of the kernels found
 TRITON_CHECKING = threading.Lock()  # backends.trust: held while the kernels are checked

@@ -50,6 +50,18 @@ def attach(model: nn.Module) -> Handle:
     return Handle(model, policies, record, configs)
 
 
+def attach_replacements(model: nn.Module) -> None:
+    """Attach the policies of a model that was loaded with our name if they replace the model's own scaling.
+
+    Its first forward computes that scaling before it calls an attention module. Policies that learn are left out, as
+    `from_pretrained` does not load what they have learned.
+    """
+    if not config_record.replaces_scaling(model) or not config_record.is_pending(model):
+        return
+    if not any(map(is_learned, described_policies(model).values())):
+        attach(model)
+
+
 def current_record(model: nn.Module) -> Mapping[str, Any] | None:
     """The record of the policies that a model has, or gets at its first forward; None where there are none."""
     configs = config_record.configs_of(model)

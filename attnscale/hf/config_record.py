@@ -144,6 +144,11 @@ def record_of(model: nn.Module) -> Mapping[str, Any] | None:
     return next((record for record in found if isinstance(record, Mapping)), None)
 
 
+def replaces_scaling(model: nn.Module) -> bool:
+    """Whether the config of a model says that policies replace the model's own scaling."""
+    return (record_of(model) or {}).get(ON_EXISTING) == "replace"
+
+
 def is_pending(model: nn.Module) -> bool:
     """Whether a model was loaded with our name and has not been given its policies yet."""
     layers = [layer for layer in routed_layers(model).values() if layer.config._attn_implementation == NAME]

@@ -14,7 +14,7 @@ from attnscale._util import state
 from attnscale.errors import ArgumentError
 from attnscale.hf.attach import attach
 from attnscale.hf.attention import attend
-from attnscale.hf.config_record import is_switched
+from attnscale.hf.config_record import is_switched, replaces_scaling
 from attnscale.hf.sites import NAME, is_decided, site_of
 from attnscale.module import ScaledDotProductAttention
 
@@ -45,6 +45,12 @@ def _give_policies(module: nn.Module) -> None:
         raise ArgumentError(
             f"{type(module).__name__} was called outside of its model, which was loaded by the name {NAME!r} and has "
             "not been given its policies yet: call attnscale.hf.attach(model) first"
+        )
+    if replaces_scaling(model):
+        raise ArgumentError(
+            "config.attnscale says on_existing='replace', and this forward has computed the model's own scaling "
+            "already: load the model with attnscale.hf.load(path), or call attnscale.hf.attach(model) before its first "
+            "forward"
         )
     attach(model)
     if not is_decided(module):

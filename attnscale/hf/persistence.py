@@ -6,7 +6,8 @@ of a Trainer. What has no policy is saved and loaded as before.
 - `adapter_config.json` names the policies, so that PEFT without attnscale warns of an unknown entry. The adapter's
   weights hold them (`peft_sites`), in one file with what was trained under them.
 - `trainer_state.json` names them, so that a Trainer without attnscale refuses to resume.
-- A model that gets its policies at its first forward gets them before it is saved.
+- A model that gets its policies at its first forward gets them before it is saved, and when it is loaded if they
+  replace its own scaling.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from transformers.integrations.peft import PeftAdapterMixin
 from attnscale._util import state
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, AttnScaleWarning
-from attnscale.hf.attach import attach, current_record
+from attnscale.hf.attach import attach, attach_replacements, current_record
 from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.checkpoint import located, read_adapter
-from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules
+from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules, record_of
 from attnscale.hf.policy_files import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
@@ -42,7 +43,7 @@ from attnscale.hf.policy_files import (
     is_of_policy,
     split_name,
 )
-from attnscale.hf.sites import NAME, Site
+from attnscale.hf.sites import NAME, MonitoredSite, Site, is_called, site_of
 
 Method = Callable[..., Any]
 Record = Mapping[str, Any]
@@ -54,12 +55,14 @@ _LOAD_FILES = "_load_pretrained_model"
 def keep_policies() -> None:
     """Wrap what saves and loads models, adapters and the state of a Trainer. Idempotent."""
     _wrap(PreTrainedModel, "save_pretrained", _save_model)
+    _wrap(PreTrainedModel, "from_pretrained", _load_model)
     _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
+    _wrap(transformers_trainer.Trainer, "train", _train)
     _wrap(TrainerState, "save_to_json", _save_state)
     _wrap(TrainerState, "load_from_json", _load_state)
     callbacks: list[type[TrainerCallback]] = transformers_trainer.DEFAULT_CALLBACKS  # type: ignore[assignment]
-    if ResumedPolicies not in callbacks:
-        callbacks.append(ResumedPolicies)
+    if RecordInState not in callbacks:
+        callbacks.append(RecordInState)
     if find_spec("peft") is None:
         return
     from peft import PeftModel
@@ -111,7 +114,36 @@ def _record_to_save(model: nn.Module) -> Record | None:
     record = current_record(model)
     if record is not None and is_pending(model):
         attach(model)
+    caution = _bypassed_caution(model)
+    if caution is not None:
+        _warn(caution)
     return record
+
+
+def _bypassed_caution(model: nn.Module) -> str | None:
+    """What to say of a model whose implementation computes without the policies that its config names."""
+    if record_of(model) is None:
+        return None
+    sites = [(layer, site_of(layer.module)) for layer in routed_layers(model).values()]
+    own = [(layer, site) for layer, site in sites if site is not None and not isinstance(site, MonitoredSite)]
+    if own:
+        bypassed = [layer for layer, site in own if not is_called(site, layer.module)]
+        advice = (
+            f"call model.set_attn_implementation({NAME!r}) first to save it with the policy, or "
+            "attnscale.hf.attach(model).remove() to save it without"
+        )
+    else:
+        bypassed = [layer for layer, _ in sites if layer.config._attn_implementation != NAME]
+        advice = (
+            "load it with attnscale.hf.load(path) to save it with the policy, or delete attnscale from its config to "
+            "save it without"
+        )
+    if not bypassed:
+        return None
+    return (
+        f"the model computes under attn_implementation={bypassed[0].config._attn_implementation!r}, without the policy "
+        f"that its config names, so that what is loaded later may differ: {advice}"
+    )
 
 
 @contextmanager
@@ -172,6 +204,13 @@ def _versions(folder: Path) -> set[tuple[str, int, int]]:
     """Name, time and size of the weights in a folder."""
     found = [(file.name, file.stat()) for file in folder.glob("*.safetensors")]
     return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
+
+
+def _load_model(stock: Method, kind: type[PreTrainedModel], /, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.from_pretrained`, which returns a model, or a tuple with `output_loading_info=True`."""
+    result = stock(kind, *args, **kwargs)
+    attach_replacements(result[0] if isinstance(result, tuple) else result)
+    return result
 
 
 def _load_adapter(stock: Method, model: Any, /, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -320,6 +359,15 @@ def _save_state(stock: Method, trained: TrainerState, /, json_path: Any) -> None
         stock(trained, json_path)
 
 
+def _train(stock: Method, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.train`, which reads the state of a checkpoint before it loads the optimizer."""
+    token = state.HF_RESUMED_TRAINER.set(trainer if resume_from_checkpoint else None)
+    try:
+        return stock(trainer, resume_from_checkpoint, *args, **kwargs)
+    finally:
+        state.HF_RESUMED_TRAINER.reset(token)
+
+
 def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> TrainerState:
     """`TrainerState.load_from_json`, which refuses the entry that it does not know."""
     values = json.loads(Path(json_path).read_text(encoding="utf-8"))
@@ -327,26 +375,35 @@ def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> T
     loaded: TrainerState = stock(kind, json_path) if record is None else kind(**values)
     if record is not None:
         setattr(loaded, NAME, record)
+    trainer = state.HF_RESUMED_TRAINER.get()
+    if trainer is not None:
+        state.HF_RESUMED_TRAINER.set(None)  # the file is read again later
+        _compare_resumed(trainer.model, record)
     return loaded
 
 
-class ResumedPolicies(TrainerCallback):
+def _compare_resumed(model: nn.Module, resumed: Record | None) -> None:
+    """Warn if the checkpoint to resume from had other policies than the model."""
+    record = current_record(model)
+    # An adapter that has policies was compared when it was loaded.
+    if resumed == record or (resumed is not None and getattr(model, "peft_config", None)):
+        return
+    advice = "call attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
+    if resumed is None:
+        advice = "make the Trainer with a model without a policy to continue that training"
+    _warn(f"training resumes from a checkpoint with {_name(resumed)}, and the model has {_name(record)}: {advice}")
+
+
+class RecordInState(TrainerCallback):
     """A callback of every Trainer that keeps the record of the model's policies in the Trainer's state."""
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Warn if the checkpoint to resume from had other policies than the model."""
-        resumed = vars(state).pop(NAME, None)
+        vars(state).pop(NAME, None)  # of the checkpoint that is resumed
         record = None if model is None else current_record(model)
         if record is not None:
             setattr(state, NAME, dict(record))
-        if resumed in (None, record) or getattr(model, "peft_config", None):  # adapters were compared when loaded
-            return
-        _warn(
-            f"training resumes from a checkpoint with {_name(resumed)}, and the model has {_name(record)}: call "
-            "attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
-        )
 
 
 def _warn(message: str) -> None:

@@ -28,6 +28,7 @@ SMALL = {
     "initializer_range": 0.3,
     "pad_token_id": 0,
 }
+LOG = {"name": "log", "reference_length": 4}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -346,3 +347,47 @@ def test_apply_refuses_replaces_or_composes(case):
     with attnscale.hf.apply(model, "constant", on_existing="compose"):
         torch.testing.assert_close(answer(model), before, rtol=0, atol=1e-12)
     assert torch.equal(answer(model), before)
+
+
+@pytest.mark.parametrize("case", ["YaRN", "Ministral 3"])
+def test_a_replaced_scaling_is_replaced_in_the_first_forward_of_a_saved_model(case, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = CASES[case][0]().float()
+    attnscale.hf.apply(model, LOG, on_existing="replace")
+    expected = answer(model)
+    model.save_pretrained(tmp_path / "model")
+    kind = transformers.AutoModelForCausalLM
+    loaded, _ = kind.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert torch.equal(answer(loaded), expected)
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(kind.from_pretrained(tmp_path / "model"), lora).eval()
+    first = answer(adapted)
+    assert torch.equal(first, answer(adapted))
+    assert not torch.equal(first, expected)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(answer(peft.AutoPeftModel.from_pretrained(tmp_path / "adapter").base_model), first)
+
+
+def test_a_scaling_cannot_be_replaced_in_a_forward_that_has_computed_it():
+    model = llama(rope_parameters=yarn())
+    attnscale.hf.apply(model, LOG, on_existing="replace")
+    twin = type(model)(copy.deepcopy(model.config)).double().eval()  # is given its policies later
+    twin.load_state_dict(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(attnscale.ArgumentError, match=r"on_existing='replace'.*hf\.load\(.*hf\.attach\("):
+            answer(twin)
+    attnscale.hf.attach(twin)
+    assert torch.equal(answer(twin), answer(model))
+
+
+def test_a_learned_policy_that_replaces_a_scaling_is_not_given_by_from_pretrained(tmp_path):
+    model = llama(rope_parameters=yarn()).float()
+    attnscale.hf.apply(model, "ssmax", reference_length=8, on_existing="replace")
+    expected = answer(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(attnscale.ArgumentError, match=r"hf\.load\(path\)"):
+        answer(loaded)
+    attnscale.hf.load_policy(loaded, tmp_path)
+    assert torch.equal(answer(loaded), expected)

@@ -62,6 +62,44 @@ def test_resuming_without_the_policy_of_the_checkpoint_warns(stock_folder, kind,
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_resuming_a_checkpoint_without_a_policy_in_a_model_with_one_warns(stock_folder, kind, tmp_path):
+    train(build(stock_folder, None, kind), tmp_path, 2)
+    model = build(stock_folder, LOG, kind)
+    with pytest.warns(AttnScaleWarning, match="a checkpoint with no policy, and the model has .*'name': 'log'") as seen:
+        train(model, tmp_path, 3, resume=tmp_path / "checkpoint-2")
+    assert len(seen) == 1
+    train(model, tmp_path / "fresh", 1)  # warns of nothing
+
+
+@pytest.mark.parametrize("policies", [(SSMAX, None), (None, SSMAX), (LOG, SSMAX)], ids=["lost", "new", "another"])
+def test_resuming_with_other_parameters_warns_before_the_optimizer_raises(stock_folder, policies, tmp_path):
+    before, after = policies
+    train(build(stock_folder, before, "model"), tmp_path, 2)
+    with (
+        pytest.warns(AttnScaleWarning, match="training resumes from a checkpoint with .* and the model has"),
+        pytest.raises(ValueError, match="parameter group"),
+    ):
+        train(build(stock_folder, after, "model"), tmp_path, 3, resume=tmp_path / "checkpoint-2")
+
+
+def test_a_training_that_reads_the_state_of_another_run_does_not_warn(stock_folder, tmp_path):
+    train(build(stock_folder, None, "model"), tmp_path, 2)
+
+    class Reader(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            transformers.TrainerState.load_from_json(tmp_path / "checkpoint-2/trainer_state.json")
+
+    train(build(stock_folder, LOG, "model"), tmp_path / "fresh", 2, callbacks=[Reader()])
+    train(
+        build(stock_folder, LOG, "model"),
+        tmp_path / "fresh",
+        3,
+        resume=tmp_path / "fresh/checkpoint-2",
+        callbacks=[Reader()],
+    )
+
+
 def test_the_state_of_a_trainer_names_the_policies_of_its_model_only(stock_folder, tmp_path):
     trainer = train(build(stock_folder, LOG, "model"), tmp_path / "with", 2)
     written = json.loads((tmp_path / "with/checkpoint-2/trainer_state.json").read_text())

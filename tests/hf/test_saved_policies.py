@@ -371,6 +371,41 @@ def test_another_process_is_warned_or_refused_without_attnscale_and_gets_the_sam
     assert outcomes["with attnscale"] == [True, True, True]
 
 
+@pytest.mark.parametrize("policy", [LOG, SSMAX], ids=["fixed", "learned"])
+def test_saving_a_model_that_computes_without_its_policy_warns(base, policy, tmp_path):
+    model, _ = applied(stock(base), policy)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "model")
+    switched = copy.deepcopy(model)
+    switched.set_attn_implementation("sdpa")
+    never = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
+    for one in (switched, never):
+        assert torch.equal(logits(one), logits(stock(base)))
+        for saved in (one, adapt(copy.deepcopy(one))):
+            with pytest.warns(AttnScaleWarning, match="attn_implementation='sdpa', without the policy") as seen:
+                saved.save_pretrained(tmp_path / "again")
+            assert [warning.filename for warning in seen] == [__file__]
+    # What the messages advise.
+    switched.set_attn_implementation("attnscale")
+    switched.save_pretrained(tmp_path / "with")
+    assert torch.equal(logits(attnscale.hf.load(tmp_path / "with").model), expected)
+    switched.set_attn_implementation("sdpa")
+    attnscale.hf.attach(switched).remove()
+    del never.config.attnscale
+    for one in (switched, never):
+        one.save_pretrained(tmp_path / "without")
+        assert torch.equal(logits(stock(tmp_path / "without")), logits(stock(base)))
+
+
+def test_saving_a_model_whose_policy_computes_under_sdpa_does_not_warn(base, tmp_path):
+    model, _ = applied(stock(base), override=True)
+    model.save_pretrained(tmp_path)
+    adapt(model).save_pretrained(tmp_path / "adapter")
+    model.set_attn_implementation("eager")
+    with pytest.warns(AttnScaleWarning, match="attn_implementation='eager'"):
+        model.save_pretrained(tmp_path)
+
+
 class Full(OSError):
     """The disk is full."""
 
