@@ -429,6 +429,42 @@ def test_an_adapter_whose_saving_fails_is_not_loaded_at_another_temperature(base
     assert "attnscale" not in model.peft_config["default"].to_dict()
 
 
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_an_adapter_whose_saving_fails_before_the_weights_leaves_the_earlier_one(base, safe, tmp_path, monkeypatch):
+    model, old = adapted(base), adapt(stock(base))
+    for one in (model, old):
+        one.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    old.save_pretrained(tmp_path, safe_serialization=safe)
+    folders = [tmp_path, tmp_path / "second"]
+    configs = [(folder / "adapter_config.json").read_bytes() for folder in folders]
+    name = "safe_save_file" if safe else "torch.save"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"peft.peft_model.{name}", fail)
+        with pytest.raises(Full):
+            model.save_pretrained(tmp_path, safe_serialization=safe)
+    assert [(folder / "adapter_config.json").read_bytes() for folder in folders] == configs
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.LoraConfig, "save_pretrained", fail)  # the weights of the first are there, not the second's
+        with pytest.raises(Full):
+            model.save_pretrained(tmp_path, safe_serialization=safe)
+    named = ["attnscale" in json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    assert named == [True, False]
+
+
+def test_an_adapter_of_transformers_whose_saving_fails_leaves_the_earlier_one(base, tmp_path, monkeypatch):
+    from transformers import modeling_utils
+
+    model, old = applied(stock(base))[0], stock(base)
+    for one in (model, old):
+        one.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    old.save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_utils, "safe_save_file", fail)
+    with pytest.raises(Full):
+        model.save_pretrained(tmp_path)
+    assert "attnscale" not in (tmp_path / "adapter_config.json").read_text()
+    assert torch.equal(logits(load_into_the_model(base, tmp_path)), logits(old))
+
+
 def test_a_model_whose_saving_fails_leaves_the_policies_of_the_weights_that_are_there(base, tmp_path, monkeypatch):
     from transformers import modeling_utils
 
