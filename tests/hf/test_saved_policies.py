@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tiny_models import TOKENS, llama, logits, train
 
 import attnscale
+import attnscale.hf
 from attnscale import ArgumentError, AttnScaleWarning
 
 peft = pytest.importorskip("peft")
@@ -398,12 +399,13 @@ def test_saving_a_model_that_computes_without_its_policy_warns(base, policy, tmp
 
 
 def test_saving_a_model_whose_policy_computes_under_sdpa_does_not_warn(base, tmp_path):
-    model, _ = applied(stock(base), override=True)
-    model.save_pretrained(tmp_path)
-    adapt(model).save_pretrained(tmp_path / "adapter")
-    model.set_attn_implementation("eager")
-    with pytest.warns(AttnScaleWarning, match="attn_implementation='eager'"):
+    model, handle = applied(stock(base), override=True)
+    with handle:
         model.save_pretrained(tmp_path)
+        adapt(model).save_pretrained(tmp_path / "adapter")
+        model.set_attn_implementation("eager")
+        with pytest.warns(AttnScaleWarning, match="attn_implementation='eager'"):
+            model.save_pretrained(tmp_path)
 
 
 class Full(OSError):
@@ -510,6 +512,14 @@ def test_models_and_adapters_without_a_policy_are_saved_as_without_attnscale(bas
     assert len(files) == 6
     for file in files:
         assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
+
+
+def test_adapters_of_other_models_are_saved_and_loaded(tmp_path):
+    torch.manual_seed(0)
+    model, lora = torch.nn.Sequential(torch.nn.Linear(4, 4)), {"target_modules": ["0"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**lora))
+    adapted.save_pretrained(tmp_path)
+    assert torch.equal(peft.PeftModel.from_pretrained(model, tmp_path)(torch.ones(4)), adapted(torch.ones(4)))
 
 
 def test_load_says_what_is_missing_for_an_adapter(base, tmp_path):
