@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError
-from attnscale.hf.attention_layers import routed_layers, split_number, transformers_model
+from attnscale.hf.attention_layers import routed_layers, split_number
 from attnscale.hf.sites import NAME, is_decided
 from attnscale.policies import Policy, build_policy_for
 from attnscale.policies.base import LengthPolicy
@@ -140,7 +140,7 @@ def is_switched(config: Any) -> bool:
 
 def record_of(model: nn.Module) -> Mapping[str, Any] | None:
     """`config.attnscale` of the first config of a model that has it."""
-    found = (getattr(config, NAME, None) for config in configs_of(transformers_model(model)))
+    found = (getattr(config, NAME, None) for config in configs_of(model))
     return next((record for record in found if isinstance(record, Mapping)), None)
 
 

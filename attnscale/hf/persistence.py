@@ -17,7 +17,7 @@ import functools
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,7 +94,8 @@ def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
 def _save_model(stock: Method, model: PreTrainedModel, /, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.save_pretrained`: a whole model, or the adapter that transformers itself has added to it."""
     record = _record_to_save(model)
-    with _kept_on_failure(Path(save_directory), record), _named(record):
+    files = [Path(save_directory, name) for name in (MODEL_CONFIG, ADAPTER_CONFIG)]
+    with _kept_on_failure(files, record), _named(record):
         return stock(model, save_directory, *args, **kwargs)
 
 
@@ -102,10 +103,12 @@ def _save_adapters(stock: Method, model: Any, /, save_directory: Any, *args: Any
     """`PeftModel.save_pretrained`: adapters."""
     record = _record_to_save(model)
     given = inspect.signature(stock).bind(model, save_directory, *args, **kwargs).arguments
-    if record is not None and given.get("is_main_process", True):
-        for name in given.get("selected_adapters") or model.peft_config:
-            _announce(Path(save_directory, "" if name == "default" else name, ADAPTER_CONFIG), record)
-    with _named(record):
+    names = (given.get("selected_adapters") or model.peft_config) if given.get("is_main_process", True) else ()
+    files = [Path(save_directory, "" if name == "default" else name, ADAPTER_CONFIG) for name in names]
+    with _kept_on_failure(files, record), _named(record):
+        if record is not None:
+            for file in files:
+                _announce(file, record)
         return stock(model, save_directory, *args, **kwargs)
 
 
@@ -184,25 +187,25 @@ def _announce(file: Path, record: Record) -> None:
 
 
 @contextmanager
-def _kept_on_failure(folder: Path, record: Record | None) -> Iterator[None]:
-    """Restore the config.json of a folder if saving fails before the weights are written.
+def _kept_on_failure(configs: Iterable[Path], record: Record | None) -> Iterator[None]:
+    """Restore the configs of earlier models or adapters if saving fails before the weights beside them are written.
 
-    transformers writes config.json first, which would give the weights of an earlier model the policies of this one.
+    Their weights would otherwise get the policies of this model: transformers writes configs first, and `_announce`
+    changes those that PEFT writes last.
     """
-    file = folder / MODEL_CONFIG
-    before = file.read_bytes() if file.is_file() else b""
-    weights = _versions(folder)
+    before = {file: (file.read_bytes(), _versions(file.parent)) for file in configs if file.is_file()}
     try:
         yield
     except BaseException:
-        if before and (record is not None or NAME.encode() in before) and _versions(folder) == weights:
-            write_whole(file, before)
+        for file, (content, weights) in before.items():
+            if (record is not None or NAME.encode() in content) and _versions(file.parent) == weights:
+                write_whole(file, content)
         raise
 
 
 def _versions(folder: Path) -> set[tuple[str, int, int]]:
     """Name, time and size of the weights in a folder."""
-    found = [(file.name, file.stat()) for file in folder.glob("*.safetensors")]
+    found = [(file.name, file.stat()) for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
     return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
 
 

@@ -10,6 +10,7 @@ import transformers
 from tiny_models import logits, train
 
 import attnscale
+import attnscale.hf
 from attnscale import AttnScaleWarning
 
 LOG = {"name": "log", "reference_length": 4, "floor": True}

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tiny_models import TOKENS, llama, logits, train
 
 import attnscale
+import attnscale.hf
 from attnscale import ArgumentError, AttnScaleWarning
 
 peft = pytest.importorskip("peft")
@@ -398,12 +399,13 @@ def test_saving_a_model_that_computes_without_its_policy_warns(base, policy, tmp
 
 
 def test_saving_a_model_whose_policy_computes_under_sdpa_does_not_warn(base, tmp_path):
-    model, _ = applied(stock(base), override=True)
-    model.save_pretrained(tmp_path)
-    adapt(model).save_pretrained(tmp_path / "adapter")
-    model.set_attn_implementation("eager")
-    with pytest.warns(AttnScaleWarning, match="attn_implementation='eager'"):
+    model, handle = applied(stock(base), override=True)
+    with handle:
         model.save_pretrained(tmp_path)
+        adapt(model).save_pretrained(tmp_path / "adapter")
+        model.set_attn_implementation("eager")
+        with pytest.warns(AttnScaleWarning, match="attn_implementation='eager'"):
+            model.save_pretrained(tmp_path)
 
 
 class Full(OSError):
@@ -427,6 +429,42 @@ def test_an_adapter_whose_saving_fails_is_not_loaded_at_another_temperature(base
     assert "attnscale" in json.loads((old / "adapter_config.json").read_text())  # of which PEFT alone warns
     assert torch.equal(logits(attnscale.hf.load(old).model), logits(model))
     assert "attnscale" not in model.peft_config["default"].to_dict()
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_an_adapter_whose_saving_fails_before_the_weights_leaves_the_earlier_one(base, safe, tmp_path, monkeypatch):
+    model, old = adapted(base), adapt(stock(base))
+    for one in (model, old):
+        one.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    old.save_pretrained(tmp_path, safe_serialization=safe)
+    folders = [tmp_path, tmp_path / "second"]
+    configs = [(folder / "adapter_config.json").read_bytes() for folder in folders]
+    name = "safe_save_file" if safe else "torch.save"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"peft.peft_model.{name}", fail)
+        with pytest.raises(Full):
+            model.save_pretrained(tmp_path, safe_serialization=safe)
+    assert [(folder / "adapter_config.json").read_bytes() for folder in folders] == configs
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.LoraConfig, "save_pretrained", fail)  # the weights of the first are there, not the second's
+        with pytest.raises(Full):
+            model.save_pretrained(tmp_path, safe_serialization=safe)
+    named = ["attnscale" in json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    assert named == [True, False]
+
+
+def test_an_adapter_of_transformers_whose_saving_fails_leaves_the_earlier_one(base, tmp_path, monkeypatch):
+    from transformers import modeling_utils
+
+    model, old = applied(stock(base))[0], stock(base)
+    for one in (model, old):
+        one.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    old.save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_utils, "safe_save_file", fail)
+    with pytest.raises(Full):
+        model.save_pretrained(tmp_path)
+    assert "attnscale" not in (tmp_path / "adapter_config.json").read_text()
+    assert torch.equal(logits(load_into_the_model(base, tmp_path)), logits(old))
 
 
 def test_a_model_whose_saving_fails_leaves_the_policies_of_the_weights_that_are_there(base, tmp_path, monkeypatch):
@@ -474,6 +512,14 @@ def test_models_and_adapters_without_a_policy_are_saved_as_without_attnscale(bas
     assert len(files) == 6
     for file in files:
         assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
+
+
+def test_adapters_of_other_models_are_saved_and_loaded(tmp_path):
+    torch.manual_seed(0)
+    model, lora = torch.nn.Sequential(torch.nn.Linear(4, 4)), {"target_modules": ["0"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**lora))
+    adapted.save_pretrained(tmp_path)
+    assert torch.equal(peft.PeftModel.from_pretrained(model, tmp_path)(torch.ones(4)), adapted(torch.ones(4)))
 
 
 def test_load_says_what_is_missing_for_an_adapter(base, tmp_path):
