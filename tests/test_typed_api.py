@@ -34,9 +34,11 @@ n: Tensor = attnscale.visible_keys(4, 4, is_causal=True, window=3)
 same: Tensor = attend(q, q, q, is_causal=True, cache_offset=2)
 request = attnscale.StatsRequest(accumulation="bracket")
 also: Tensor = attnscale.attention_with_stats(q, q, q, None, 0.0, True, None, False, request=request).output
-scale: Tensor = attnscale.attention_with_stats(q, q, q, request=request).stats.accumulation.middle
-critical: Tensor = attnscale.row_statistics(q, request=request).merge(measured.stats).criticality > 1
+accumulation = attnscale.attention_with_stats(q, q, q, request=request).stats.accumulation
+scale: Tensor | None = None if accumulation is None else accumulation.middle
+largest: Tensor = attnscale.row_statistics(q, request=request).merge(measured.stats).w_max > 0.5
 
+measured.stats.gap_counts.sum()  # wrong
 attnscale.scaled_dot_product_attention(q, q, q, widow=4)  # wrong
 attnscale.attention_with_stats(q, q, q, widow=4)  # wrong
 attnscale.attention_with_stats(q, q, q, window="4")  # wrong
