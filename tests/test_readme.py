@@ -198,9 +198,8 @@ def test_figures_of_the_root_are_those_of_the_committed_tables() -> None:
     assert f"| compiled FlexAttention with β = ln n, forward {rival}" in BENCH
     monitor = [row for row in rows if row["kernel"] == "monitor" and row["metric"] == "time_ratio"]
     steps = {row["provider"]: f"{float(row['y']):.3f}" for row in monitor}
-    assert f"listens to takes {steps['every_1']} of one without, and at every 10th step {steps['every_10']}" in (
-        README.replace("\n", " ")
-    )
+    for name in ("every_1", "every_10"):
+        assert f"takes {steps[name]}× as long" in README.replace("\n", " ")
     (added,) = (round(float(row["y"])) for row in rows if row["metric"] == "added_ms")
     for text in (README, BENCH):
         assert f"`import attnscale` adds {added} ms" in text.replace("\n", " ")

@@ -126,14 +126,16 @@ def attend(
     if query.device.type != "cpu" or query.is_nested or is_dtensor(query):
         return run(query)
     if is_watched():
-        query = query if mask is None else query.masked_fill(~_sees(mask), 0.0)
+        query = query if mask is None else query.masked_fill(_sees_nothing(mask, key), 0.0)
         out = run(query)
     else:
         out = run(query)
         if bool((out.detach()[..., :1].abs() > 0).all()):  # no row is zero or NaN
             return out
-        if mask is not None and bool((_is_broken(query.detach())[..., None] & ~_sees(mask)).any()):
-            out = run(query.masked_fill(~_sees(mask), 0.0))  # in which 0·NaN would reach every key's gradient
+        if mask is not None and bool((_is_broken(query.detach())[..., None] & _sees_nothing(mask, key)).any()):
+            out = run(
+                query.masked_fill(_sees_nothing(mask, key), 0.0)
+            )  # in which 0·NaN would reach every key's gradient
     return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
 
 
@@ -143,26 +145,31 @@ def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> T
     torch's CPU kernel takes such a row for one that sees no key and returns zeros. Its query is not finite, or no key
     that it sees is; then neither is the first of these.
     """
-    broken = F.pad(_is_broken(key), (0, 1))  # a slot that nothing sees, where there is no other
+    broken = F.pad(_is_broken(key), (0, 1))  # a last slot for rows that see nothing, or where there is no key
     if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
         broken = broken.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-2)
     if mask is None:
         lost = _is_broken(query) | broken[..., :1]
     else:
-        # Padded as numbers: inductor cannot vectorise the padding of a mask that it computes.
-        first = F.pad(_seen(mask).to(torch.int32), (0, 1)).argmax(-1).expand(out.shape[:-1])
-        lost = (_is_broken(query) | broken.expand(*out.shape[:-2], -1).gather(-1, first)) & _sees(mask)[..., 0]
+        first = _first_seen(mask, key.shape[-2]).expand(out.shape[:-1])
+        sees = first < key.shape[-2]
+        lost = (_is_broken(query) | broken.expand(*out.shape[:-2], -1).gather(-1, first)) & sees
     return torch.where((lost & (out == 0).all(-1)).unsqueeze(-1), math.nan, 0.0).to(out.dtype)
 
 
-def _seen(mask: Tensor) -> Tensor:
-    """Which keys torch adds no −∞ to."""
-    return mask if mask.dtype == torch.bool else mask.detach() > -math.inf
+def _sees_nothing(mask: Tensor, key: Tensor) -> Tensor:
+    """Which rows see no key, [..., Tq, 1]."""
+    return (_first_seen(mask, key.shape[-2]) == key.shape[-2]).unsqueeze(-1)
 
 
-def _sees(mask: Tensor) -> Tensor:
-    """Which rows see a key, [..., Tq, 1]."""
-    return _seen(mask).any(-1, keepdim=True)
+def _first_seen(mask: Tensor, keys: int) -> Tensor:
+    """The first slot [..., Tq] to whose score torch adds no −∞; `keys` where there is none.
+
+    A minimum, which torch.compile vectorises; a search for the first True it does not.
+    """
+    seen = mask if mask.dtype == torch.bool else mask.detach() > -math.inf
+    slots = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
+    return F.pad(torch.where(seen, slots, keys), (0, 1), value=keys).amin(-1).to(torch.int64)
 
 
 def _is_broken(x: Tensor) -> Tensor:

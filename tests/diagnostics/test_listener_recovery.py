@@ -1,4 +1,4 @@
-"""Every kind of call is measured, or skipped and said so, and a listener hears the next step."""
+"""Every kind of call is measured, or skipped with a warning, and the next step is measured again."""
 
 from __future__ import annotations
 
