@@ -20,15 +20,15 @@ from attnscale.diagnostics.records.spread import salt_of
 from attnscale.diagnostics.records.tally import Tally
 from attnscale.diagnostics.tensor_identity import TensorIdentity
 from attnscale.statistics import sample_rows
-from attnscale.statistics.rows.angles import angle_parts
 from attnscale.statistics.rows.quantities import (
+    MeasuredQuantities,
+    angle_parts,
     backward_quantities,
     compared_quantities,
     forward_quantities,
     measure_quantities,
+    score_gradients,
 )
-from attnscale.statistics.rows.row_measures import RowMeasures
-from attnscale.statistics.rows.score_gradients import score_gradients
 
 # Calls whose backward is waited for; of more, the first are forgotten.
 UNANSWERED = 64
@@ -42,7 +42,7 @@ class MeasuredCall(NamedTuple):
     """A call that was measured in forward and whose backward may still come."""
 
     sources: TensorIdentity
-    measures: RowMeasures  # of its sampled rows
+    measures: MeasuredQuantities  # of its sampled rows
     tally: Tally  # where it was counted
     salt: int  # of the keys of its rows
 
