@@ -52,6 +52,19 @@ def count_visible(context: Context) -> Tensor:
     return (_real_keys_before(context, stop) - _real_keys_before(context, start))[:, None]
 
 
+def count_visible_before(context: Context, slots: Tensor) -> Tensor:
+    """How many of the keys that each row sees lie before a slot [B, H, Tq] that it sees."""
+    if context.mask is not None:
+        dense = context.dense()
+        seen = (context.mask if dense is None else dense).cumsum(-1, dtype=torch.int32)
+        last = (slots - 1).clamp(0, context.keys - 1)[..., None]
+        before = seen.expand(*slots.shape, -1).gather(-1, last)[..., 0]
+        return torch.where(slots > 0, before, 0)
+    start, _ = context.bounds()
+    flat = slots.clamp(min=0).flatten(1)  # [B, H·Tq]
+    return _real_keys_before(context, flat).view(slots.shape) - _real_keys_before(context, start)[:, None]
+
+
 def first_slots(context: Context, count: int) -> tuple[Tensor, Tensor]:
     """The slots [B|1, H|1, Tq|1, count] of the first keys that each row sees, and whether it sees so many.
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.lengths import first_slots
 from attnscale.statistics import RowStats, StatsRequest, criticality
-from attnscale.statistics.gaps import Spectrum, bracket, count_bins, count_within, largest
+from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.rows.chosen_slots import weight_at
-from attnscale.statistics.rows.tiles import whole_row_scores
+from attnscale.statistics.rows.measures import GapSums, best_scores, gap_measures, gap_sums
+from attnscale.statistics.rows.tiles import Block, CallRows
 from attnscale_kernels.gaps.bins import BINS
 
 # A pass over all shards: the same rows against one of them after another, each with the number of its process.
@@ -23,27 +24,34 @@ LocalSlots = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 def add_gaps(call: AttentionCall, request: StatsRequest, shards: Shards, stats: RowStats) -> RowStats:
     """The statistics with gap counts and a bracket of Λ: one pass for the best scores of each row, one for counting."""
-    thresholds, shape = request.gap_thresholds or (), call.query.shape[:3]
-    dtype, device = torch.promote_types(call.query.dtype, torch.float32), call.query.device
-    best = torch.full((*shape, request.min_rank), -torch.inf, dtype=dtype, device=device)
-    for _, part in shards(call):
-        for rows, block, scores in whole_row_scores(part):
-            both = torch.cat([rows.rows_of(best, block), largest(scores, request.min_rank)], dim=-1)
-            rows.store(best, block, largest(both, request.min_rank))
-    counts = torch.zeros(*shape, len(thresholds), dtype=torch.int64, device=device)
-    histogram = torch.zeros(*shape, BINS, dtype=dtype, device=device)
-    for _, part in shards(call):
-        for rows, block, scores in whole_row_scores(part):
-            of_rows = rows.rows_of(best, block)
-            gaps = of_rows[..., :1] - scores
-            rows.add(counts, block, count_within(gaps, of_rows[..., :1], thresholds))
-            rows.add(histogram, block, count_bins(of_rows, gaps))
+    shape, device = call.query.shape[:3], call.query.device
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    ranks = request.min_rank if request.accumulation == "bracket" else 1
+    best = torch.full((*shape, ranks), -torch.inf, dtype=dtype, device=device)
+    for rows, piece, scores in _tiles(call, shards):
+        rows.store(best, piece, best_scores(rows.rows_of(best, piece), scores, request))
+    counts = torch.zeros(*shape, len(request.gap_thresholds or ()), dtype=torch.int64, device=device)
+    bins = torch.zeros(*shape, BINS if request.accumulation == "bracket" else 0, dtype=dtype, device=device)
+    for rows, piece, scores in _tiles(call, shards):
+        found = gap_sums(scores, rows.rows_of(best, piece), request, tile=True)
+        rows.add(counts, piece, found.counts)
+        rows.add(bins, piece, found.bins)
+    measured = gap_measures(best, GapSums(counts, bins, bins[..., :0]), request)
     if request.gap_thresholds is not None:
-        stats = stats._replace(gap_counts=counts)
+        stats = stats._replace(gap_counts=measured.counts)
     if request.accumulation is None:
         return stats
-    found = bracket(Spectrum(best, histogram))
-    return stats._replace(accumulation=found, criticality=criticality(call.row_beta(), found))
+    scale = Accumulation(measured.lower, measured.upper)
+    return stats._replace(accumulation=scale, criticality=criticality(call.row_beta(), scale))
+
+
+def _tiles(call: AttentionCall, shards: Shards) -> Iterator[tuple[CallRows, Block, Tensor]]:
+    """Raw scores of every row against the keys of one shard after another."""
+    for _, part in shards(call):
+        rows = CallRows(part)
+        for block in rows.blocks(whole=True):
+            for piece in block.pieces():
+                yield rows, piece, rows.scores(piece)
 
 
 def add_first_share(

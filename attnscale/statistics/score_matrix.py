@@ -10,7 +10,7 @@ from attnscale._util.checks import check_broadcasts, check_scores
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest, checked_request
 from attnscale.statistics.row_stats import RowStats
-from attnscale.statistics.rows.measures import RowMeasures, add_keys, measure_gaps, softmax_measures
+from attnscale.statistics.rows.measures import RowMeasures, add_keys, best_scores, measure_gaps, softmax_measures
 from attnscale.statistics.rows.tiles import LOG2E
 
 
@@ -47,12 +47,12 @@ def row_statistics(
     sink_logits = None if sinks is None else sinks.detach()[:, None]
     moment = None if sums.moment is None else sums.moment[..., 0]
     softmax = softmax_measures(sums.top[..., 0], sums.total[..., 0], moment, sink_logits)
-    gaps = measure_gaps(scores, request)
-    nothing = torch.zeros_like(beta)
-    winner = nothing if sums.winner is None else torch.where(sums.top > HIDDEN / 2, sums.winner, -1)[..., 0]
-    floats = (nothing if x is None else x for x in (gaps.lower, gaps.upper, gaps.prominence))
-    counts = nothing[..., None] if gaps.gap_counts is None else gaps.gap_counts
-    stats = RowMeasures._make([*softmax, *floats, winner, counts]).to_stats(request, known, beta)
+    gaps = measure_gaps([lambda: scores], best_scores(None, scores, request), request)
+    winner = (
+        torch.zeros_like(beta) if sums.winner is None else torch.where(sums.top > HIDDEN / 2, sums.winner, -1)[..., 0]
+    )
+    measures = RowMeasures(*softmax, *gaps[1:], winner, gaps.counts)
+    stats = measures.to_stats(request, known, beta)
     if request.first_share is None:
         return stats
     first = mask & (mask.cumsum(-1) <= request.first_share)

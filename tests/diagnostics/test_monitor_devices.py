@@ -97,7 +97,8 @@ MEASURES = textwrap.dedent(
             there = moved(call)
             found = measure_quantities(there)
             answers = score_gradients(there, upstream.to(other_device.PLACE), found)
-            for one, other in zip((*measures, *gradients), (*found, *answers)):
+            flat = torch.utils._pytree.tree_leaves
+            for one, other in zip(flat((measures, gradients)), flat((found, answers))):
                 assert other.device == torch.device(other_device.PLACE)
                 torch.testing.assert_close(one, other.cpu(), equal_nan=True, rtol=1e-5, atol=1e-5)
 

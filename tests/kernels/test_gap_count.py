@@ -19,7 +19,7 @@ from attnscale.policies.adaptive import GapAdaptive
 from attnscale.statistics import RowStats
 from attnscale.statistics.gaps import count_gaps
 from attnscale_kernels.flash.launch import flash_forward
-from attnscale_kernels.gaps.bins import WIDTH
+from attnscale_kernels.gaps.bins import BINS, WIDTH, bin_edge
 from attnscale_kernels.gaps.launch import GapBracket, gap_bracket, gap_count
 from attnscale_kernels.gaps.op import accumulation_bracket, adaptive_attention, gap_bracket_op, gap_count_op, gap_counts
 from attnscale_kernels.launch import Tile
@@ -42,11 +42,11 @@ def family(name: str, keys: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(keys)
     unit = torch.rand(ROWS, keys, generator=g)
     place = torch.arange(keys)
-    quarters = torch.tensor([1.0, 1.25, 1.5, 1.75])
+    edges = torch.tensor([bin_edge(number) / 2 for number in range(BINS)])
     gaps = {
         "near_tie": 1e-6 * (place == 1) + (place > 1) * (0.1 + 4 * unit),
         "every_rank": (1.0 + place).log().expand(ROWS, -1),
-        "on_the_edges": quarters[place % 4] * 2.0 ** (place // 4 % 4) * (place > 0) * torch.ones(ROWS, 1),
+        "on_the_edges": edges[place % BINS] * (place > 0) * torch.ones(ROWS, 1),
         "crowd": (place > 0) * (1 + unit / 4),
         "steps": ((place + 1.0).log2().floor() + (place > 1) * unit / 3) * torch.logspace(-3, 3, ROWS)[:, None],
         "far_crowd": (place > 0) + (place > 1) * (12.5 + 3 * unit),
@@ -200,8 +200,8 @@ def test_a_thousandth_of_an_octave_apart_bins_tell():
 
 
 def _edges() -> Tensor:
-    """Where the fifteen bins would be without their ε."""
-    return torch.tensor([m * 2.0**e for e in range(4) for m in (1.0, 1.25, 1.5, 1.75)])
+    """Where the bins would be without their ε."""
+    return torch.tensor([bin_edge(number) / 2 for number in range(BINS)])
 
 
 # Everything a row may see, in every dtype.
@@ -386,7 +386,7 @@ def test_adaptive_attention_gives_ties_the_ceiling_and_single_keys_the_floor():
     k[0, 0, 2] = 2.0
     forward, beta = adaptive_attention(q, k, k, Visibility(right=0), r=1.5, floor=0.125, ceiling=50.0, scale=0.25)
     assert beta[0, 0, :2].tolist() == [0.125, 50.0]
-    assert 1.5 * math.log(3) / 4 <= beta[0, 0, 2] <= 1.25 * 1.5 * math.log(3) / 4
+    assert 1.5 * math.log(3) / 4 <= beta[0, 0, 2] <= RATIO * 1.5 * math.log(3) / 4
     assert not forward.out.isnan().any()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,7 +20,15 @@ from attnscale.call.attention_call import FLAT_CALL, AttentionCall, FlatCall
 from attnscale.errors import BackendError
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import FLAT_REQUEST, StatsRequest
-from attnscale.statistics.rows.measures import FLOATS, RowMeasures, RowSums, add_keys, measure_gaps, softmax_measures
+from attnscale.statistics.rows.measures import (
+    FLOATS,
+    RowMeasures,
+    RowSums,
+    add_keys,
+    best_scores,
+    measure_gaps,
+    softmax_measures,
+)
 from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 from attnscale_kernels.derivatives import other_derivative
 
@@ -69,30 +78,34 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     # m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m), the ends of Λ, and the prominence, of which rows without keys have none.
     sums = rows.query.new_zeros(*shape, 6)
     sums[..., 0] = HIDDEN
-    sums[..., 5] = math.nan
+    if prominence:
+        sums[..., 5] = math.nan
     integers = torch.zeros(*shape, 1 + thresholds, dtype=torch.int64, device=out.device)
     gaps, softmax = request.gaps or prominence, request.softmax or mixing
     number = itertools.count()
     for block in rows.blocks(whole=gaps):
         found: RowSums | None = None
-        for piece in (block,) if gaps else block.pieces():
-            scores = rows.scores(piece) if gaps else None
+        best: Tensor | None = None
+        scores: Tensor | None = None
+        for piece in block.pieces():
+            if gaps:
+                scores = rows.scores(piece)
+                best = best_scores(best, scores, request)
             if softmax:
                 logits = rows.logits(piece) if scores is None else rows.logits_of(scores, piece)
                 kept = None if seed is None else _kept(logits, seed, next(number), call.dropout_p)
                 values = rows.keys_of(rows.value, piece) if mixing else None
                 found = add_keys(found, logits, request, tile=True, values=values, kept=kept, left=piece.left)
-            if scores is not None:
-                lower, upper, spread, counts = measure_gaps(scores, request, prominence=prominence, tile=True)
-                for column, measured in ((3, lower), (4, upper), (5, spread)):
-                    if measured is not None:
-                        rows.store(sums[..., column], piece, measured)
-                if counts is not None:
-                    rows.store(integers[..., 1:], piece, counts)
         if found is not None:
             _store(rows, block, found, sums, integers)
             if found.mixed is not None:
                 _divide(rows, block, found, out)
+        if best is not None and scores is not None:
+            pieces = list(block.pieces())
+            tiles = [lambda scores=scores: scores] if len(pieces) == 1 else [partial(rows.scores, x) for x in pieces]
+            measured = measure_gaps(tiles, best, request, prominence=prominence, tile=True)
+            rows.store(integers[..., 1:], block, measured.counts)
+            rows.store(sums[..., 3:], block, torch.stack(measured[1:], dim=-1))
     top, total, moment, lower, upper, spread = sums.unbind(-1)
     sinks = None if call.sinks is None else call.sinks[:, None]
     measures = softmax_measures(top, total, moment if request.entropy else None, sinks)
@@ -171,7 +184,7 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     dbeta = torch.zeros_like(delta)
     bias = call.bias if wants_mask else None
     dmask = rows.query.new_zeros(0 if bias is None else bias.shape)
-    pieces = (piece for block in rows.blocks(whole=whole) for piece in ((block,) if whole else block.pieces()))
+    pieces = (piece for block in rows.blocks(whole=whole) for piece in block.pieces())
     for number, piece in enumerate(pieces):
         weights = rows.logits(piece).sub_(rows.rows_of(lse_in_bits, piece)[..., None]).exp2_()
         upstream = rows.rows_of(gradient, piece)

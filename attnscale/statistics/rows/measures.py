@@ -6,6 +6,8 @@ The definitions hold for a matrix of scores as for the rows of a call, whose key
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -155,41 +157,88 @@ def softmax_measures(top: Tensor, total: Tensor, moment: Tensor | None, sinks: T
     return SoftmaxMeasures(max_logit, lse, w_max.masked_fill(unseen, 0.0), entropy.masked_fill(unseen, 0.0))
 
 
-class GapMeasures(NamedTuple):
-    """What the raw scores of whole rows tell, each [...]; None where not asked for."""
+class GapSums(NamedTuple):
+    """Sums over some keys of rows [...], counted from the best score over all; sums of several tiles are added up."""
 
-    lower: Tensor | None
-    upper: Tensor | None
-    prominence: Tensor | None
-    gap_counts: Tensor | None  # [..., thresholds], int64
+    counts: Tensor  # N(t) [..., thresholds], int64
+    bins: Tensor  # [..., BINS], or empty
+    moments: Tensor  # how many keys, Σ s and Σ s²: [..., 3], or empty
+
+    def plus(self, other: GapSums) -> GapSums:
+        """Those over the keys of both."""
+        return GapSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def measure_gaps(scores: Tensor, request: StatsRequest, *, prominence: bool = False, tile: bool = False) -> GapMeasures:
-    """From raw scores [..., K] of whole rows, hidden ones at most `HIDDEN`; of a `tile` in the memory of tiles."""
-    lower: Tensor | None = None
-    upper: Tensor | None = None
+def best_scores(seen: Tensor | None, scores: Tensor, request: StatsRequest) -> Tensor:
+    """The best raw scores [..., ranks] of rows, of the keys of a tile [..., K] and of those `seen` before."""
     best = largest(scores, request.min_rank if request.accumulation == "bracket" else 1)
-    if request.accumulation == "exact":
-        lower = upper = find_contact(scores, request.min_rank).value
-    spread = _prominence(scores, best[..., :1]) if prominence else None
+    return best if seen is None else largest(torch.cat([seen, best], dim=-1), best.shape[-1])
+
+
+def gap_sums(
+    scores: Tensor, best: Tensor, request: StatsRequest, *, prominence: bool = False, tile: bool = False
+) -> GapSums:
+    """Of raw scores [..., K], hidden ones at most `HIDDEN`; of a `tile` in the memory of tiles."""
+    nothing = scores[..., :0]
+    moments = _moments(scores) if prominence else nothing
     gaps = torch.sub(best[..., :1], scores, out=tile_room("gaps", scores.shape, scores) if tile else None)
-    counts = None
-    if request.gap_thresholds is not None:
-        room = tile_room("powers", scores.shape, scores) if tile else None
-        counts = count_within(gaps, best[..., :1], request.gap_thresholds, room)
+    room = tile_room("powers", scores.shape, scores) if tile else None
+    counts = count_within(gaps, best[..., :1], request.gap_thresholds or (), room)
+    return GapSums(counts, count_bins(best, gaps) if request.accumulation == "bracket" else nothing, moments)
+
+
+class GapMeasures(NamedTuple):
+    """What the raw scores of rows tell, each [...]; 0 where not asked for."""
+
+    counts: Tensor  # N(t) [..., thresholds], int64
+    lower: Tensor  # of Λ, as the next
+    upper: Tensor
+    prominence: Tensor
+
+
+def measure_gaps(
+    tiles: Sequence[Callable[[], Tensor]],
+    best: Tensor,
+    request: StatsRequest,
+    *,
+    prominence: bool = False,
+    tile: bool = False,
+) -> GapMeasures:
+    """From the tiles of raw scores of the same rows, which hold all of their keys, and the best of them."""
+    each = (gap_sums(make(), best, request, prominence=prominence, tile=tile) for make in tiles)
+    return gap_measures(best, reduce(GapSums.plus, each), request, tiles)
+
+
+def gap_measures(
+    best: Tensor, sums: GapSums, request: StatsRequest, tiles: Sequence[Callable[[], Tensor]] = ()
+) -> GapMeasures:
+    """What follows from the sums of rows; an exact Λ needs all of their scores."""
+    nothing = torch.zeros_like(best[..., 0])
+    lower = upper = spread = nothing
     if request.accumulation == "bracket":
-        lower, upper = bracket(Spectrum(best, count_bins(best, gaps)))
-    return GapMeasures(lower, upper, spread, counts)
+        lower, upper = bracket(Spectrum(best, sums.bins))
+    elif request.accumulation == "exact":  # by sorting whole rows
+        scores = torch.cat([make().clone() for make in tiles], dim=-1)
+        lower = upper = find_contact(scores, request.min_rank).value
+    if sums.moments.shape[-1]:
+        spread = _prominence(best, sums.moments)
+    return GapMeasures(sums.counts, lower, upper, spread)
 
 
-def _prominence(scores: Tensor, best: Tensor) -> Tensor:
+def _moments(scores: Tensor) -> Tensor:
+    seen = scores > HIDDEN / 2
+    raw = torch.where(seen, scores, 0.0)
+    number = seen.sum(-1, dtype=scores.dtype)
+    return torch.stack([number, raw.sum(-1), torch.linalg.vector_norm(raw, dim=-1).square_()], dim=-1)
+
+
+def _prominence(best: Tensor, moments: Tensor) -> Tensor:
     """How far the best raw score lies above the mean, over what the largest of n draws of noise reaches, σ·√(2 ln n).
 
     At most 1: the winner may be noise. NaN for fewer than three keys, or where all scores are the same.
     """
-    seen = scores > HIDDEN / 2
-    visible, raw = seen.sum(-1, dtype=scores.dtype), torch.where(seen, scores, 0.0)
-    mean = raw.sum(-1) / visible
-    deviation = (torch.linalg.vector_norm(raw, dim=-1).square_() / visible - mean.square()).clamp(min=0.0).sqrt()
+    visible, total, squares = moments.unbind(-1)
+    mean = total / visible
+    deviation = (squares / visible - mean.square()).clamp(min=0.0).sqrt()
     reach = deviation * (2 * visible.clamp(min=2).log()).sqrt()
     return torch.where((visible > 2) & (reach > 0), (best[..., 0] - mean) / reach, math.nan)

@@ -6,19 +6,20 @@ Everything is in fp32, and NaN for a row that sees nothing: such rows are in no 
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.lengths import count_visible
+from attnscale.call.lengths import count_visible, count_visible_before
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest
 from attnscale.statistics.rows.attend import measure_rows
 from attnscale.statistics.rows.chosen_slots import first_share
 from attnscale.statistics.rows.measures import RowMeasures
-from attnscale.statistics.rows.tiles import LOG2E, CallRows
+from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 
 # Gaps at which N(t) is counted: in units of raw scores, from a tie to the whole row.
 THRESHOLDS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -50,18 +51,20 @@ BACKWARD = (*COMPARED, "score_gradient", "beta_gradient")
 
 
 class MeasuredQuantities(NamedTuple):
-    """The measures of rows, how many keys they see, and the weight of the first of these; all [B, H, R]."""
+    """The measures of rows and what depends on which keys they see, all [B, H, R]."""
 
     measures: RowMeasures
-    visible: Tensor
-    first_share: Tensor
+    visible: Tensor  # how many keys, as a floating number
+    winner: Tensor  # how many of these lie before the one with the largest weight
+    first_share: Tensor  # weight of the first of them
 
 
 def measure_quantities(call: AttentionCall) -> MeasuredQuantities:
     """What the quantities of all rows of a call are made of."""
     measures = measure_rows(call, REQUEST, prominence=True)
     visible = count_visible(call.context).expand(call.query.shape[:3]).to(measures.lse.dtype)
-    return MeasuredQuantities(measures, visible, first_share(call, FIRST_KEYS, measures.lse))
+    winner = count_visible_before(call.context, measures.winner)
+    return MeasuredQuantities(measures, visible, winner, first_share(call, FIRST_KEYS, measures.lse))
 
 
 def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
     accumulation = torch.where((accumulation < math.inf) & (accumulation > 0), accumulation, math.nan)
     relative = measures.entropy / torch.where(visible > 1, visible, math.nan).log()
     scales = measures.max_logit, accumulation, beta / accumulation, measures.prominence
-    keys = torch.where(measures.winner < 0, math.nan, measures.winner), measured.first_share
+    keys = torch.where(measures.winner < 0, math.nan, measured.winner), measured.first_share
     return _stacked(measured, [*_compared(measures), visible, beta, relative, *scales, *keys])
 
 
@@ -103,20 +106,42 @@ def score_gradients(call: AttentionCall, upstream: Tensor, measured: MeasuredQua
     gradient = upstream.to(rows.dtype)
     top = measures.max_logit.masked_fill(measures.max_logit == -math.inf, 0.0) * LOG2E
     found = rows.query.new_zeros(*rows.query.shape[:3], 2)
-    for block in rows.blocks(whole=True):
-        scores = rows.scores(block)
-        logits = rows.logits_of(scores, block).sub_(rows.rows_of(top, block)[..., None])
-        weights = logits.exp2_().mul_(rows.rows_of(measures.w_max, block)[..., None])
-        pull = rows.products(gradient, call.value, block, "powers")
+
+    def tile(piece: Block) -> GradientTile:
+        scores = rows.scores(piece)
+        logits = rows.logits_of(scores, piece).sub_(rows.rows_of(top, piece)[..., None])
+        weights = logits.exp2_().mul_(rows.rows_of(measures.w_max, piece)[..., None])
+        pull = rows.products(gradient, call.value, piece, "powers")
         # On devices other than the CPU reading the sum back would synchronise.
         if pull.device.type != "cpu" or not math.isfinite(float(pull.sum())):
             pull.masked_fill_(scores <= HIDDEN / 2, 0.0)  # 0·NaN would be NaN
-        centre = torch.linalg.vecdot(weights, pull)[..., None]
-        dlogits = pull.sub_(centre).mul_(weights)
-        squares = torch.linalg.vector_norm(dlogits, dim=-1).square_()
-        rows.store(found, block, torch.stack([squares, torch.linalg.vecdot(dlogits, scores)], dim=-1))
+        return GradientTile(scores, weights, pull)
+
+    for block in rows.blocks(whole=True):
+        pieces = list(block.pieces())
+        tiles = [tile(piece) for piece in pieces] if len(pieces) == 1 else None  # computed twice where they are several
+        centre = reduce(torch.add, (one.centre() for one in tiles or map(tile, pieces)))
+        rows.store(found, block, reduce(torch.add, (one.gradients(centre) for one in tiles or map(tile, pieces))))
     squares, beta = found.unbind(-1)
     return ScoreGradients(squares.sqrt(), beta)
+
+
+class GradientTile(NamedTuple):
+    """What the gradient of a tile's logits is made of, each [n, g·r, K]."""
+
+    scores: Tensor
+    weights: Tensor  # 0 where hidden
+    pull: Tensor  # ⟨dO, v⟩ of each key, the gradient of its weight
+
+    def centre(self) -> Tensor:
+        """Σ w·p of each row."""
+        return torch.linalg.vecdot(self.weights, self.pull)  # type: ignore[no-any-return]
+
+    def gradients(self, centre: Tensor) -> Tensor:
+        """Σ dℓ² and Σ dℓ·s of each row, [..., 2]; it uses up the tile."""
+        dlogits = self.pull.sub_(centre[..., None]).mul_(self.weights)
+        squares = torch.linalg.vector_norm(dlogits, dim=-1).square_()
+        return torch.stack([squares, torch.linalg.vecdot(dlogits, self.scores)], dim=-1)
 
 
 def angle_parts(call: AttentionCall, out: Tensor, seeing: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ ROWS = 1024
 ROWS_PER_HEAD = 128
 # Longer rows are taken in pieces, of this many keys if the block has that many rows.
 KEYS = 2048
-# Scores of a block whose rows must be whole: several operators pass over them, so they have to stay in a cache.
+# Scores of a block whose rows are meant to be whole: several operators pass over them, so they have to stay in a cache.
 WHOLE = 2**18
 # Rows of one head in such a block: at most, as sampled rows end far apart and a block is as wide as its widest row; and
 # at least, where a block has several heads, as matrix products of fewer are slow.
@@ -115,9 +115,9 @@ class CallRows:
         self.query, self.beta = self.query.masked_fill(alone[..., None], 0.0), self.beta.masked_fill(alone, 0.0)
 
     def blocks(self, *, whole: bool) -> Iterator[Block]:
-        """Blocks that hold all rows; slots that no row of a block may see are outside of it.
+        """Blocks that hold all rows, to be taken in `pieces`; slots that no row of a block may see are outside of it.
 
-        `whole` ones are meant to be taken as they are, others in `pieces`.
+        A `whole` one is a single piece, unless a single row is longer than that.
         """
         batch, kv_heads, keys = self.query.shape[0], self.key.shape[1], self.key.shape[2]
         queries = self.query.shape[2]
@@ -130,7 +130,8 @@ class CallRows:
             starts, stops = ([[end] * queries] for end in self.call.context.key_range())
         together, rows = self._extent(stops[0], whole)
         sequences, heads = max(1, together // kv_heads), min(kv_heads, together)
-        width = keys if whole else ROWS * KEYS // min(ROWS, together * self.group * rows)
+        most = together * self.group * rows
+        width = max(1, WHOLE // most) if whole else ROWS * KEYS // min(ROWS, most)
         for begin in range(0, batch, sequences):
             end = min(begin + sequences, batch)
             start, stop = (bounds[begin:end] if len(bounds) > 1 else bounds for bounds in (starts, stops))
@@ -225,7 +226,7 @@ class CallRows:
         out = tile_room(purpose, (*part.shape[:2], of_keys.shape[2]), part)
         # By sequence, as the heads of several need not lie evenly in memory.
         for of_rows, its_keys, of_out in zip(*(x.chunk(of_keys.shape[0]) for x in (part, of_keys, out)), strict=True):
-            torch.bmm(of_rows, its_keys[0].to(self.dtype).mT, out=of_out)
+            _multiply(of_rows, its_keys[0], of_out)
         return out
 
     def rows_of(self, x: Tensor, block: Block) -> Tensor:
@@ -308,6 +309,16 @@ class ScoreGradient(NamedTuple):
     key: Tensor  # [n, K, D]
     beta: Tensor  # [n, g·r]
     bias: Tensor | None  # [b, h, g, r, K]
+
+
+def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
+    """⟨row, key⟩ of rows [h, r, D] and keys [h, K, D]; keys are widened to the rows' dtype a tile's worth at a time."""
+    if keys.dtype == rows.dtype:
+        torch.bmm(rows, keys.mT, out=out)
+        return
+    step = max(1, ROWS * KEYS // max(1, keys.shape[0] * keys.shape[2]))
+    for left in range(0, keys.shape[1], step):
+        torch.bmm(rows, keys[:, left : left + step].to(rows.dtype).mT, out=out[..., left : left + step])
 
 
 def tile_room(purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -31,7 +31,12 @@ EPSILON = tl.constexpr(bins.EPSILON)
 SLACK = tl.constexpr(bins.SLACK)
 TIED_BELOW = tl.constexpr(bins.TIED_BELOW)
 ODD_NIBBLES = tl.constexpr(0x0F0F0F0F0F0F0F0F)
-BINS = tl.constexpr(bins.BINS)  # nibbles of a 64-bit word per row
+BINS = tl.constexpr(bins.BINS)
+WORDS = tl.constexpr(bins.BINS // 16)  # of 64 bits per row, with a nibble for each bin
+# The bits of a number in fp32 beyond these are its bin, counted from that of 2, as its exponent and step are.
+LOWER_BITS = tl.constexpr(24 - bins.STEPS_PER_OCTAVE.bit_length())
+BITS_OF_TWO = tl.constexpr(128 * bins.STEPS_PER_OCTAVE)
+LAST_BIN = tl.constexpr(bins.bin_edge(bins.BINS - 1))
 
 
 @triton.jit
@@ -107,8 +112,8 @@ def find_best(
 
 
 @triton.jit
-def count_nibbles(word, even, odd):
-    """Adds the nibbles of words [BM, BN], each with a single one, to counts [BM, 8] of even and of odd nibbles.
+def count_nibbles(word):
+    """Adds up the nibbles of words [BM, BN], each with at most a single one, to counts [BM, 8] of even and of odd ones.
 
     A nibble overflows at 16, so that only eight columns are added as nibbles; a byte counts a tile of up to 128 keys.
     """
@@ -116,7 +121,7 @@ def count_nibbles(word, even, odd):
     EACH: tl.constexpr = word.shape[1] // GROUPS // 8
     nibbles = tl.sum(tl.reshape(word, [word.shape[0], GROUPS, EACH, 8]), axis=2)
     nibbles = tl.reshape(nibbles, [word.shape[0], GROUPS * 8])
-    return even + _bytes(nibbles & ODD_NIBBLES), odd + _bytes((nibbles >> 4) & ODD_NIBBLES)
+    return _bytes(nibbles & ODD_NIBBLES), _bytes((nibbles >> 4) & ODD_NIBBLES)
 
 
 @triton.jit
@@ -128,7 +133,7 @@ def _bytes(word):
 @triton.jit
 def bin_start(number):
     """Where a bin begins, as a multiple of the second best's gap."""
-    bits = (number + 512) << 21  # of 2, and a quarter octave per bin
+    bits = (number + BITS_OF_TWO) << LOWER_BITS
     return (bits.to(tl.float32, bitcast=True) + EPSILON) / (2 + EPSILON)
 
 
@@ -168,8 +173,9 @@ def gap_bracket_kernel(
     apart = paired & (gap >= TIED_BELOW)
     factor = (2 + EPSILON) / tl.where(apart, gap, 1.0)
 
-    even = tl.zeros([BLOCK_M, 8], tl.int32)
-    odd = tl.zeros([BLOCK_M, 8], tl.int32)
+    words = tl.arange(0, WORDS)[None, :, None]
+    even = tl.zeros([BLOCK_M, WORDS, 8], tl.int32)
+    odd = tl.zeros([BLOCK_M, WORDS, 8], tl.int32)
     for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
@@ -179,18 +185,22 @@ def gap_bracket_kernel(
                 y = tl.where(seen, y, top[:, None])
                 one = seen.to(tl.int64)
             # The best itself goes to the first bin with the second. From 2 on, the lowest bits of the exponent and the
-            # highest of the mantissa are the number of the bin, of which 28 is in the last.
+            # highest of the mantissa are the number of the bin.
             x = tl.maximum((top[:, None] - y) * factor[:, None] - EPSILON, 2.0)
-            x = tl.minimum(x, 28.0)
-            shift = (x.to(tl.int32, bitcast=True) >> 19) & 60
-            even, odd = count_nibbles(one << shift.to(tl.int64), even, odd)
+            x = tl.minimum(x, LAST_BIN)
+            number = (x.to(tl.int32, bitcast=True) >> LOWER_BITS) & (BINS - 1)
+            nibble = one << ((number & 15) * 4).to(tl.int64)
+            for word in tl.static_range(WORDS):
+                of_even, of_odd = count_nibbles(tl.where(number >> 4 == word, nibble, 0))
+                even += tl.where(words == word, of_even[:, None, :], 0)
+                odd += tl.where(words == word, of_odd[:, None, :], 0)
 
     # Of bin i the start a, the end b, and N(b); the last has no end.
-    number = tl.arange(0, BINS)
+    places = tl.arange(0, BINS)
     counts = tl.reshape(tl.join(even, odd), [BLOCK_M, BINS])
     ln_count = tl.log2(tl.maximum(tl.cumsum(counts, axis=1), 1).to(tl.float32)) * LN2
-    upper = tl.max(ln_count / bin_start(number)[None, :], axis=1) * (1 + SLACK)
-    within = tl.where((number < BINS - 1)[None, :], ln_count / bin_start(number + 1)[None, :], 0.0)
+    upper = tl.max(ln_count / bin_start(places)[None, :], axis=1) * (1 + SLACK)
+    within = tl.where((places < BINS - 1)[None, :], ln_count / bin_start(places + 1)[None, :], 0.0)
     lower = tl.maximum(tl.max(within, axis=1), LN2) * (1 - SLACK)
     any_key = top > SEEN_ABOVE
     broken = top - top
