@@ -14,14 +14,21 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from attnscale._util import state
 from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import routed_layers, transformers_model
-from attnscale.hf.config_record import applied_record, configs_of, is_switched, record_of, recorded_on_existing
+from attnscale.hf.config_record import (
+    applied_record,
+    configs_of,
+    is_switched,
+    locate_in,
+    record_of,
+    recorded_on_existing,
+)
 from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_policies, check_fits, read_plan
 from attnscale.hf.selection import refuse_existing, select
 from attnscale.hf.sites import attend_at_site, is_decided, site_of
 from attnscale.module import ScaledDotProductAttention
 from attnscale.policies import Policy
-from attnscale.policies.record import MODULES, NAME, ON_EXISTING, build_described, locate, read_modules, write_record
+from attnscale.policies.record import MODULES, NAME, ON_EXISTING, build_described, read_modules, write_record
 
 _STOCK = ScaledDotProductAttention("constant")
 
@@ -74,8 +81,8 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
     if MODULES in given:
-        modules, inner, layers = read_modules(given), transformers_model(model), routed_layers(model)
-        located = locate(modules, layers, inner.base_model_prefix)
+        modules, inner = read_modules(given), transformers_model(model)
+        located = locate_in(model, modules)
         missing = [path for path in modules if path not in located]
         # A model of another class may lack a part: an encoder alone has no decoder.
         if missing and (not located or type(inner).__name__ in (inner.config.architectures or ())):
@@ -86,7 +93,7 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
         entries = {path: modules[recorded] for recorded, path in located.items()}
         return {
             layer.path: check_fits(build_described(entries[path], **layer.shape), layer)
-            for path, layer in layers.items()
+            for path, layer in routed_layers(model).items()
             if path in entries
         }
     # Written by hand: a policy or a plan, and keywords of `apply`.

@@ -19,8 +19,8 @@ from attnscale._util import state
 from attnscale._util.optional import need
 from attnscale.errors import ArgumentError, MissingDependencyError, reject
 from attnscale.hf.attach import attach, described_policies
-from attnscale.hf.attention_layers import routed_layers, transformers_model
-from attnscale.hf.config_record import configs_of
+from attnscale.hf.attention_layers import transformers_model
+from attnscale.hf.config_record import configs_of, locate_in
 from attnscale.hf.install import POLICY_CONFIG, POLICY_WEIGHTS, Handle, install
 from attnscale.policies.record import (
     DESCRIPTION,
@@ -29,7 +29,6 @@ from attnscale.policies.record import (
     ON_EXISTING,
     find_record,
     is_of_policy,
-    locate,
     split_name,
 )
 
@@ -191,8 +190,7 @@ def read_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, 
 def located(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The tensors of policies under their names in a transformers model that may have another head, or a wrapper."""
     parts = {name: split_name(name) for name in tensors if is_of_policy(name)}
-    prefix = transformers_model(model).base_model_prefix
-    paths = locate((path for path, _ in parts.values()), routed_layers(model), prefix)
+    paths = locate_in(model, (path for path, _ in parts.values()))
     return {f"{paths[path]}.{NAME}.{rest}": tensors[name] for name, (path, rest) in parts.items() if path in paths}
 
 

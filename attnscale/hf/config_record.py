@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.attention_layers import routed_layers
+from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.sites import is_decided
-from attnscale.policies.record import NAME, ON_EXISTING
+from attnscale.policies.record import NAME, ON_EXISTING, locate
 
 # The key of config.json from which `from_pretrained` takes the implementation, unless it is given one.
 _SAVED = "attn_implementation"
@@ -61,6 +61,11 @@ def record_of(model: nn.Module) -> Mapping[str, Any] | None:
 def recorded_on_existing(model: nn.Module) -> str:
     """What the config of a model says about the model's own scaling."""
     return str((record_of(model) or {}).get(ON_EXISTING, "raise"))
+
+
+def locate_in(model: nn.Module, recorded: Iterable[str]) -> dict[str, str]:
+    """Recorded path → path of the layer in a transformers model, which may have another head, or a wrapper."""
+    return locate(recorded, routed_layers(model), transformers_model(model).base_model_prefix)
 
 
 def is_pending(model: nn.Module) -> bool:

@@ -35,9 +35,9 @@ from attnscale.errors import ArgumentError, AttnScaleWarning
 from attnscale.hf.attach import attach, current_record, described_policies, is_learned
 from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.checkpoint import ADAPTER_CONFIG, MODEL_CONFIG, Record, StoredFiles, located, read_adapter
-from attnscale.hf.config_record import is_pending, record_of, recorded_on_existing
+from attnscale.hf.config_record import is_pending, locate_in, record_of, recorded_on_existing
 from attnscale.hf.sites import MonitoredSite, Site, is_called, site_of
-from attnscale.policies.record import DESCRIPTION, NAME, ON_EXISTING, is_of_policy, locate, read_modules, split_name
+from attnscale.policies.record import DESCRIPTION, NAME, ON_EXISTING, is_of_policy, read_modules, split_name
 
 Method = Callable[..., Any]
 
@@ -301,11 +301,10 @@ def _compare(model: nn.Module, tensors: Mapping[str, Tensor], path: Any) -> None
 
 def _is_same(record: Record, own: Record, model: nn.Module) -> bool:
     """Whether two records give the modules of a model the same policies."""
-    layers, prefix = routed_layers(model), transformers_model(model).base_model_prefix
     found = []
     for one in (record, own):
         modules = read_modules(one)
-        paths = locate(modules, layers, prefix)
+        paths = locate_in(model, modules)
         found.append(({paths.get(path, path): entry for path, entry in modules.items()}, one.get(ON_EXISTING)))
     return found[0] == found[1]
 
