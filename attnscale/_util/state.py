@@ -29,9 +29,10 @@ TAP_NUMBERS = itertools.count(1)  # call.tap
 FINDERS: list[Callable[..., Any]] = []  # diagnostics.discovery: how attention modules are found
 FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: tells files of one second apart
 HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
-HF_COUNTED_MASKS = threading.local()  # hf.attention: n of the last few masks, per thread
-HF_TOKEN_SHARDS = threading.local()  # hf.split_attention: who holds which tokens, of the last position_ids
-HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.interface: which model classes say whether they are causal
+HF_COUNTED_MASKS = threading.local()  # hf.sites: n of the last few masks, per thread
+HF_TOKEN_SHARDS = threading.local()  # hf.sites: who holds which tokens, of the last position_ids
+HF_KNOWN_CAUSALITY: dict[type, bool] = {}  # hf.attach: which model classes say whether they are causal
+HF_READ_LATER: ContextVar[bool] = ContextVar("read_later", default=False)  # hf.checkpoint, hf.persistence: in `load`
 HF_SAVED_RECORD: ContextVar[Any] = ContextVar("saved_record", default=None)  # hf.persistence: policies being saved
 HF_RESUMED_TRAINER: ContextVar[Any] = ContextVar("resumed_trainer", default=None)  # hf.persistence: before resuming
 TRITON_OUTCOMES: dict[tuple[torch.device, torch.dtype], Any] = {}  # backends.trust: what checks of the kernels found

@@ -12,13 +12,11 @@ except ImportError as error:
     raise MissingDependencyError(f"attnscale.hf needs transformers: {install_command('hf')}") from error
 
 from attnscale.diagnostics.discovery import add_finder
-from attnscale.hf.attach import attach
-from attnscale.hf.callback import AttnScaleCallback
+from attnscale.hf.attach import attach, register
 from attnscale.hf.checkpoint import load, load_policy
 from attnscale.hf.inspection import Inspection, inspect
 from attnscale.hf.install import Handle, apply
-from attnscale.hf.interface import register
-from attnscale.hf.monitoring import find_sites
+from attnscale.hf.monitoring import AttnScaleCallback, find_sites
 from attnscale.hf.persistence import keep_policies
 from attnscale.hf.plan import Plan, read_plan
 

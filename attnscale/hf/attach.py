@@ -1,22 +1,36 @@
-"""Policies that a config describes: given to a model that was loaded with them, and handles for copies of models."""
+"""The implementation "attnscale" of transformers, and models that get their policies by that name in their config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from attnscale._util import state
 from attnscale.errors import ArgumentError
-from attnscale.hf import config_record
 from attnscale.hf.attention_layers import routed_layers, transformers_model
+from attnscale.hf.config_record import (
+    applied_record,
+    configs_of,
+    is_switched,
+    locate_in,
+    record_of,
+    recorded_on_existing,
+)
 from attnscale.hf.install import Handle, by_inner_path, install
 from attnscale.hf.plan import build_policies, check_fits, read_plan
-from attnscale.hf.policy_files import is_of_policy
 from attnscale.hf.selection import refuse_existing, select
-from attnscale.hf.sites import NAME, is_learned, site_of
+from attnscale.hf.sites import attend_at_site, is_decided, site_of
+from attnscale.module import ScaledDotProductAttention
 from attnscale.policies import Policy
+from attnscale.policies.record import MODULES, NAME, ON_EXISTING, build_described, read_modules, write_record
+
+_STOCK = ScaledDotProductAttention("constant")
 
 
 def attach(model: nn.Module) -> Handle:
@@ -39,75 +53,36 @@ def attach(model: nn.Module) -> Handle:
                 f"policy {learned[0]} has parameters, which from_pretrained leaves out: load the model with "
                 "attnscale.hf.load(path), or give it its policy with attnscale.hf.load_policy(model, path)"
             )
-        on_existing = (config_record.record_of(model) or {}).get(config_record.ON_EXISTING, "raise")
-        return install(model, policies, on_existing=on_existing, loaded=True)
-    configs = [config for config in config_record.configs_of(model) if config_record.has_record(config)]
+        return install(model, policies, on_existing=recorded_on_existing(model), loaded=True)
+    configs = [config for config in configs_of(model) if applied_record(config) is not None]
     for config in configs:
         config.attnscale.models = max(config.attnscale.models, 1)
-    record = next((config.attnscale for config in configs), None)
-    if record is None:
-        record = config_record.write_record(by_inner_path(policies, model), "raise")
+    record = configs[0].attnscale if configs else write_record(by_inner_path(policies, model))
     return Handle(model, policies, record, configs)
-
-
-def attach_replacements(model: nn.Module) -> None:
-    """Attach the policies of a model that was loaded with our name if they replace the model's own scaling.
-
-    Its first forward computes that scaling before it calls an attention module. Policies that learn are left out, as
-    `from_pretrained` does not load what they have learned.
-    """
-    if not config_record.replaces_scaling(model) or not config_record.is_pending(model):
-        return
-    if not any(map(is_learned, described_policies(model).values())):
-        attach(model)
 
 
 def current_record(model: nn.Module) -> Mapping[str, Any] | None:
     """The record of the policies that a model has, or gets at its first forward; None where there are none."""
-    configs = config_record.configs_of(model)
-    written: list[Mapping[str, Any]] = [config.attnscale for config in configs if config_record.has_record(config)]
-    if written:
-        return written[0]
+    configs = configs_of(model)
+    for config in configs:
+        if applied_record(config) is not None:
+            return applied_record(config)
     if not any(config._attn_implementation == NAME and hasattr(config, NAME) for config in configs):
         return None
-    on_existing = (config_record.record_of(model) or {}).get(config_record.ON_EXISTING, "raise")
-    return config_record.write_record(by_inner_path(described_policies(model), model), on_existing)
-
-
-def install_recorded(
-    model: nn.Module, record: Mapping[str, Any], read: Callable[[PreTrainedModel], Mapping[str, Tensor]], path: str
-) -> Handle:
-    """Give a model the policies of a record and what they have learned, which `read` finds once they are there.
-
-    Names of the tensors are those in the transformers model. `path` is for the message where one is missing.
-    """
-    on_existing = record.get(config_record.ON_EXISTING, "raise")
-    handle = install(model, described_policies(model, record), on_existing=on_existing, loaded=True)
-    inner = transformers_model(model)
-    try:
-        learned = read(inner)
-        wanted = [name for name in inner.state_dict() if is_of_policy(name)]
-        missing = [name for name in wanted if name not in learned]
-        if missing:
-            raise ArgumentError(f"path={path!r} is not accepted: {missing[0]} is not in its safetensors")
-        inner.load_state_dict({name: learned[name] for name in wanted}, strict=False)
-    except BaseException:
-        handle.remove()
-        raise
-    return handle
+    return write_record(by_inner_path(described_policies(model), model), recorded_on_existing(model))
 
 
 def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None) -> dict[str, Policy]:
     """Path → policy, from a record or else from the config of the model. Nothing is put into the model."""
-    given = config_record.record_of(model) if record is None else record
+    given = record_of(model) if record is None else record
     if not isinstance(given, Mapping):
         raise ArgumentError(
             f"config.attnscale={given!r} is not accepted: attn_implementation='attnscale' needs a policy there, such "
             "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
         )
-    if config_record.MODULES in given:
-        modules, inner, layers = config_record.read_modules(given), transformers_model(model), routed_layers(model)
-        located = config_record.locate(modules, layers, inner.base_model_prefix)
+    if MODULES in given:
+        modules, inner = read_modules(given), transformers_model(model)
+        located = locate_in(model, modules)
         missing = [path for path in modules if path not in located]
         # A model of another class may lack a part: an encoder alone has no decoder.
         if missing and (not located or type(inner).__name__ in (inner.config.architectures or ())):
@@ -117,14 +92,92 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             )
         entries = {path: modules[recorded] for recorded, path in located.items()}
         return {
-            layer.path: check_fits(config_record.build_described(entries[path], **layer.shape), layer)
-            for path, layer in layers.items()
+            layer.path: check_fits(build_described(entries[path], **layer.shape), layer)
+            for path, layer in routed_layers(model).items()
             if path in entries
         }
     # Written by hand: a policy or a plan, and keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}
     plan = read_plan(options.pop("policy"))
-    on_existing = str(options.pop(config_record.ON_EXISTING, "raise"))
+    on_existing = str(options.pop(ON_EXISTING, "raise"))
     chosen = select(model, **options)
     refuse_existing(model, chosen, on_existing)
     return build_policies(plan, chosen)
+
+
+def is_learned(policy: Policy) -> bool:
+    """Whether a policy has parameters or buffers, which a checkpoint has to hold."""
+    return isinstance(policy, nn.Module) and bool(policy.state_dict())
+
+
+def register() -> None:
+    """Make `attn_implementation="attnscale"` known; without an entry for the mask every mask would be None."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention of a module with the policy of its site, or with β = 1; arguments are those of `attend_at_site`.
+
+    A model that was loaded with our name is given its policies at its first forward.
+    """
+    if not is_decided(module) and not is_switched(module.config):
+        _give_policies(module)
+    return attend_at_site(site_of(module) or _STOCK, module, *args, **kwargs)
+
+
+@torch.compiler.disable(reason="call attnscale.hf.attach(model) before torch.compile")  # type: ignore[untyped-decorator, no-untyped-call]
+def _give_policies(module: nn.Module) -> None:
+    """Give the model whose forward is running the policies that its config describes."""
+    model = _running_model(module)
+    if model is None:
+        raise ArgumentError(
+            f"{type(module).__name__} was called outside of its model, which was loaded by the name {NAME!r} and has "
+            "not been given its policies yet: call attnscale.hf.attach(model) first"
+        )
+    if recorded_on_existing(model) == "replace":
+        raise ArgumentError(
+            "config.attnscale says on_existing='replace', and this forward has computed the model's own scaling "
+            "already: load the model with attnscale.hf.load(path), or call attnscale.hf.attach(model) before its first "
+            "forward"
+        )
+    attach(model)
+    if not is_decided(module):
+        raise ArgumentError(f"{type(module).__name__} asks for attnscale in a way that attnscale.hf does not know")
+
+
+def _running_model(module: nn.Module) -> PreTrainedModel | None:
+    """The outermost transformers model on the call stack that holds a module: modules do not know what holds them."""
+    frame, found, seen = sys._getframe(1), None, set()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, PreTrainedModel) and id(owner) not in seen:
+            seen.add(id(owner))
+            if any(inner is module for inner in owner.modules()):
+                found = owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def make_mask(
+    *, config: Any, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **arguments: Any
+) -> Tensor | None:
+    """The mask of "sdpa": bool, or None where the module's `is_causal` suffices and can be relied on."""
+    reliable = _tells_causality(type(config))
+    mask: Tensor | None = sdpa_mask(
+        allow_is_causal_skip=allow_is_causal_skip and reliable,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and reliable,
+        **arguments,
+    )
+    return mask
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tells_causality(kind: type[PreTrainedConfig]) -> bool:
+    """Whether attention modules of models with this config have the right `is_causal`: "sdpa" relies on it too."""
+    known = state.HF_KNOWN_CAUSALITY
+    if kind not in known:
+        models: Any = MODEL_MAPPING.get(kind, ())
+        models = models if isinstance(models, (tuple, list)) else (models,)
+        known[kind] = bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+    return known[kind]

@@ -1,24 +1,38 @@
-"""The attention layers of a transformers model, read from its modules without running it."""
+"""The attention layers of a transformers model, read from its modules and their source without running it."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject_type
-from attnscale.hf.forward_source import UNKNOWN, passed_keyword, read_forward, rotates_queries
+from attnscale.policies.record import split_number
+
+# In modeling files: the registry of attention functions, and the variable that holds the function looked up there.
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_CALLED = "attention_interface"
+
+# Names that an expression may use, beside the module itself, and still be evaluated without a forward.
+_EVALUABLE: Final = {"getattr": getattr, "hasattr": hasattr, "isinstance": isinstance, "len": len}
+
+UNKNOWN: Final = object()  # a value that only a forward pass determines
+
+_Test = tuple[ast.expr, bool]  # the test of an `if`, and whether it has to be true
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _CROSS = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_decoder", re.IGNORECASE)
 _NOT_TEXT = re.compile(r"vision|visual|image|video|audio|speech", re.IGNORECASE)
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 # Keywords by which a module says which keys its indexer chose. Attention without them would silently be dense.
 CHOSEN_KEYS = ("indices", "block_indices", "topk_indices")
@@ -39,15 +53,15 @@ class AttentionLayer:
     head_dim: int | None
 
     @property
-    def config(self) -> PreTrainedConfig:
-        """The config whose attention implementation this module uses."""
-        return cast(PreTrainedConfig, self.module.config)
+    def config(self) -> Any:
+        """The config whose attention implementation this module uses; None where it has none, and is not routed."""
+        return getattr(self.module, "config", None)
 
     @cached_property
     def kind(self) -> str | None:
         """Its name in the config's `layer_types`, such as "sliding_attention"; None where it has no name."""
         own = getattr(self.module, "layer_type", None)
-        kinds = getattr(getattr(self.module, "config", None), "layer_types", None)
+        kinds = getattr(self.config, "layer_types", None)
         if own is None and isinstance(kinds, (list, tuple)) and self.layer < len(kinds):
             own = kinds[self.layer]
         return own if isinstance(own, str) else None
@@ -69,21 +83,20 @@ class AttentionLayer:
             return True
         if all(passed_keyword(self.module, name) is None for name in CHOSEN_KEYS):
             return False
-        shared = "prev_topk_indices" in read_forward(type(self.module)).text  # chosen by an earlier layer's indexer
+        shared = "prev_topk_indices" in read_forward(self.module).text  # chosen by an earlier layer's indexer
         return shared or getattr(self.module, "indexer", UNKNOWN) is not None
 
     @cached_property
     def window(self) -> int | None:
         """The sliding window or chunk, if it has one."""
-        config = getattr(self.module, "config", None)
         if self.kind == "chunked_attention":
-            return _first(config, ("attention_chunk_size",))
-        if "sliding_window" in read_forward(type(self.module)).keywords:
+            return _first(self.config, ("attention_chunk_size",))
+        if "sliding_window" in read_forward(self.module).keywords:
             window = passed_keyword(self.module, "sliding_window")
             return window if isinstance(window, int) else None
         if self.kind is None or "sliding" not in self.kind:
             return None
-        return _first(self.module, ("sliding_window",)) or _first(config, ("sliding_window",))
+        return _first(self.module, ("sliding_window",)) or _first(self.config, ("sliding_window",))
 
     @cached_property
     def softcap(self) -> float | None:
@@ -100,7 +113,7 @@ class AttentionLayer:
         rotated = rotates_queries(self.module)
         if rotated is not None or self.cross:
             return bool(rotated)
-        config = getattr(self.module, "config", None)
+        config = self.config
         bases = getattr(config, "layer_rope_theta", None)
         if bases is not None:
             return bool(bases[self.layer])
@@ -130,12 +143,10 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         inside = any(path.startswith(f"{outer}.") for outer in found)
         if _is_routed(module) or (_looks_like_attention(module) and not inside):
             found[path] = module
+    # What is named attention and holds a routed one is not attention itself.
     routed = [path for path, module in found.items() if _is_routed(module)]
-    found = {
-        path: module
-        for path, module in found.items()
-        if path in routed or not any(inner.startswith(f"{path}.") for inner in routed)
-    }
+    outside = {path for path in found if path not in routed and any(inner.startswith(f"{path}.") for inner in routed)}
+    found = {path: module for path, module in found.items() if path not in outside}
     numbers = _numbers(list(found))
     layers = []
     for path, module in found.items():
@@ -179,7 +190,7 @@ def reject_model(model: nn.Module, reason: str, layers: Sequence[AttentionLayer]
 
 
 def _is_routed(module: nn.Module) -> bool:
-    return read_forward(type(module)).routed and hasattr(module, "config")
+    return read_forward(module).routed and hasattr(module, "config")
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -191,16 +202,6 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return any(isinstance(weight, Tensor) and weight.dim() > 1 for weight in held)
 
 
-def split_number(path: str) -> tuple[str, int | None]:
-    """A path with * in place of its first number, and the number.
-
-    >>> split_number("model.layers.3.self_attn"), split_number("pooler")
-    (('model.layers.*.self_attn', 3), ('pooler', None))
-    """
-    match = _NUMBER.search(f".{path}.")
-    return _NUMBER.sub("*", f".{path}.", count=1)[1:-1], None if match is None else int(match[0])
-
-
 def _numbers(paths: list[str]) -> dict[str, int]:
     """The number of each path in its stack: the first number in the path, or its rank where those are not distinct.
 
@@ -208,7 +209,8 @@ def _numbers(paths: list[str]) -> dict[str, int]:
     """
     stacks: dict[str, list[str]] = {}
     for path in paths:
-        stacks.setdefault(_NUMBER.sub("*", f".{path}."), []).append(path)
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        stacks.setdefault(pattern, []).append(path)
     numbers: dict[str, int] = {}
     for stack in stacks.values():
         first = [number for path in stack if (number := split_number(path)[1]) is not None]
@@ -251,3 +253,78 @@ def _first(owner: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The source of a forward: the keywords it passes to the interface, and the tests around each of its rotations."""
+
+    text: str = ""
+    routed: bool = False
+    keywords: Mapping[str, ast.expr] = field(default_factory=dict)
+    rotations: tuple[tuple[_Test, ...], ...] = ()
+
+
+def read_forward(module: nn.Module) -> Forward:
+    """The forward of a module's class; an empty one where there is no source."""
+    return _read(type(module).forward)
+
+
+@functools.cache
+def _read(function: Callable[..., Any]) -> Forward:
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+        body = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):
+        return Forward()
+    keywords: dict[str, ast.expr] = {}
+    rotations: list[tuple[_Test, ...]] = []
+    for call, tests in _calls(body, ()):
+        name = str(getattr(call.func, "attr", None) or getattr(call.func, "id", ""))
+        if name == _CALLED:
+            keywords |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+        elif "rotary" in name or "rope" in name or "rotate" in name:
+            rotations.append(tests)
+    return Forward(text, _REGISTRY in text or f"{_CALLED}(" in text, keywords, tuple(rotations))
+
+
+def passed_keyword(module: nn.Module, keyword: str) -> Any:
+    """What a module passes to the interface under a keyword: None for nothing, UNKNOWN where only a forward knows."""
+    given = read_forward(module).keywords.get(keyword)
+    return None if given is None else _evaluate(given, module)
+
+
+def rotates_queries(module: nn.Module) -> bool | None:
+    """Whether a module has a rotary embedding; None where that depends on the arguments of its forward."""
+    undecided = False
+    for tests in read_forward(module).rotations:
+        values = [(_evaluate(test, module), wanted) for test, wanted in tests]
+        answers = [None if value is UNKNOWN else bool(value) is wanted for value, wanted in values]
+        if all(answers):
+            return True
+        undecided = undecided or False not in answers
+    return None if undecided else False
+
+
+def _calls(node: ast.AST, tests: tuple[_Test, ...]) -> Iterator[tuple[ast.Call, tuple[_Test, ...]]]:
+    """Every call, with the tests of the `if`s around it."""
+    if isinstance(node, ast.Call):
+        yield node, tests
+    if isinstance(node, (ast.If, ast.IfExp)):
+        for branch, wanted in ((node.body, True), (node.orelse, False)):
+            for statement in branch if isinstance(branch, list) else [branch]:
+                yield from _calls(statement, (*tests, (node.test, wanted)))
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child, tests)
+
+
+def _evaluate(expression: ast.expr, module: nn.Module) -> Any:
+    """The value of an expression that refers to nothing but the module, else UNKNOWN."""
+    if any(isinstance(node, ast.Name) and node.id not in (*_EVALUABLE, "self") for node in ast.walk(expression)):
+        return UNKNOWN
+    code = compile(ast.Expression(body=expression), "<forward>", "eval")
+    try:
+        return eval(code, {"__builtins__": {}}, _EVALUABLE | {"self": module})
+    except Exception:
+        return UNKNOWN  # for instance an attribute that this module lacks

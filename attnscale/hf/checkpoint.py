@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.utils.hub import cached_file
 
+from attnscale._util import state
+from attnscale._util.optional import need
 from attnscale.errors import ArgumentError, MissingDependencyError, reject
-from attnscale.hf.attach import attach, install_recorded
-from attnscale.hf.attention_layers import routed_layers, transformers_model
-from attnscale.hf.config_record import DESCRIPTION, MODULES, ON_EXISTING, configs_of, locate
-from attnscale.hf.install import Handle
-from attnscale.hf.policy_files import (
-    ADAPTER_CONFIG,
-    MODEL_CONFIG,
-    MODEL_WEIGHTS,
-    POLICY_CONFIG,
-    POLICY_WEIGHTS,
-    StoredFiles,
+from attnscale.hf.attach import attach, described_policies
+from attnscale.hf.attention_layers import transformers_model
+from attnscale.hf.config_record import configs_of, locate_in
+from attnscale.hf.install import POLICY_CONFIG, POLICY_WEIGHTS, Handle, install
+from attnscale.policies.record import (
+    DESCRIPTION,
+    MODULES,
+    NAME,
+    ON_EXISTING,
+    find_record,
     is_of_policy,
     split_name,
 )
-from attnscale.hf.sites import NAME
+
+MODEL_CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_MODEL_WEIGHTS = "model.safetensors"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PICKLED_ADAPTER_WEIGHTS = "adapter_model.bin"
+
+# Arguments of `from_pretrained` that say where a repository and its files are.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 # What PEFT puts in front of the names of a model: with a tuner, or without where the method only adds to the inputs.
 _IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
 
-# The class attribute with patterns of keys that transformers does not report as unexpected.
-_IGNORED = "_keys_to_ignore_on_load_unexpected"
-_POLICY_KEYS = rf"(^|\.){NAME}\."
-_INHERITED = object()
+Record = Mapping[str, Any]
 
 
 def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> Handle:
@@ -57,13 +64,13 @@ def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, 
         if adapter is not None:
             return _load_adapted(files, adapter, model_class, arguments)
         reject("path", str(path), "a folder that save_pretrained wrote, or the id of such a repository on the Hub")
-    record = record_in(config)
+    record = find_record(config)
     if record is None:
         raise ArgumentError(
             f"path={str(path)!r} is not accepted: its config.json has no 'attnscale'; use from_pretrained"
         )
     model = _load_stock(path, config, model_class, arguments)
-    return install_recorded(model, record, lambda inner: _learned_in_checkpoint(files, inner), str(path))
+    return _install_recorded(model, record, lambda: _learned_in_checkpoint(files, model), files.path)
 
 
 def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
@@ -77,68 +84,66 @@ def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
         model = peft.PeftModel.from_pretrained(model, "run/adapter")
     """
     files = StoredFiles(path, arguments)
-    record: Mapping[str, Any] | None = files.json(POLICY_CONFIG)
+    record: Record | None = files.json(POLICY_CONFIG)
     learned = None if record is None else files.tensors(POLICY_WEIGHTS)
     if record is None:
         record, learned = read_adapter(files.adapter_tensors())
     if record is None:
-        record, learned = record_in(files.json(MODEL_CONFIG) or {}), None
+        record, learned = find_record(files.json(MODEL_CONFIG) or {}), None
     if record is None:
         raise ArgumentError(
             f"path={files.path!r} is not accepted: it has neither {POLICY_CONFIG}, nor an adapter with a policy, nor a "
             f"{MODEL_CONFIG} with 'attnscale'"
         )
 
-    def read(inner: PreTrainedModel) -> dict[str, Tensor]:
-        return located(_learned_in_checkpoint(files, inner) if learned is None else learned, model)
+    def read() -> dict[str, Tensor]:
+        found = _learned_in_checkpoint(files, transformers_model(model)) if learned is None else learned
+        return located(found, model)
 
-    return install_recorded(model, record, read, str(path))
-
-
-def read_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """The record of the policies in the tensors of an adapter, or None, and what they have learned."""
-    named = {name.removeprefix(_IN_TUNER).removeprefix(_IN_WRAPPER): value for name, value in tensors.items()}
-    parts = {name: split_name(name) for name in named if is_of_policy(name)}
-    modules = {
-        path: json.loads(bytes(named[name].tolist())) for name, (path, rest) in parts.items() if rest == DESCRIPTION
-    }
-    learned = {name: named[name] for name, (_, rest) in parts.items() if rest != DESCRIPTION}
-    record: dict[str, Any] = {MODULES: modules}
-    for entry in modules.values():
-        if ON_EXISTING in entry:
-            record[ON_EXISTING] = entry.pop(ON_EXISTING)
-    return (record if modules else None), learned
+    return _install_recorded(model, record, read, files.path)
 
 
-def located(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of policies under their names in a transformers model that may have another head, or a wrapper."""
-    parts = {name: split_name(name) for name in tensors if is_of_policy(name)}
-    prefix = transformers_model(model).base_model_prefix
-    paths = locate((path for path, _ in parts.values()), routed_layers(model), prefix)
-    return {f"{paths[path]}.{NAME}.{rest}": tensors[name] for name, (path, rest) in parts.items() if path in paths}
+def _install_recorded(model: nn.Module, record: Record, read: Callable[[], Mapping[str, Tensor]], path: str) -> Handle:
+    """Give a model the policies of a record and what they have learned, which `read` finds once they are there.
+
+    Names of the tensors are those in the transformers model. `path` is for the message where one is missing.
+    """
+    on_existing = record.get(ON_EXISTING, "raise")
+    handle = install(model, described_policies(model, record), on_existing=on_existing, loaded=True)
+    inner = transformers_model(model)
+    try:
+        learned = read()
+        wanted = [name for name in inner.state_dict() if is_of_policy(name)]
+        missing = [name for name in wanted if name not in learned]
+        if missing:
+            raise ArgumentError(f"path={path!r} is not accepted: {missing[0]} is not in its safetensors")
+        inner.load_state_dict({name: learned[name] for name in wanted}, strict=False)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
 def _load_stock(
-    path: str | Path, config: Mapping[str, Any], model_class: type[PreTrainedModel] | None, arguments: Mapping[str, Any]
+    path: str | Path, config: Record, model_class: type[PreTrainedModel] | None, arguments: Mapping[str, Any]
 ) -> PreTrainedModel:
     """The model of a folder or repository with the data of its config.json, without policies."""
     kind = model_class or getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
     if kind is None:
         reject("model_class", None, f"the class of the model, {config['architectures'][0]}: transformers has none")
     given = {key: value for key, value in arguments.items() if (key, value) != ("attn_implementation", NAME)}
-    # None: what transformers would choose. The policies come afterwards, with what they have learned.
-    with _policies_expected(kind, config):
+    token = state.HF_READ_LATER.set(True)
+    try:  # None: what transformers would choose
         model: PreTrainedModel = kind.from_pretrained(path, **{"attn_implementation": None} | given)
+    finally:
+        state.HF_READ_LATER.reset(token)
     for loaded in configs_of(model):
         loaded.__dict__.pop(NAME, None)
     return model
 
 
 def _load_adapted(
-    files: StoredFiles,
-    adapter: Mapping[str, Any],
-    model_class: type[PreTrainedModel] | None,
-    arguments: Mapping[str, Any],
+    files: StoredFiles, adapter: Record, model_class: type[PreTrainedModel] | None, arguments: Mapping[str, Any]
 ) -> Handle:
     """A PEFT model with the policies of its adapter, given the data of adapter_config.json."""
     base = str(adapter.get("base_model_name_or_path") or "")
@@ -164,13 +169,29 @@ def _load_adapted(
     return attach(peft.PeftModel.from_pretrained(model, files.path, is_trainable=trainable, **files.where))
 
 
-def record_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The entry 'attnscale' of the data of a config.json, or else of a part of it."""
-    record = config.get(NAME)
-    if isinstance(record, Mapping):
-        return record
-    parts = (record_in(part) for part in config.values() if isinstance(part, Mapping))
-    return next((part for part in parts if part is not None), None)
+def read_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """The record of the policies in the tensors of an adapter, or None, and what they have learned."""
+    modules: dict[str, Any] = {}
+    learned: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        inner = name.removeprefix(_IN_TUNER).removeprefix(_IN_WRAPPER)
+        path, rest = split_name(inner)
+        if rest == DESCRIPTION:
+            modules[path] = json.loads(bytes(value.tolist()))
+        elif is_of_policy(inner):
+            learned[inner] = value
+    record: dict[str, Any] = {MODULES: modules}
+    for entry in modules.values():
+        if ON_EXISTING in entry:
+            record[ON_EXISTING] = entry.pop(ON_EXISTING)
+    return (record if modules else None), learned
+
+
+def located(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of policies under their names in a transformers model that may have another head, or a wrapper."""
+    parts = {name: split_name(name) for name in tensors if is_of_policy(name)}
+    paths = locate_in(model, (path for path, _ in parts.values()))
+    return {f"{paths[path]}.{NAME}.{rest}": tensors[name] for name, (path, rest) in parts.items() if path in paths}
 
 
 def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -180,43 +201,51 @@ def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[s
     them: nomic_bert.layers.0 is encoder.layers.0 in the file.
     """
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
-    state = model.state_dict()
+    own = model.state_dict()
     found: dict[str, Tensor] = {}
-    for name, value in files.tensors(MODEL_WEIGHTS).items() if any(map(is_of_policy, state)) else ():
-        renamed = rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]
-        found[name if name in state else renamed] = value
+    for name, value in files.tensors(_MODEL_WEIGHTS).items() if any(map(is_of_policy, own)) else ():
+        renamed = rename_source_key(name, renamings, [], model.base_model_prefix, own)[0]
+        found[name if name in own else renamed] = value
     return found
 
 
-@contextlib.contextmanager
-def _policies_expected(kind: type, config: Mapping[str, Any]) -> Iterator[None]:
-    """Keep transformers from reporting the tensors of policies as unexpected; they are read afterwards.
+class StoredFiles:
+    """A folder, or a repository on the Hub by its id, that `from_pretrained` would load from, given its arguments."""
 
-    For an auto class it is the class that it builds for a config, given as the data of config.json.
-    """
-    model_class = _built_class(kind, config)
-    if model_class is None:
-        yield
-        return
-    own = vars(model_class).get(_IGNORED, _INHERITED)
-    setattr(model_class, _IGNORED, {*(getattr(model_class, _IGNORED, None) or ()), _POLICY_KEYS})
-    try:
-        yield
-    finally:
-        if own is _INHERITED:
-            delattr(model_class, _IGNORED)
-        else:
-            setattr(model_class, _IGNORED, own)
+    def __init__(self, path: str | Path, arguments: Mapping[str, Any]) -> None:
+        self.path = str(path)
+        self.where = {key: arguments[key] for key in _WHERE if key in arguments}
 
+    def file(self, name: str) -> Path | None:
+        """A file by its name; None where there is none."""
+        try:
+            found = cached_file(self.path, name, **self.where, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                f"path={self.path!r} is not accepted: expected a folder, or the id of a repository on the Hub "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        return None if found is None else Path(found)
 
-def _built_class(kind: type, config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
-    """The class that `kind.from_pretrained` builds; None where transformers does not know it."""
-    if issubclass(kind, PreTrainedModel):
-        return kind
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return None
-    mapped = getattr(kind, "_model_mapping", {}).get(CONFIG_MAPPING[model_type], None)
-    known = {model.__name__: model for model in (mapped if isinstance(mapped, tuple) else (mapped,)) if model}
-    saved = [known[name] for name in config.get("architectures") or () if name in known]
-    return next(iter([*saved, *known.values()]), None)
+    def json(self, name: str) -> dict[str, Any] | None:
+        """The content of a JSON file; None where there is none."""
+        file = self.file(name)
+        return None if file is None else json.loads(file.read_text(encoding="utf-8"))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of policies in a safetensors file, or in all the parts that its index names."""
+        index = self.json(f"{name}.index.json")
+        parts = {name} if index is None else {part for key, part in index["weight_map"].items() if is_of_policy(key)}
+        safe_open = need("safetensors", "attnscale.hf.load", "hf").safe_open
+        found: dict[str, Tensor] = {}
+        for file in filter(None, map(self.file, sorted(parts))):
+            with safe_open(file, framework="pt") as tensors:
+                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if is_of_policy(key)}  # noqa: SIM118
+        return found
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """The tensors of policies in an adapter, in either of the formats that PEFT writes."""
+        found = self.tensors(_ADAPTER_WEIGHTS)
+        file = None if found else self.file(_PICKLED_ADAPTER_WEIGHTS)
+        pickled = {} if file is None else torch.load(file, map_location="cpu", weights_only=True)
+        return found | {key: value for key, value in pickled.items() if is_of_policy(key)}

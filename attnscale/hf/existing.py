@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers
-from attnscale.hf.forward_source import read_forward
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, read_forward
 from attnscale.hf.sites import Undo
 
 _ROTARY = {"yarn": "YaRN", "longrope": "LongRoPE"}
@@ -58,7 +57,6 @@ def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
 def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
     """Factors outside of the rotary embedding, model by model."""
     module: Any = layer.module
-    config: Any = getattr(module, "config", None)
     parameters = _rope_parameters(module)
     # Multi-head latent attention puts YaRN's factor into the scale of the softmax.
     scaling, dims = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
@@ -73,7 +71,7 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
         yield Existing("Llama 4", effect, partial(_set_attribute, module, "attn_temperature_tuning", False))
     # Ministral 3 and Mistral 4: Llama 4's rule, on every layer and without the + 1.
     beta = parameters.get("llama_4_scaling_beta")
-    if beta and "llama_4_scaling_beta" in read_forward(type(module)).text:
+    if beta and "llama_4_scaling_beta" in read_forward(module).text:
         effect = f"logits × 1 + {beta:g}·ln(1 + ⌊position/{parameters.get('original_max_position_embeddings')}⌋)"
         # These modules use positions for nothing else, and the factor of position 0 is 1.
         yield Existing("Mistral", effect, partial(_change_argument, module, "position_ids", torch.zeros_like))
@@ -82,9 +80,9 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
     if learned is not None and (learned.scale.is_meta or learned.scale.any() or (learned.bias != 1).any()):
         effect = "logits × s·ln(position + 1) + b, both learned per head"
         yield Existing("Mistral Large 4", effect, partial(_return_first_argument, learned))
-    floor = getattr(config, "log_scaling_n_floor", None)
+    floor = getattr(layer.config, "log_scaling_n_floor", None)
     if floor is not None and not getattr(module, "is_sliding", True):
-        effect = f"logits × 1 + {config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"
+        effect = f"logits × 1 + {layer.config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"
         # The forward uses this attribute only to leave sliding layers unscaled.
         yield Existing("Inkling", effect, partial(_set_attribute, module, "is_sliding", True))
     # Beam computes the factor once and passes it to its layers without rotary embedding.
@@ -110,7 +108,7 @@ class _Rotary:
     def factors(self) -> tuple[float, ...]:
         """What cos and sin are multiplied by: one number, or one for short and one for long inputs."""
         parameters = _rope_parameters(self.owner)
-        if self.kind != "default" and "long_mscale" in read_forward(type(self.owner)).text:
+        if self.kind != "default" and "long_mscale" in read_forward(self.owner).text:
             return tuple(float(parameters[name]) for name in _BY_LENGTH)
         return (float(getattr(self.owner, self.name)),)
 
@@ -173,7 +171,7 @@ def _does_without_factor(module: nn.Module) -> bool:
 
 def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]:
     """Rotary embeddings that a module may hold, those for the base frequency of the layer first."""
-    bases = getattr(getattr(layer.module, "config", None), "layer_rope_theta", None)
+    bases = getattr(layer.config, "layer_rope_theta", None)
     for child in parent.children():
         if bases is not None and isinstance(child, nn.ModuleList):
             for inner in child:

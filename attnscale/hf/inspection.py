@@ -14,14 +14,14 @@ from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf import selection
 from attnscale.hf.attach import described_policies
-from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, split_number, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
-from attnscale.hf.pretrained_cautions import find_cautions
 from attnscale.hf.selection import Layers, OnExisting, Towers
-from attnscale.hf.sites import NAME, MonitoredSite, is_called, site_of
+from attnscale.hf.sites import MonitoredSite, is_called, site_of
 from attnscale.policies import Policy, PolicySpec
+from attnscale.policies.record import NAME, split_number
 
 LENGTHS = (1024, 8192, 65536)
 
@@ -139,7 +139,7 @@ def inspect(
         judged.append(LayerInspection(layer, existing, verdict, detail))
     selected = [layer.facts for layer in judged if layer.verdict == "selected"]
     policies = {} if plan is None else build_policies(plan, selected)
-    cautions = tuple(find_cautions(model, selected, policies))
+    cautions = tuple(selection.find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
     return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
 

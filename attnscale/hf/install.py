@@ -1,8 +1,10 @@
-"""Put policies into a transformers model, and take them out again."""
+"""Put policies into a transformers model, check that it calls them, and take them out again."""
 
 from __future__ import annotations
 
 import gc
+import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -10,23 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnscale._util.files import write_whole
+from attnscale._util.optional import need
 from attnscale._util.removable import Removable
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject
 from attnscale.hf import selection
 from attnscale.hf.attention_layers import AttentionLayer, name_layers, reject_model, routed_layers, transformers_model
-from attnscale.hf.config_record import configs_of, release, save_implementation, switch, write_record
+from attnscale.hf.config_record import configs_of, release, save_implementation, switch
 from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, build_policies, read_plan
-from attnscale.hf.policy_files import save_policies
-from attnscale.hf.pretrained_cautions import find_cautions
-from attnscale.hf.probe import Inputs, probe_sites
 from attnscale.hf.selection import Layers, OnExisting, Towers
-from attnscale.hf.sites import NAME, SDPA, Site, remove_site, site_of
+from attnscale.hf.sites import SDPA, Site, remove_site, site_of
 from attnscale.policies import Policy, PolicySpec
+from attnscale.policies.adaptive import assumed_estimates
+from attnscale.policies.record import NAME, write_record
 from attnscale.policies.settle import settle
+
+# The files that `handle.save` writes.
+POLICY_CONFIG = "attnscale_config.json"
+POLICY_WEIGHTS = "attnscale_policy.safetensors"
+
+Inputs = Mapping[str, Any]
 
 
 class Handle(Removable):
@@ -62,7 +71,19 @@ class Handle(Removable):
 
         A file is written whole or not at all.
         """
-        save_policies(folder, by_inner_path(self.policies, self.model), self.record)
+        folder = Path(folder)
+        learned: dict[str, Tensor] = {}
+        for path, policy in by_inner_path(self.policies, self.model).items():
+            for name, value in policy.state_dict().items() if isinstance(policy, nn.Module) else ():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a sharded one, all of it
+                learned[f"{path}.{NAME}.policy.{name}"] = whole.detach().cpu().contiguous()
+        folder.mkdir(parents=True, exist_ok=True)
+        if learned:
+            save = need("safetensors.torch", "handle.save", "hf").save
+            write_whole(folder / POLICY_WEIGHTS, save(learned, metadata={"format": "pt"}))
+        write_whole(folder / POLICY_CONFIG, json.dumps(self.record, indent=2, sort_keys=True) + "\n")
+        if not learned:
+            (folder / POLICY_WEIGHTS).unlink(missing_ok=True)  # of policies that were saved here before
 
     def remove(self) -> None:
         """Restore the model as it was, to the bit. Idempotent, also after another handle of the same policies."""
@@ -111,10 +132,10 @@ def apply(
     selection.refuse_existing(model, chosen, on_existing)
     plan.check(max(layer.layer for layer in chosen) + 1)
     policies = build_policies(plan, chosen)
-    cautions = find_cautions(model, chosen, policies)  # before the config names attnscale
+    cautions = selection.find_cautions(model, chosen, policies)  # before the config names attnscale
     handle = install(model, policies, on_existing=on_existing, override=override)
     try:
-        silent = [] if probe is False else probe_sites(model, chosen, None if probe is True else probe)
+        silent = [] if probe is False else _uncalled(model, chosen, None if probe is True else probe)
         if silent:
             advice = "leave it out with layers=..., or pass inputs that reach it as probe={...}"
             path = name_layers(silent)
@@ -232,3 +253,87 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"what the policy learns; call attnscale.hf.apply first, then {name}(model), then build the "
                     "optimizer"
                 )
+
+
+def _uncalled(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
+    """Run a model once and return those of the layers whose site was not called.
+
+    In a model of several towers, layers that its main input does not reach are proven by a forward of their tower. The
+    model and the random number generators stay as they are.
+    """
+    called: set[nn.Module] = set()
+    sites = [site for layer in layers if (site := site_of(layer.module)) is not None]
+    hooks = [site.register_forward_hook(lambda site, *_: called.add(site)) for site in sites]
+    given = _probe_inputs(model) if inputs is None else dict(inputs)
+    try:
+        failure = _run_probe(model, given)
+        parts = list(transformers_model(model).modules())[1:] if inputs is None else []
+        for part in (module for module in parts if isinstance(module, PreTrainedModel)):
+            if not called.issuperset(module for module in part.modules() if module in sites):
+                _run_probe(part, _probe_inputs(part))  # a part that cannot run alone proves nothing, and is no failure
+    finally:
+        for hook in hooks:
+            hook.remove()
+    silent = [layer for layer, site in zip(layers, sites, strict=True) if site not in called]
+    if failure is not None and (silent or inputs is not None):
+        raise ArgumentError(
+            f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {failure!r}. Pass inputs that "
+            "the model takes as probe={...}, or probe=False to go without the proof"
+        ) from failure
+    return silent
+
+
+def _run_probe(model: nn.Module, inputs: Inputs) -> Exception | None:
+    """The exception of a forward in evaluation mode, if any; a refusal of attnscale itself is raised.
+
+    Modes and random number generators are restored.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad(), assumed_estimates(model):
+            model(**inputs)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        return error
+    finally:
+        for module, training in modes:
+            module.training = training
+    return None
+
+
+def _probe_inputs(model: nn.Module) -> dict[str, Any]:
+    """Four tokens; or an image, waveform or spectrogram of zeros; or the model's own dummy inputs."""
+    inner = transformers_model(model)
+    device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
+    name, tokens = inner.main_input_name, torch.ones(1, 4, dtype=torch.int64, device="cpu")
+    shape = _probe_shape(inner.config, name)
+    inputs: dict[str, Any]
+    if name == "input_ids":
+        inputs = {name: tokens}
+    elif shape is not None:
+        inputs = {name: torch.zeros(shape, device="cpu")}
+    else:
+        with torch.device("cpu"):
+            inputs = dict(inner.dummy_inputs)
+    if inner.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = tokens
+    return {
+        name: value.to(device, inner.dtype if value.is_floating_point() else value.dtype)
+        for name, value in inputs.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _probe_shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
+    """The shape of an input that is not tokens, where the config says it."""
+    size, stride, bins = (getattr(config, key, None) for key in ("image_size", "conv_stride", "num_mel_bins"))
+    if name == "pixel_values" and size is not None:
+        return 1, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size)
+    if name == "input_values" and stride is not None:
+        return 1, 8 * math.prod(stride)
+    if name == "input_features" and bins is not None and hasattr(config, "max_source_positions"):
+        return 1, bins, 2 * config.max_source_positions
+    return None

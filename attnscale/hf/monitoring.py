@@ -1,19 +1,24 @@
-"""How a monitor finds the attention of transformers models, also of stock ones: these stay at β = 1."""
+"""Monitors of transformers models: how their attention is found, and a callback for the Trainer's logs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
+from attnscale.diagnostics.monitor import Monitor
+from attnscale.diagnostics.views.flatten import compact
+from attnscale.errors import reject_type
 from attnscale.hf.attach import attach
 from attnscale.hf.attention_layers import find_attention_layers, name_layers, reject_model
 from attnscale.hf.config_record import is_pending
 from attnscale.hf.selection import INDEXED_KEYS, OWN_ATTENTION, reject_model_without_attention
-from attnscale.hf.sites import NAME, SDPA, MonitoredSite, remove_site, site_of
+from attnscale.hf.sites import SDPA, MonitoredSite, remove_site, site_of
+from attnscale.policies.record import NAME
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +40,10 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
-    """Give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
+    """Give every attention that goes through "sdpa" a site that can be measured, until `undo` is closed.
 
-    The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
-    model without such attention is refused, with what to do instead.
+    The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would, with
+    β = 1. A model without such attention is refused, with what to do instead.
     """
     layers = find_attention_layers(model)
     free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
@@ -64,3 +69,49 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         layer.module.add_module(NAME, site)
         undo.callback(remove_site, layer.module)
     return found
+
+
+class AttnScaleCallback(TrainerCallback):
+    """Tells a monitor of each step, and adds its numbers to the next log.
+
+    Callbacks run in order, and those that report (TensorBoard, W&B, …) come before a user's own: `attach` puts this one
+    before them.
+
+        AttnScaleCallback(attnscale.Monitor(model, every=50)).attach(trainer)
+
+    `heads` adds the mean of every head to the spread of every layer. The monitor is closed when training ends.
+    """
+
+    def __init__(self, monitor: Monitor, *, heads: bool = False) -> None:
+        if not isinstance(monitor, Monitor):
+            reject_type("monitor", monitor, "an attnscale.Monitor")
+        self.monitor = monitor
+        self.heads = heads
+        self._found: dict[str, float] = {}
+
+    def attach(self, trainer: Trainer) -> AttnScaleCallback:
+        """Make this the first callback of a trainer."""
+        if not isinstance(trainer, Trainer):
+            reject_type("trainer", trainer, "a transformers.Trainer")
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+        return self
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Tell the monitor that an optimizer step has ended."""
+        records = self.monitor.step(state.global_step)
+        if records:
+            self._found = compact(records, heads=self.heads)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the numbers to the log, and to the history, which holds a copy of the log."""
+        if logs is None or not self._found or "loss" not in logs:
+            return  # the log of an evaluation, or of the whole training
+        logs.update(self._found)
+        if state.log_history:
+            state.log_history[-1].update(self._found)
+        self._found = {}
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Close the monitor."""
+        self.monitor.close()

@@ -10,9 +10,9 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, describe
 from attnscale.hf.sites import Site
 from attnscale.policies import Policy
+from attnscale.policies.record import DESCRIPTION, ON_EXISTING, describe
 
 
 class PeftSite(AuxiliaryTrainingWrapper, Site):

@@ -32,30 +32,21 @@ from transformers.integrations.peft import PeftAdapterMixin
 from attnscale._util import state
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, AttnScaleWarning
-from attnscale.hf.attach import attach, attach_replacements, current_record
+from attnscale.hf.attach import attach, current_record, described_policies, is_learned
 from attnscale.hf.attention_layers import routed_layers, transformers_model
-from attnscale.hf.checkpoint import located, read_adapter
-from attnscale.hf.config_record import DESCRIPTION, ON_EXISTING, is_pending, locate, read_modules, record_of
-from attnscale.hf.policy_files import (
-    ADAPTER_CONFIG,
-    MODEL_CONFIG,
-    StoredFiles,
-    is_of_policy,
-    split_name,
-)
-from attnscale.hf.sites import NAME, MonitoredSite, Site, is_called, site_of
+from attnscale.hf.checkpoint import ADAPTER_CONFIG, MODEL_CONFIG, Record, StoredFiles, located, read_adapter
+from attnscale.hf.config_record import is_pending, locate_in, record_of, recorded_on_existing
+from attnscale.hf.sites import MonitoredSite, Site, is_called, site_of
+from attnscale.policies.record import DESCRIPTION, NAME, ON_EXISTING, is_of_policy, read_modules, split_name
 
 Method = Callable[..., Any]
-Record = Mapping[str, Any]
-
-# The static method of a transformers model that loads the files of an adapter, and says what was unexpected in them.
-_LOAD_FILES = "_load_pretrained_model"
 
 
 def keep_policies() -> None:
     """Wrap what saves and loads models, adapters and the state of a Trainer. Idempotent."""
     _wrap(PreTrainedModel, "save_pretrained", _save_model)
     _wrap(PreTrainedModel, "from_pretrained", _load_model)
+    _wrap(PreTrainedModel, "_load_pretrained_model", _load_weights)
     _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
     _wrap(transformers_trainer.Trainer, "train", _train)
     _wrap(TrainerState, "save_to_json", _save_state)
@@ -79,7 +70,8 @@ def keep_policies() -> None:
 def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
     """Replace a function or method by a call of `wrapper` with the original as the first argument."""
     found = vars(owner)[name]
-    stock: Method = found.__func__ if isinstance(found, classmethod) else found
+    bound = type(found) if isinstance(found, (classmethod, staticmethod)) else None
+    stock: Method = found if bound is None else found.__func__
     if getattr(stock, NAME, False):
         return
 
@@ -88,14 +80,13 @@ def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
         return wrapper(stock, *args, **kwargs)
 
     setattr(wrapped, NAME, True)
-    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
+    setattr(owner, name, wrapped if bound is None else bound(wrapped))
 
 
 def _save_model(stock: Method, model: PreTrainedModel, /, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.save_pretrained`: a whole model, or the adapter that transformers itself has added to it."""
     record = _record_to_save(model)
-    files = [Path(save_directory, name) for name in (MODEL_CONFIG, ADAPTER_CONFIG)]
-    with _kept_on_failure(files, record), _named(record):
+    with _saving(record, [Path(save_directory, name) for name in (MODEL_CONFIG, ADAPTER_CONFIG)]):
         return stock(model, save_directory, *args, **kwargs)
 
 
@@ -105,7 +96,7 @@ def _save_adapters(stock: Method, model: Any, /, save_directory: Any, *args: Any
     given = inspect.signature(stock).bind(model, save_directory, *args, **kwargs).arguments
     names = (given.get("selected_adapters") or model.peft_config) if given.get("is_main_process", True) else ()
     files = [Path(save_directory, "" if name == "default" else name, ADAPTER_CONFIG) for name in names]
-    with _kept_on_failure(files, record), _named(record):
+    with _saving(record, files):
         if record is not None:
             for file in files:
                 _announce(file, record)
@@ -113,20 +104,15 @@ def _save_adapters(stock: Method, model: Any, /, save_directory: Any, *args: Any
 
 
 def _record_to_save(model: nn.Module) -> Record | None:
-    """The record of a model's policies, which it is given now if it was to get them at its first forward."""
+    """The record of a model's policies, which it is given now if it was to get them at its first forward.
+
+    Warns if the implementation of the model computes without the policies that its config names.
+    """
     record = current_record(model)
     if record is not None and is_pending(model):
         attach(model)
-    caution = _bypassed_caution(model)
-    if caution is not None:
-        _warn(caution)
-    return record
-
-
-def _bypassed_caution(model: nn.Module) -> str | None:
-    """What to say of a model whose implementation computes without the policies that its config names."""
     if record_of(model) is None:
-        return None
+        return record
     sites = [(layer, site_of(layer.module)) for layer in routed_layers(model).values()]
     own = [(layer, site) for layer, site in sites if site is not None and not isinstance(site, MonitoredSite)]
     if own:
@@ -141,22 +127,39 @@ def _bypassed_caution(model: nn.Module) -> str | None:
             "load it with attnscale.hf.load(path) to save it with the policy, or delete attnscale from its config to "
             "save it without"
         )
-    if not bypassed:
-        return None
-    return (
-        f"the model computes under attn_implementation={bypassed[0].config._attn_implementation!r}, without the policy "
-        f"that its config names, so that what is loaded later may differ: {advice}"
-    )
+    if bypassed:
+        _warn(
+            f"the model computes under attn_implementation={bypassed[0].config._attn_implementation!r}, without the "
+            f"policy that its config names, so that what is loaded later may differ: {advice}"
+        )
+    return record
 
 
 @contextmanager
-def _named(record: Record | None) -> Iterator[None]:
-    """Have PEFT write a record into each adapter_config.json."""
+def _saving(record: Record | None, configs: Iterable[Path]) -> Iterator[None]:
+    """Have PEFT write a record into each adapter_config.json.
+
+    Restores the configs of earlier models or adapters if saving fails before the weights beside them are written.
+    These would otherwise get the policies of this model: transformers writes configs first, and `_announce` changes
+    those that PEFT writes last.
+    """
+    before = {file: (file.read_bytes(), _versions(file.parent)) for file in configs if file.is_file()}
     token = state.HF_SAVED_RECORD.set(record)
     try:
         yield
+    except BaseException:
+        for file, (content, weights) in before.items():
+            if (record is not None or NAME.encode() in content) and _versions(file.parent) == weights:
+                write_whole(file, content)
+        raise
     finally:
         state.HF_SAVED_RECORD.reset(token)
+
+
+def _versions(folder: Path) -> set[tuple[str, int, int]]:
+    """Name, time and size of the weights in a folder."""
+    found = [(file.name, file.stat()) for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
+    return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
 
 
 def _write_adapter_config(stock: Method, config: Any, /) -> dict[str, Any]:
@@ -186,34 +189,28 @@ def _announce(file: Path, record: Record) -> None:
         write_whole(file, json.dumps(config | {NAME: dict(record)}, indent=2, sort_keys=True))
 
 
-@contextmanager
-def _kept_on_failure(configs: Iterable[Path], record: Record | None) -> Iterator[None]:
-    """Restore the configs of earlier models or adapters if saving fails before the weights beside them are written.
-
-    Their weights would otherwise get the policies of this model: transformers writes configs first, and `_announce`
-    changes those that PEFT writes last.
-    """
-    before = {file: (file.read_bytes(), _versions(file.parent)) for file in configs if file.is_file()}
-    try:
-        yield
-    except BaseException:
-        for file, (content, weights) in before.items():
-            if (record is not None or NAME.encode() in content) and _versions(file.parent) == weights:
-                write_whole(file, content)
-        raise
-
-
-def _versions(folder: Path) -> set[tuple[str, int, int]]:
-    """Name, time and size of the weights in a folder."""
-    found = [(file.name, file.stat()) for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
-    return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
-
-
 def _load_model(stock: Method, kind: type[PreTrainedModel], /, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.from_pretrained`, which returns a model, or a tuple with `output_loading_info=True`."""
     result = stock(kind, *args, **kwargs)
-    attach_replacements(result[0] if isinstance(result, tuple) else result)
+    model = result[0] if isinstance(result, tuple) else result
+    # The first forward would compute the model's own scaling before it calls an attention module.
+    replaces = recorded_on_existing(model) == "replace" and is_pending(model)
+    # Policies that learn are left out: `from_pretrained` does not load what they have learned.
+    if replaces and not any(map(is_learned, described_policies(model).values())):
+        attach(model)
     return result
+
+
+def _load_weights(stock: Method, /, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel._load_pretrained_model`, for models and adapters: tensors read later are not unexpected.
+
+    These are the descriptions of policies in an adapter, and all tensors of policies during `attnscale.hf.load`.
+    """
+    info, *rest = stock(*args, **kwargs)
+    every = state.HF_READ_LATER.get()
+    later = {key for key in info.unexpected_keys if split_name(key)[1] == DESCRIPTION or (every and is_of_policy(key))}
+    info.unexpected_keys -= later
+    return info, *rest
 
 
 def _load_adapter(stock: Method, model: Any, /, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -237,51 +234,22 @@ def _load_own_adapter(
     given, loading = kwargs.get("adapter_state_dict"), kwargs.get("load_config")
     path = peft_model_id or getattr(loading, "pretrained_model_name_or_path", None)
     where = {**getattr(loading, "download_kwargs", {}), **(kwargs.get("adapter_kwargs") or {}), **kwargs}
-    with _descriptions_expected(model), _learned_once(model, adapter_name or "default"):
+    with _learned_once(model, adapter_name or "default"):
         result = stock(model, peft_model_id, adapter_name, *args, **kwargs)
     _compare(model, _stored_tensors(path, where) if given is None else given, path)
     return result
 
 
 def _swap_adapter(
-    stock: Method,
-    /,
-    model: nn.Module,
-    state_dict: Mapping[str, Tensor],
-    adapter_name: str,
-    *args: Any,
-    **kwargs: Any,
+    stock: Method, /, model: nn.Module, state_dict: Mapping[str, Tensor], adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
     """`peft.utils.hotswap.hotswap_adapter_from_state_dict`, which refuses tensors that are not of its adapter."""
     policies = {name: value for name, value in state_dict.items() if is_of_policy(name)}
-    stock(
-        model,
-        {name: value for name, value in state_dict.items() if name not in policies},
-        adapter_name,
-        *args,
-        **kwargs,
-    )
+    others = {name: value for name, value in state_dict.items() if name not in policies}
+    stock(model, others, adapter_name, *args, **kwargs)
     if policies:
         transformers_model(model).load_state_dict(located(read_adapter(policies)[1], model), strict=False)
         _compare(model, policies, adapter_name)
-
-
-@contextmanager
-def _descriptions_expected(model: PreTrainedModel) -> Iterator[None]:
-    """Keep transformers from reporting the descriptions of policies as unexpected: `_compare` reads them."""
-    load: Method | None = getattr(type(model), _LOAD_FILES, None)
-
-    def load_files(*args: Any, **kwargs: Any) -> Any:
-        info, *rest = load(*args, **kwargs)  # type: ignore[misc]
-        info.unexpected_keys = {key for key in info.unexpected_keys if split_name(key)[1] != DESCRIPTION}
-        return info, *rest
-
-    if load is not None:
-        setattr(model, _LOAD_FILES, load_files)
-    try:
-        yield
-    finally:
-        vars(model).pop(_LOAD_FILES, None)
 
 
 def _stored_tensors(path: Any, where: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -333,11 +301,10 @@ def _compare(model: nn.Module, tensors: Mapping[str, Tensor], path: Any) -> None
 
 def _is_same(record: Record, own: Record, model: nn.Module) -> bool:
     """Whether two records give the modules of a model the same policies."""
-    layers, prefix = routed_layers(model), transformers_model(model).base_model_prefix
     found = []
     for one in (record, own):
         modules = read_modules(one)
-        paths = locate(modules, layers, prefix)
+        paths = locate_in(model, modules)
         found.append(({paths.get(path, path): entry for path, entry in modules.items()}, one.get(ON_EXISTING)))
     return found[0] == found[1]
 
@@ -381,20 +348,15 @@ def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> T
     trainer = state.HF_RESUMED_TRAINER.get()
     if trainer is not None:
         state.HF_RESUMED_TRAINER.set(None)  # the file is read again later
-        _compare_resumed(trainer.model, record)
+        own = current_record(trainer.model)
+        # An adapter that has policies was compared when it was loaded.
+        compared = record is not None and getattr(trainer.model, "peft_config", None)
+        if record != own and not compared:
+            advice = "call attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
+            if record is None:
+                advice = "make the Trainer with a model without a policy to continue that training"
+            _warn(f"training resumes from a checkpoint with {_name(record)}, and the model has {_name(own)}: {advice}")
     return loaded
-
-
-def _compare_resumed(model: nn.Module, resumed: Record | None) -> None:
-    """Warn if the checkpoint to resume from had other policies than the model."""
-    record = current_record(model)
-    # An adapter that has policies was compared when it was loaded.
-    if resumed == record or (resumed is not None and getattr(model, "peft_config", None)):
-        return
-    advice = "call attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
-    if resumed is None:
-        advice = "make the Trainer with a model without a policy to continue that training"
-    _warn(f"training resumes from a checkpoint with {_name(resumed)}, and the model has {_name(record)}: {advice}")
 
 
 class RecordInState(TrainerCallback):

@@ -13,9 +13,9 @@ from attnscale._util.checks import plain_numbers
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf.attention_layers import AttentionLayer
-from attnscale.hf.config_record import describe
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 from attnscale.policies.build import read_spec
+from attnscale.policies.record import describe
 
 _KEYS = ("default", "layers", "heads")
 

@@ -1,26 +1,35 @@
-"""Sites: the child module that holds the policy of an attention module, and computes its attention."""
+"""Sites: the child module that holds the policy of an attention module of transformers, and computes its attention."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnscale._util import state
-from attnscale.hf.attention import attend
+from attnscale._util.tracing import is_watched
+from attnscale.call.context import shown
+from attnscale.call.context_parallel import active_mesh, refuse_context_parallel, rotates_keys, sequence_is_split
+from attnscale.errors import ArgumentError, BackendError
+from attnscale.hf.attention_layers import CHOSEN_KEYS
 from attnscale.module import ScaledDotProductAttention
 from attnscale.policies import Policy, build_policy
+from attnscale.policies.record import NAME
+from attnscale.policies.temperature import mark_counted
 
-# Our name as attention implementation, as entry of a config, and as child of an attention module: the parameters of
-# `model.layers.0.self_attn.attnscale` are part of the checkpoint.
-NAME = "attnscale"
 SDPA = "sdpa"
 
 Undo = Callable[[], None]
+
+# How many masks are remembered: a model has full and sliding ones, those of encoder, decoder and cross attention.
+_MOST_MASKS = 8
 
 
 class Site(ScaledDotProductAttention):
@@ -51,9 +60,9 @@ class Site(ScaledDotProductAttention):
 
 
 class MonitoredSite(Site):
-    """A site without a policy of its own, added to a stock model while a monitor listens: plain attention.
+    """A site without a policy of its own, added to a stock model while a monitor is attached: plain attention.
 
-    A copy of the model is not listened to, and gets None in its place.
+    A copy of the model is not monitored, and gets None in its place.
     """
 
     def __init__(self, cross: bool) -> None:
@@ -71,10 +80,10 @@ class SdpaOrSite:
     stock: Callable[..., tuple[Tensor, Tensor | None]]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Attention of a module; further arguments are those of `attend`."""
+        """Attention of a module; further arguments are those of `attend_at_site`."""
         site = module._modules.get(NAME)
         if isinstance(site, Site) and site.override:
-            return attend(site, module, *args, **kwargs)
+            return attend_at_site(site, module, *args, **kwargs)
         return self.stock(module, *args, **kwargs)
 
 
@@ -111,6 +120,193 @@ def remove_site(module: nn.Module) -> None:
         AttentionInterface.register(SDPA, entry.stock)
 
 
-def is_learned(policy: Policy) -> bool:
-    """Whether a policy has parameters or buffers, which a checkpoint has to hold."""
-    return isinstance(policy, nn.Module) and bool(policy.state_dict())
+def attend_at_site(
+    site: nn.Module,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    cache: Any = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a module with the policy of a site: [B, Tq, H, Dv], and no weights.
+
+    query [B, H, Tq, D], key and value [B, Hkv, Tk, ·]; the mask [B, H|1, Tq, Tk] is bool or additive. A row sees what
+    its mask shows; without one it sees the rows up to its own if the module is causal and there are several rows, else
+    all keys. β multiplies the score after a softcap and a position bias, but no sink.
+    """
+    for name in CHOSEN_KEYS:
+        if arguments.get(name) is not None:
+            raise ArgumentError(f"{type(module).__name__} attends to {name} of its own choice: attnscale cannot")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    mesh = _split_over(site, query)
+    if mesh is not None:
+        rules = {"is_causal": causal, "softcap": softcap, "sinks": s_aux, "window": sliding_window, "scale": scaling}
+        rules["dropout_p"] = dropout
+        out = _attend_split(site, query, key, value, attention_mask, mesh, position_ids, rules)
+        return out.transpose(1, 2).contiguous(), None
+    if cache is not None:  # the paged cache of continuous batching
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=arguments)
+    queries, keys = query.shape[2], key.shape[2]
+    causal = queries > 1 and attention_mask is None and causal
+    if causal and keys > queries:
+        # The first call into a static cache: the slots beyond the queries are not filled yet.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        position_bias = None if position_bias is None else position_bias[..., :queries]
+    visible = None
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., :keys] if attention_mask.shape[-1] > keys else attention_mask
+        visible = _visible_keys(attention_mask, module)
+    # In a window n says nothing about the position, which some policies use.
+    windowed = sliding_window is not None and not causal and getattr(site.policy, "uses_position", True)
+    out = site(
+        query,
+        key,
+        value,
+        attention_mask if position_bias is None else _add_bias(attention_mask, position_bias, query.dtype),
+        dropout,
+        causal,
+        scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+        softcap=softcap,
+        sinks=s_aux,
+        visible=visible,
+        positions=position_ids if windowed else None,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A position bias [B|1, H, Tq, Tk] and a mask as one additive mask."""
+    bias = bias.to(dtype)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+class _Counted(NamedTuple):
+    """n of one version of a mask, and the module that it was counted for first."""
+
+    mask: weakref.ref[Tensor]
+    version: int
+    module: weakref.ref[nn.Module]
+    visible: Tensor
+
+
+def _visible_keys(mask: Tensor, module: nn.Module) -> Tensor:
+    """n [B|1, H|1, Tq] of a mask [B, H|1, Tq, Tk]: the same tensor for every layer that is given the same mask.
+
+    The module that counted first counts again at its next call, which is the next forward. So a mask that was changed
+    in place is noticed, also in inference mode, where tensors have no version.
+    """
+    if is_watched():
+        return _count(mask)  # the compiler merges equal counts
+    version = -1 if mask.is_inference() else mask._version
+    counted: list[_Counted] = getattr(state.HF_COUNTED_MASKS, "entries", [])
+    for entry in counted:
+        if entry.mask() is mask and entry.version == version and entry.module() is not module:
+            return entry.visible
+    # No inference tensor: a later forward outside of inference mode may be given the same mask.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        entry = _Counted(weakref.ref(mask), version, weakref.ref(module), mark_counted(_count(mask)))
+    kept = [old for old in counted if old.mask() is not None and old.mask() is not mask]
+    state.HF_COUNTED_MASKS.entries = [entry, *kept[: _MOST_MASKS - 1]]
+    return entry.visible
+
+
+def _count(mask: Tensor) -> Tensor:
+    """n [B|1, H|1, Tq]; an axis along which the mask is broadcast is counted once."""
+    for axis in (0, 1):
+        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return shown(mask).sum(-1)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _sequence_is_split() -> bool:
+    return sequence_is_split()
+
+
+def _split_over(site: nn.Module, query: Tensor) -> Any | None:
+    """The mesh over which the sequence is split, by torch's `context_parallel` or our style; None where it is not."""
+    if site.spread is not None:
+        return cast("Any", site.spread).mesh
+    if not _sequence_is_split() and type(query) is Tensor:
+        return None
+    mesh = None if torch.compiler.is_compiling() or type(query) is not Tensor else active_mesh()
+    if mesh is None:
+        refuse_split_sequence(query)
+    return mesh
+
+
+def refuse_split_sequence(query: Tensor) -> None:
+    """Refuse a split sequence of which nothing else is known: in a compiled graph, and where it is a DTensor."""
+    refuse_context_parallel(query, "run it uncompiled under torch's context_parallel, or call handle.remove() first")
+
+
+def _attend_split(
+    site: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    mesh: Any,
+    position_ids: Tensor | None,
+    rules: dict[str, Any],
+) -> Tensor:
+    """Attention [B, H, L, Dv] of the tokens of this process over those of all processes of a mesh.
+
+    The method is that of the site's style, or follows torch's `set_rotate_method`: "allgather" gathers the keys,
+    "alltoall" passes them on in a ring. Refused where the place of a token is not known.
+    """
+    if position_ids is None:
+        raise BackendError(
+            "under context parallelism n is not known without the places of the tokens: pass position_ids to the "
+            "model, 0 … T−1 of the whole sequence, split with input_ids (Trainer does so by itself)"
+        )
+    # Imported late: most models run in one process, and torch.distributed.tensor is slow to import.
+    from attnscale.distributed.context_parallel import context_parallel_attention
+
+    method: Any = cast("Any", site.spread).method if site.spread is not None else "ring" if rotates_keys() else "gather"
+    rules |= {"enable_gqa": key.shape[1] != query.shape[1], "policy": site.policy, "tap": site.tap, "method": method}
+    shards = _shards(position_ids, mesh, query.shape[2], mask is not None)
+    return context_parallel_attention(query, key, value, mesh=mesh, positions=shards, **rules).output
+
+
+def _shards(position_ids: Tensor, mesh: Any, tokens: int, masked: bool) -> Any:
+    """Who holds which tokens: gathered once for all layers that are given the same tensor.
+
+    A mask is refused in all processes where one has it: the others would wait for that one.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    from attnscale.distributed.shards import TokenShards
+
+    version, group = -1 if position_ids.is_inference() else position_ids._version, mesh.get_group()
+    entry: tuple[Any, int, Any] = getattr(state.HF_TOKEN_SHARDS, "entry", (lambda: None, 0, None))
+    known, known_version, slots = entry
+    is_new = known() is not position_ids or known_version != version or version == -1
+    if is_new:
+        flag = torch.full((1,), float(masked), device=position_ids.device)
+        masked = bool(collectives.all_reduce(flag, "max", group))
+    if masked:
+        raise BackendError(
+            "under context parallelism a mask of one process's tokens says nothing of the others: pass no "
+            "attention_mask, and let accelerate prepare the model (ParallelismConfig(cp_size=...)), which drops that "
+            "of transformers"
+        )
+    if is_new:
+        slots = TokenShards.of(position_ids, mesh, tokens).slots
+        # Without the group: its threads could not end while a reference is left.
+        state.HF_TOKEN_SHARDS.entry = weakref.ref(position_ids), version, slots
+    return TokenShards(slots, mesh.get_local_rank(), group)

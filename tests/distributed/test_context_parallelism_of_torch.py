@@ -83,7 +83,7 @@ def test_a_sequence_that_is_a_sharded_tensor_is_refused(tmp_path):
     """The other way in which torch splits a sequence: queries are DTensors."""
     from torch.distributed.tensor import DTensor, Shard
 
-    from attnscale.hf.attention import refuse_split_sequence
+    from attnscale.hf.sites import refuse_split_sequence
 
     join(tmp_path)
     try:

@@ -39,7 +39,7 @@ def shared_estimate() -> None:
 
 
 def split_transformer() -> None:
-    from attnscale.hf.split_attention import _shards
+    from attnscale.hf.sites import _shards
 
     mesh, places = init_device_mesh("cpu", (RANKS,)), torch.arange(8 * RANKS)[None]
     first, second = (_shards(places, mesh, 8, masked=False) for _ in range(2))

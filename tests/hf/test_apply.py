@@ -11,7 +11,7 @@ from tiny_models import TOKENS, bloom, deepseek_sparse, llama, logits, ministral
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError
-from attnscale.hf.sites import NAME
+from attnscale.policies.record import NAME
 
 
 def state_of(model):

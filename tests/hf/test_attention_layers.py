@@ -9,8 +9,7 @@ from tiny_models import llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from attnscale import ArgumentTypeError
-from attnscale.hf.attention_layers import find_attention_layers
-from attnscale.hf.forward_source import UNKNOWN, passed_keyword, rotates_queries
+from attnscale.hf.attention_layers import UNKNOWN, find_attention_layers, passed_keyword, rotates_queries
 
 SMALL = {
     "vocab_size": 64,

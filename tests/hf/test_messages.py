@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 import torch
 from tiny_models import TOKENS, bloom, build, deepseek_sparse, llama, logits
 
-import attnscale
 from attnscale import ArgumentError, ArgumentTypeError
 from attnscale.hf import apply, inspect, load
 
@@ -154,7 +153,6 @@ def test_other_unexpected_keys_are_still_reported(tmp_path, caplog, monkeypatch)
     assert "attnscale.policy" not in caplog.text
 
 
-@pytest.mark.skipif(not hasattr(attnscale.hf, "attach"), reason="modules by name, number 20, are not merged yet")
 def test_a_model_of_two_towers_loads_by_name(tmp_path):
     model = llava().float()
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ import attnscale
 from attnscale import AttnScaleWarning
 from attnscale.hf import apply, inspect
 from attnscale.hf.attention_layers import find_attention_layers
-from attnscale.hf.pretrained_cautions import find_cautions
+from attnscale.hf.selection import find_cautions
 
 WINDOW = 5  # of `mistral` and of half the layers of `ministral`
 LENGTH = 64  # that the tiny models say they were trained for

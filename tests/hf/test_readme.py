@@ -85,8 +85,3 @@ def test_the_yarn_block_stretches_full_layers_and_keeps_theta(tmp_path, kind, st
         assert model(TOKENS).logits.isfinite().all()
     assert not [one for layer in find_attention_layers(model) for one in find_existing(model, layer)]
     names["handle"].remove()
-
-
-def test_the_warnings_are_told():
-    assert "AttnScaleWarning" in README
-    assert "softened for good" in README

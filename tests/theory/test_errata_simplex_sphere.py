@@ -1,4 +1,7 @@
-"""Which printed formulas of seeds 001, 003 and 004 hold, and the numbers of the errata in the theory README."""
+"""Which printed formulas for tokens on a simplex and random keys on the sphere hold, and the numbers of their errata.
+
+The simplex is that of Critical Attention Scaling in Long-Context Transformers (arXiv:2510.05554).
+"""
 
 from __future__ import annotations
 

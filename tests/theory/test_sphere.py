@@ -1,4 +1,4 @@
-"""Keys on the sphere: regimes of seed 001 against simulated rows, and the Poisson limit computed twice."""
+"""Random keys on the sphere: the regimes of β against simulated rows, and the Poisson limit computed twice."""
 
 from __future__ import annotations
 
