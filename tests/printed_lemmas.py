@@ -1,4 +1,7 @@
-"""Formulas of seed 004 exactly as they are printed, for the tests that say which of them hold."""
+"""Formulas of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554) exactly as printed.
+
+For the tests that say which of them hold.
+"""
 
 from __future__ import annotations
 

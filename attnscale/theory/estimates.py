@@ -26,10 +26,10 @@ def mean(samples: Tensor) -> Estimate:
     return Estimate(samples.mean().item(), samples.std().item() / math.sqrt(samples.numel()))
 
 
-def spread(samples: Tensor) -> Estimate:
+def deviation(samples: Tensor) -> Estimate:
     """The standard deviation of independent samples [...], its error from their fourth moment.
 
-    >>> spread(torch.tensor([0.0, 1.0, 2.0])).value
+    >>> deviation(torch.tensor([0.0, 1.0, 2.0])).value
     1.0
     """
     centred = samples - samples.mean()

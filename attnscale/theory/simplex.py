@@ -1,8 +1,9 @@
 """Tokens at the corners of a simplex: one attention layer in closed form, at finite n and in the limit.
 
-The setting is Assumption 1 of seed 004: n tokens x_i with ‖x_i‖² = q whose directions y_i = x_i/‖x_i‖ have the same
-cosine ρ with one another, and the layer x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row then
-has two weights, p = A_ii on the token itself and a = A_ij on each other one, and everything else follows from them.
+The setting is Assumption 1 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554): n tokens
+x_i with ‖x_i‖² = q whose directions y_i = x_i/‖x_i‖ have the same cosine ρ with one another, and the layer
+x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row then has two weights, p = A_ii on the token
+itself and a = A_ij on each other one, and everything else follows from them.
 
 The forms are those of the paper's Lemmas A.3, A.4 and B.8 to B.10, rearranged so that nothing cancels: p and a come
 from one logistic function of β(1−ρ) − ln(n−1), so n = 10¹² neither overflows nor loses digits. Where the printed lemmas
