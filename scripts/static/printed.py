@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from attnscale.bench.gpu.tables import print_tables
+from attnscale.bench.gpu.results import print_tables
 from scripts.static.calls import LENGTHS
 from scripts.static.counts import Counts
 from scripts.static.per_score import (

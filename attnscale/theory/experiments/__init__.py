@@ -16,11 +16,12 @@ from attnscale._util.csv_files import write_table
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale.errors import reject
-from attnscale.theory.estimates import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from attnscale.theory.estimates import Estimate
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
