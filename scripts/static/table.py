@@ -49,7 +49,7 @@ class Row(NamedTuple):
     @property
     def lanes(self) -> int:
         """Of a warp."""
-        return 64 if self.target.startswith("gfx") else 32
+        return TARGETS[self.target].resources.warp_size
 
     @property
     def blocks(self) -> int:
