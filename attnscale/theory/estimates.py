@@ -16,6 +16,10 @@ class Estimate(NamedTuple):
     value: float
     error: float
 
+    def columns(self) -> dict[str, float]:
+        """As columns of a table of measured values."""
+        return {"measured": self.value, "standard_error": self.error}
+
 
 def mean(samples: Tensor) -> Estimate:
     """The mean of independent samples [...].

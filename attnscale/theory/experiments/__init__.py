@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attnscale.theory.estimates import Estimate
-
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 GREY = "#6b7280"
@@ -31,6 +29,8 @@ GRID = "#e5e7eb"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")  # one more than colours: the ninth series is not the first
 DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (8, 2, 2, 2)), (0, (4, 1)))
+POINTS = {"linestyle": "none", "markersize": 5}
+REFERENCE: dict[str, Any] = {"color": GREY, "linewidth": 0.9, "linestyle": DASHES[2]}  # a line at a known value
 DPI = 110
 
 # Steps done, their total, and what is done now.
@@ -81,6 +81,20 @@ class Rows(list[dict[str, Any]]):
         for place, value in enumerate(self.distinct(name)):
             yield place, value, self.where(**{name: value})
 
+    def line(self, axes: Axes, x: str, y: str, place: int, **look: Any) -> None:
+        """Draw a column over another as a line in the style of a place."""
+        axes.plot(self.column(x), self.column(y), **(line_style(place) | {"marker": ""} | look))
+
+    def points(self, axes: Axes, x: str, y: str, place: int, **look: Any) -> None:
+        """Draw a column over another as points in the style of a place."""
+        axes.plot(self.column(x), self.column(y), **(line_style(place) | POINTS | look))
+
+    def error_bars(
+        self, axes: Axes, x: str, place: int, y: str = "measured", error: str = "standard_error", **look: Any
+    ) -> None:
+        """Draw a column of measured values ± 2 standard errors as points."""
+        axes.errorbar(self.column(x), self.column(y), self.column(error, 2), **(line_style(place) | POINTS | look))
+
 
 class Experiment(NamedTuple):
     """What an experiment found; `write` makes CSV, PNG and SVG of it, each name preceded by that of the experiment.
@@ -127,11 +141,6 @@ def collect(
     return data
 
 
-def as_columns(found: Estimate) -> dict[str, float]:
-    """The columns of a measured value."""
-    return {"measured": found.value, "standard_error": found.error}
-
-
 def line_style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of the series at a place: arguments of `Axes.plot`; any one of them tells it apart.
 
@@ -143,30 +152,6 @@ def line_style(index: int) -> dict[str, Any]:
         "marker": MARKERS[index % len(MARKERS)],
         "linestyle": DASHES[index % len(DASHES)],
     }
-
-
-def curve_style(index: int) -> dict[str, Any]:
-    """Colour and dash of the series at a place, for a line without markers."""
-    return {name: look for name, look in line_style(index).items() if name != "marker"}
-
-
-def point_style(index: int) -> dict[str, Any]:
-    """Colour and marker of the series at a place, for points without a line."""
-    return line_style(index) | {"linestyle": "none", "markersize": 5}
-
-
-def error_bars(
-    axes: Axes,
-    x: Sequence[float],
-    rows: Rows,
-    place: int,
-    label: str,
-    columns: tuple[str, str] = ("measured", "standard_error"),
-    **look: Any,
-) -> None:
-    """Draw a column of measured values ± 2 standard errors, the two `columns`, in the style of a place."""
-    name, error = columns
-    axes.errorbar(x, rows.column(name), rows.column(error, 2), label=label, **(point_style(place) | look))
 
 
 def new_figure(columns: int = 1, size: tuple[float, float] = (4.6, 3.8)) -> tuple[Figure, list[Axes]]:

@@ -12,18 +12,7 @@ from attnscale.attention import attention_with_stats
 from attnscale.statistics import RowStats, StatsRequest, row_statistics
 from attnscale.theory import condensation, families
 from attnscale.theory.estimates import Estimate, deviation, mean, slope
-from attnscale.theory.experiments import (
-    GREY,
-    Comparison,
-    Experiment,
-    Progress,
-    Rows,
-    collect,
-    error_bars,
-    line_style,
-    new_figure,
-    point_style,
-)
+from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, collect, line_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -241,7 +230,7 @@ def draw_crossover(axes: Axes, rows: Rows) -> None:
             [math.exp(value) for value in chosen.column(name)] for name in ("mean_ln_w_max_predicted", "mean_ln_w_max")
         )
         axes.plot(n, exact, color=colour, linewidth=1.3)
-        axes.plot(n, measured, **(point_style(place) | {"markersize": 5.5}))
+        axes.plot(n, measured, line_style(place)["marker"], color=colour, markersize=5.5)
         shift = {2.0: 0, 1.5: -7}.get(t, -3)  # these two would touch
         axes.annotate(f"t = {t:g}", (n[-1], measured[-1]), xytext=(7, shift), textcoords="offset points", fontsize=8.5)
         if t < 1:
@@ -269,9 +258,8 @@ def order_figure(rows: Rows) -> Figure:
     for axes, (name, label, limit) in zip(panels, columns, strict=True):
         for place, n in enumerate((lengths[0], lengths[len(lengths) // 2], lengths[-1]), start=1):
             chosen = rows.where(n=n)
-            t = chosen.column("t")
-            axes.plot(t, chosen.column(f"{name}_predicted"), color=line_style(place)["color"], linewidth=1)
-            error_bars(axes, t, chosen, place, f"n = {n}", (name, f"{name}_error"))
+            chosen.line(axes, "t", f"{name}_predicted", place, linestyle="solid", linewidth=1)
+            chosen.error_bars(axes, "t", place, name, f"{name}_error", label=f"n = {n}")
         limits = [0, 0, *map(limit, limit_t)]
         axes.plot([0, 1, *limit_t], limits, color="black", linestyle=(0, (5, 2)), label="n → ∞")
         axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
@@ -288,26 +276,25 @@ def retrieval_figure(retrieval: Rows, unscaled: Rows) -> Figure:
     """The weight of a signal key against its score, its chance to win, and w_max with and without d^(−1/2)."""
     figure, (weight, wins, dimension) = new_figure(columns=3, size=(4.2, 3.7))
     for place, t, chosen in retrieval.series("t"):
-        share, style = chosen.column("share"), point_style(place + 1)
         threshold = chosen[0]["threshold"] / condensation.critical_beta(chosen[0]["n"])
-        weight.plot(share, chosen.column("weight_predicted"), color=style["color"], linewidth=1.2)
-        weight.plot(share, chosen.column("weight"), label=f"t = {t:g}", **style)
+        chosen.line(weight, "share", "weight_predicted", place + 1, linestyle="solid", linewidth=1.2)
+        chosen.points(weight, "share", "weight", place + 1, label=f"t = {t:g}")
+        style = line_style(place + 1)
         weight.plot([threshold], [1.06], marker=style["marker"], color="white", markeredgecolor=style["color"])
     weight.set(ylabel="E weight of the signal key", ylim=(-0.03, 1.12), xlabel="score of the signal, m/(σ√(2 ln n))")
     weight.legend(loc="center left", frameon=False, fontsize=8.5)
     weight.set_title("open markers: threshold of each t", loc="left", fontsize=10)
-    wins.plot(share, chosen.column("wins_predicted"), color="black", linewidth=1.2, label="Φ(m/σ)ⁿ⁻¹")
-    wins.plot(share, chosen.column("wins"), "ok", markersize=5, label="measured")
+    chosen.line(wins, "share", "wins_predicted", 0, linewidth=1.2, label="Φ(m/σ)ⁿ⁻¹")
+    chosen.points(wins, "share", "wins", 0, label="measured")
     wins.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     wins.annotate("m = σ√(2 ln n)", (1, 0.3), xytext=(5, 0), **SMALL)
     wins.set(ylabel="P(signal has the largest score)", xlabel="score of the signal, m/(σ√(2 ln n))")
     wins.legend(loc="upper left", frameon=False, fontsize=8.5)
     wins.set_title(f"n = {chosen[0]['n']}", loc="left", fontsize=10)
     for place, scaled, chosen in unscaled.series("scaled"):
-        d, style = chosen.column("d"), line_style(place + 1)
-        dimension.plot(d, chosen.column("mean_w_max_predicted"), color=style["color"], linewidth=1.2)
+        chosen.line(dimension, "d", "mean_w_max_predicted", place + 1, linestyle="solid", linewidth=1.2)
         label = "q·k/√d" if scaled else "q·k"
-        error_bars(dimension, d, chosen, place + 1, label, ("mean_w_max", "mean_w_max_error"))
+        chosen.error_bars(dimension, "d", place + 1, "mean_w_max", "mean_w_max_error", label=label)
     critical = unscaled[0]["critical_d"]
     dimension.axvline(critical, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     dimension.annotate("d = 2 ln n", (critical, 0.9), xytext=(5, 0), **SMALL)

@@ -12,18 +12,7 @@ from torch import Tensor
 from attnscale.statistics import StatsRequest, row_statistics
 from attnscale.theory import families, gap_counting
 from attnscale.theory.estimates import Estimate, median, slope
-from attnscale.theory.experiments import (
-    GREY,
-    Comparison,
-    Experiment,
-    Progress,
-    Rows,
-    curve_style,
-    error_bars,
-    line_style,
-    new_figure,
-    point_style,
-)
+from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, line_style, new_figure
 from attnscale.theory.families import Family
 from attnscale.theory.gap_counting import ContactPoint
 
@@ -260,13 +249,13 @@ def laws_figure(rows: Rows) -> Figure:
     """Λ against n with the law of each family, and measured over predicted."""
     figure, (curves, ratios) = new_figure(columns=2, size=(5.6, 4.4))
     draw_laws(curves, rows)
-    for place, family, chosen in rows.series("family"):
+    for place, _, chosen in rows.series("family"):
         shares = Rows(
-            {"ratio": row["median"] / row["predicted"], "error": row["median_error"] / row["predicted"]}
+            {"n": row["n"], "y": row["median"] / row["predicted"], "error": row["median_error"] / row["predicted"]}
             for row in chosen
         )
         look = {"linewidth": 1.1, "linestyle": line_style(place)["linestyle"]}
-        error_bars(ratios, chosen.column("n"), shares, place, family, ("ratio", "error"), **look)
+        shares.error_bars(ratios, "n", place, "y", "error", **look)
     ratios.axhline(1, color="black", linewidth=1)
     ratios.set_xscale("log", base=2)
     ratios.set(xlabel="keys n", ylabel="median Λ, measured/predicted")
@@ -277,9 +266,8 @@ def laws_figure(rows: Rows) -> Figure:
 def draw_laws(axes: Axes, rows: Rows) -> None:
     """Median Λ of each family against n: markers measured, lines predicted."""
     for place, family, chosen in rows.series("family"):
-        n = chosen.column("n")
-        axes.plot(n, chosen.column("predicted"), linewidth=1.2, **curve_style(place))
-        axes.plot(n, chosen.column("median"), **point_style(place))
+        chosen.line(axes, "n", "predicted", place, linewidth=1.2)
+        chosen.points(axes, "n", "median", place)
         axes.plot([], [], markersize=5, linewidth=1.2, label=family, **line_style(place))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -311,10 +299,9 @@ def draw_transition(
     lengths = rows.distinct("n")
     for place, family, chosen in rows.series("family"):
         thin, bold = (chosen.where(n=n) for n in (lengths[0], lengths[-1]))
-        colour = line_style(place)["color"]
-        axes.plot(thin.column(over), thin.column(quantity), color=colour, linewidth=0.6, alpha=0.7)
-        look = {"markersize": 4, "linewidth": 1.3, "markevery": (place % 3, 3), "label": family}
-        axes.plot(bold.column(over), bold.column(quantity), **(line_style(place) | look))
+        thin.line(axes, over, quantity, place, linestyle="solid", linewidth=0.6, alpha=0.7)
+        look = line_style(place) | {"markersize": 4, "linewidth": 1.3, "markevery": (place % 3, 3)}
+        bold.line(axes, over, quantity, place, label=family, **look)
     axes.set_xscale("log", base=10 if over == "beta" else 2)
     if over == "r":
         axes.axvline(1, color="black", linewidth=1, linestyle=(0, (4, 3)))
@@ -330,12 +317,12 @@ def bounds_figure(rows: Rows) -> Figure:
     """Rows against what β/Λ guarantees: w_max above, w_max below, and entropy above."""
     figure, (above, below, entropy) = new_figure(columns=3, size=(4.2, 3.8))
     for place, family, chosen in rows.series("family"):
-        look = point_style(place) | {"markersize": 3.5, "alpha": 0.5}
-        high = Rows(row for row in chosen if row["r"] > 1)
-        low = Rows(row for row in chosen if row["r"] < 1)
-        above.plot(high.column("r"), high.column("w_max"), label=family, **look)
-        below.plot([row["rank"] ** (row["r"] - 1) for row in low], low.column("w_max"), **look)
-        entropy.plot(high.column("r"), [max(nats, 1e-6) for nats in high.column("entropy")], **look)
+        look = {"markersize": 3.5, "alpha": 0.5}
+        high = Rows(row | {"entropy": max(row["entropy"], 1e-6)} for row in chosen if row["r"] > 1)
+        low = Rows(row | {"bound": row["rank"] ** (row["r"] - 1)} for row in chosen if row["r"] < 1)
+        high.points(above, "r", "w_max", place, label=family, **look)
+        low.points(below, "bound", "w_max", place, **look)
+        high.points(entropy, "r", "entropy", place, **look)
     r = [2 ** (0.05 + step / 20) for step in range(80)]
     above.plot(r, [gap_counting.certificate(x) for x in r], color="black", linewidth=1.6)
     above.set(xlabel="β/Λ", ylabel="w_max", ylim=(0, 1.03))

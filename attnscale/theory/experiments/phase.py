@@ -18,18 +18,14 @@ from attnscale.theory import bounds, condensation, families, gap_counting, phase
 from attnscale.theory.estimates import mean
 from attnscale.theory.experiments import (
     DASHES,
-    GREY,
+    REFERENCE,
     Comparison,
     Experiment,
     Progress,
     Rows,
-    as_columns,
     collect,
-    curve_style,
-    error_bars,
     line_style,
     new_figure,
-    point_style,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +173,7 @@ def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
         exact = scale * gap_counting.mean_gap(n, k)
         found.append(
             {"kind": "gap", "n": n, "x": k, "printed": k - 1.0, "limit": gap_counting.mean_gap_limit(k), "exact": exact}
-            | as_columns(mean(gap))
+            | mean(gap).columns()
         )
         if k in (2, 9):
             lines.append(Comparison("t_n·E(a₁ − a_k)", f"n={n} k={k}", exact, *mean(gap)))
@@ -185,7 +181,7 @@ def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
         weights = row_statistics(scores, t * math.sqrt(2.0 * math.log(n))).w_max
         found.append(
             {"kind": "weight", "n": n, "x": t}
-            | as_columns(mean(weights))
+            | mean(weights).columns()
             | {"printed": float(gap_counting.printed_top_weight(t, draws, generator).mean())}
             | {"limit": condensation.w_max_limit(t) if t > 1.0 else 0.0}
         )
@@ -232,7 +228,7 @@ def draw_bounds(rows: Rows) -> Figure:
         panels[panel].plot(*zip(*points, strict=True), label=label, markersize=3.5, **line_style(place))
     for axes in panels:
         for edge in ("below", "above"):
-            axes.axvline(rows[0][edge], color=GREY, linewidth=0.9, linestyle=DASHES[2])
+            axes.axvline(rows[0][edge], **REFERENCE)
         axes.set_xlabel("γ = β/ln n; dotted: 1/(1−ρ₁) and 1/(1−ρ₂)")
     panels[0].set(ylabel="smallest cosine after one layer", title="Contraction, Eq. 10", ylim=(0, 1.05))
     panels[1].set(ylabel="largest ‖ATT(y_i) − y_i‖", title="Identity, Eq. 11", yscale="log")
@@ -246,13 +242,12 @@ def draw_bounds(rows: Rows) -> Figure:
 def draw_middle_phase(rows: Rows) -> Figure:
     """Who gets the weight of a row as γ grows: all, the near ones, the token itself."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
-    gammas = rows.column("gamma")
     names = {"far": "far tokens", "near": "near tokens", "own": "the token itself"}
     for place, (name, label) in enumerate(names.items()):
-        axes.plot(gammas, rows.column(f"{name}_exact"), **curve_style(place))
-        axes.plot(gammas, rows.column(name), label=label, **point_style(place))
+        rows.line(axes, "gamma", f"{name}_exact", place)
+        rows.points(axes, "gamma", name, place, label=label)
     for edge in ("near_above", "near_below"):
-        axes.axvline(rows[0][edge], color=GREY, linewidth=0.9, linestyle=DASHES[2])
+        axes.axvline(rows[0][edge], **REFERENCE)
     axes.set(xlabel="γ = β/ln n; dotted: the edges of Lemma C.1", ylabel="share of the row's weight")
     axes.set_title(f"Groups of √n near tokens, n = {rows[0]['n']}; lines: closed form")
     axes.legend(frameon=False, loc="center right")
@@ -264,10 +259,9 @@ def draw_spacings(rows: Rows) -> Figure:
     figure, panels = new_figure(columns=2, size=(4.9, 3.8))
     for axes, kind in zip(panels, ("gap", "weight"), strict=True):
         part = rows.where(kind=kind)
-        x = part.column("x")
-        axes.plot(x, part.column("printed"), label="as printed", **(curve_style(2) | {"linestyle": DASHES[1]}))
-        axes.plot(x, part.column("limit"), label="limit, gaps E_k/k", **(curve_style(1) | {"linestyle": DASHES[0]}))
-        error_bars(axes, x, part, 0, f"measured, n = {part[0]['n']}")
+        part.line(axes, "x", "printed", 2, linestyle=DASHES[1], label="as printed")
+        part.line(axes, "x", "limit", 1, linestyle="solid", label="limit, gaps E_k/k")
+        part.error_bars(axes, "x", 0, label=f"measured, n = {part[0]['n']}")
     panels[0].set(xlabel="rank k", ylabel="t_n·E(a₁ − a_k)", title="Gaps of the largest scores, Eq. 117")
     panels[1].set(xlabel="t = β/√(2 ln n)", ylabel="E w_max", title="Largest weight, Eq. 118", ylim=(0, 1))
     panels[0].legend(frameon=False, loc="upper left")

@@ -14,18 +14,7 @@ import torch
 from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import accumulation_scale
 from attnscale.theory import phase, simplex
-from attnscale.theory.experiments import (
-    GREY,
-    Comparison,
-    Experiment,
-    Progress,
-    Rows,
-    collect,
-    curve_style,
-    line_style,
-    new_figure,
-    point_style,
-)
+from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, collect, line_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,8 +134,7 @@ def draw_limits(rows: Rows) -> Figure:
     figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
     for place, n, part in rows.series("n"):
         for axes, column in ((left, "cosine"), (right, "jacobian")):
-            label = f"n = 10^{round(math.log10(n))}"
-            axes.plot(part.column("ratio"), part.column(column), label=label, **curve_style(place))
+            part.line(axes, "ratio", column, place, label=f"n = 10^{round(math.log10(n))}")
     left.plot([0.5, 1, 1, 1.5], [1, 1, 0.5, 0.5], color=GREY, linewidth=1.2, zorder=0)
     right.plot([0.5, 1, 1, 1.5], [0, 0, 1, 1], color=GREY, linewidth=1.2, zorder=0)
     left.plot([1.0], [0.8], "o", color=GREY, markersize=6)
@@ -165,14 +153,13 @@ def draw_layers(layers: Rows, lifetime: Rows) -> Figure:
     for place, (ratio, alpha) in enumerate(keys):
         part = Rows(row for row in layers.where(ratio=ratio, alpha=alpha) if row["apart"] > 1e-9)
         label = f"γ/γ_c = {ratio:g}" + (f", residual α = {alpha:g}" if alpha else "")
-        left.plot(part.column("layer"), part.column("apart"), label=label, markersize=4, **line_style(place))
+        part.line(left, "layer", "apart", place, label=label, markersize=4, marker=line_style(place)["marker"])
     left.set(yscale="log", ylim=(1e-8, 2), xlabel="layers", ylabel="1 − cosine between tokens")
     left.set_title(f"Simplex of n = {layers[0]['n']} tokens, same β in every layer")
     left.legend(frameon=False, fontsize=8, loc="lower right")
     for place, ratio, part in lifetime.series("ratio"):
-        lengths, style = part.column("n"), point_style(place) | {"markersize": 6}
-        right.plot(lengths, part.column("predicted"), **curve_style(place))
-        right.plot(lengths, part.column("counted"), label=f"γ/γ_c = {ratio:g}", **style)
+        part.line(right, "n", "predicted", place)
+        part.points(right, "n", "counted", place, markersize=6, label=f"γ/γ_c = {ratio:g}")
     right.set(xscale="log", yscale="log", xlabel="n", ylabel="layers until 1 − ρ has halved")
     right.set_title("Lines: n^(γ(1−ρ)−1)/(2ρ(1−ρ)β)")
     right.legend(frameon=False, loc="upper left")

@@ -16,17 +16,14 @@ from attnscale.theory.estimates import mean, median, slope
 from attnscale.theory.experiments import (
     DASHES,
     GREY,
+    REFERENCE,
     Comparison,
     Experiment,
     Progress,
     Rows,
-    as_columns,
     collect,
-    curve_style,
-    error_bars,
     line_style,
     new_figure,
-    point_style,
 )
 from attnscale.theory.phase import directions
 
@@ -98,7 +95,7 @@ def _critical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
         _compare(lines, "β*·E‖tangential output‖²", where, float(limit.tangential.mean()), tangential)
         for rank in range(ORDERED):
             row = {"d": d, "n": n, "rank": rank + 1, "limit": float(limit.weights[:, rank].mean())}
-            found.append(row | as_columns(mean(ordered[:, rank])))
+            found.append(row | mean(ordered[:, rank]).columns())
     return found
 
 
@@ -113,7 +110,7 @@ def _regimes(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) 
         readouts = sphere.simulate_at(sphere.uniform(d), n, betas, rows, generator)
         for ratio, readout in zip(ratios, readouts, strict=True):
             limit = sphere.mean_largest_weight(ratio, law.exponent)
-            row = {"d": d, "n": n, "ratio": ratio, "limit": limit, **as_columns(mean(readout.w_max))}
+            row = {"d": d, "n": n, "ratio": ratio, "limit": limit, **mean(readout.w_max).columns()}
             found.append(row | {"deficit": sphere.supercritical_deficit(ratio, law.exponent)})
         deficit = 1.0 - readouts[-1].w_max
         predicted = sphere.supercritical_deficit(32.0, law.exponent)
@@ -179,7 +176,7 @@ def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> 
         first_order = sphere.heat_growth(3, degree, beta) - 1.0
         found.append(
             {"degree": degree, "beta": beta, "first_order": first_order, "infinite_n": float(exact.mean())}
-            | as_columns(mean(measured))
+            | mean(measured).columns()
         )
         if beta == betas[-1]:
             where = f"ℓ={degree} β={beta:g} n={n}"
@@ -229,7 +226,7 @@ def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]
         at_n = sphere.mean_largest_weight_at(n, d, beta)
         found.append(
             {"d": d, "n": n, "beta": beta, "limit": sphere.mean_largest_weight(1.0, law.exponent), "at_n": at_n}
-            | as_columns(mean(w_max))
+            | mean(w_max).columns()
             | {"gaussian_beta": math.sqrt(2.0 * d * math.log(n)), "uniform_weight": 1.0 / n}
         )
         if d in (17, 65):
@@ -270,10 +267,9 @@ def draw_regimes(regimes: Rows, subcritical: Rows) -> Figure:
     )
     for index, d, part in subcritical.series("d"):
         for place, (name, measured, predicted, power) in enumerate(quantities, start=2 * index):
-            betas = part.column("beta")
-            lines, points = ([value**power for value in part.column(column)] for column in (predicted, measured))
-            right.plot(betas, lines, **curve_style(place))
-            right.plot(betas, points, label=f"{name}, d = {d}", **point_style(place))
+            shown = Rows(row | {column: row[column] ** power for column in (measured, predicted)} for row in part)
+            shown.line(right, "beta", predicted, place)
+            shown.points(right, "beta", measured, place, label=f"{name}, d = {d}")
     right.set(xscale="log", yscale="log", xlabel="β", ylabel="distance of the output from the query")
     right.set_title("Below β*: points measured, lines predicted")
     right.set_ylim(bottom=4e-4)
@@ -290,14 +286,14 @@ def draw_local_exponent(rows: Rows) -> Figure:
     ):
         for place, name, part in rows.series("density"):
             # Densities that agree lie on top of each other: a small shift keeps each visible.
-            lengths = part.column("n", 1.08**place)
+            shifted = Rows(row | {"n": row["n"] * 1.08**place} for row in part)
             look = {"capsize": 2, "linestyle": line_style(place)["linestyle"]}
-            error_bars(axes, lengths, part, place, name, columns, **look)
+            shifted.error_bars(axes, "n", place, *columns, label=name, **look)
         for limit, exponent in sorted({(row["limit"], row["exponent"]) for row in rows}):
-            axes.axhline(limit, color=GREY, linewidth=0.9, linestyle=DASHES[2])
+            axes.axhline(limit, **REFERENCE)
             shift = 3 if exponent < 2 else -11
             look = {"xytext": (20, shift), "textcoords": "offset points", "color": GREY, "fontsize": 8}
-            axes.annotate(f"limit for κ = {exponent:g}", (lengths[0], limit), **look)
+            axes.annotate(f"limit for κ = {exponent:g}", (shifted[0]["n"], limit), **look)
         axes.set(xscale="log", xlabel="n", ylabel="E w_max", title=title, ylim=(0, 0.8))
         _label_ticks(axes, rows.distinct("n"))
     panels[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
@@ -308,12 +304,10 @@ def draw_dimension(rows: Rows) -> Figure:
     """Where the limit stops to describe a context of given length."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
     dims, uniform = rows.column("d"), rows[0]["uniform_weight"]
-    limit = curve_style(2) | {"linestyle": DASHES[1], "label": "Poisson limit, n → ∞"}
-    axes.plot(dims, rows.column("limit"), **limit)
-    exact = curve_style(1) | {"linestyle": DASHES[0], "label": f"integral at n = {rows[0]['n']}"}
-    axes.plot(dims, rows.column("at_n"), **exact)
-    error_bars(axes, dims, rows, 0, "measured", capsize=2)
-    axes.axhline(uniform, color=GREY, linewidth=0.9, linestyle=DASHES[2])
+    rows.line(axes, "d", "limit", 2, linestyle=DASHES[1], label="Poisson limit, n → ∞")
+    rows.line(axes, "d", "at_n", 1, linestyle="solid", label=f"integral at n = {rows[0]['n']}")
+    rows.error_bars(axes, "d", 0, label="measured", capsize=2)
+    axes.axhline(uniform, **REFERENCE)
     axes.annotate("1/n", (dims[0], uniform), xytext=(0, 3), textcoords="offset points", color=GREY)
     axes.set(xscale="log", yscale="log", xlabel="dimension d", ylabel="E w_max at β = β*", ylim=(1e-6, 1))
     _label_ticks(axes, dims)
@@ -325,8 +319,8 @@ def draw_dimension(rows: Rows) -> Figure:
 def _against_limit(axes: Axes, rows: Rows, column: str) -> None:
     """Measured values over a column, and the limit as a line, a series per dimension."""
     for place, d, part in rows.series("d"):
-        axes.plot(part.column(column), part.column("limit"), **curve_style(place))
-        error_bars(axes, part.column(column), part, place, f"d = {d}, n = {part[0]['n']}", capsize=2)
+        part.line(axes, column, "limit", place)
+        part.error_bars(axes, column, place, label=f"d = {d}, n = {part[0]['n']}", capsize=2)
 
 
 def _label_ticks(axes: Axes, ticks: Sequence[int]) -> None:
