@@ -1,6 +1,6 @@
 """A fixed query among n random keys on the sphere: critical scale, limit laws, and where they hold.
 
-All that matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
+What matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
 β* = (nC)^(1/κ), and the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of a
 unit Poisson process: at β = λβ* the ordered weights are ∝ e^(−λΓ_k^(1/κ)). Keys uniform on S^(d−1) have κ = (d−1)/2.
 
@@ -76,11 +76,9 @@ def mean_cosine(d: int, concentration: float) -> float:
 def subcritical_output(q: Tensor, score_gradient: Tensor, beta: float) -> Tensor:
     """The output for 1 ≪ β ≪ β*, to first order: q + (∇log f(q) − ((d−1)/2)·q)/β, with f the density of the keys.
 
-    `score_gradient` is ∇log f(q), tangential to the sphere, [..., d] as q. To first order the projection of the output
-    to the sphere is therefore a step of length 1/β up the gradient, which takes a density f to f − Δf/β: the heat
-    equation run backward for a time 1/β.
+    `score_gradient` is ∇log f(q), tangential to the sphere, [..., d] as q. Projected to the sphere, the output is a
+    step of length 1/β up the gradient, which takes a density f to f − Δf/β: the heat equation backward for a time 1/β.
 
-    >>> import torch
     >>> subcritical_output(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.0]), beta=10.0)
     tensor([0.2000, 0.0000, 0.9000])
     """
@@ -162,7 +160,7 @@ def draw_limit(
     last = ratio * scaled[:, -1]
     beyond = torch.special.gammaincc(kappa, last) * math.gamma(exponent + 1.0) * ratio**-exponent
     beyond_radial = torch.special.gammaincc(kappa + 1, last) * math.gamma(exponent + 1.0) * exponent
-    beyond_radial = beyond_radial * ratio ** -(exponent + 1.0)
+    beyond_radial *= ratio ** -(exponent + 1.0)
     # Where this would overflow, what lies beyond the last point is zero.
     first = (ratio * scaled[:, 0]).clamp(max=600.0).exp()
     total = shifted.sum(-1) + beyond * first
@@ -254,8 +252,8 @@ def uniform(d: int) -> KeyDensity:
     return KeyDensity("uniform", d, draw, uniform_law(d))
 
 
-def far_keys_at(d: int, place: float, beyond: float = 0.5) -> KeyDensity:
-    """Uniform, but every key with a cosine below `beyond` is moved to the cosine `place`: the same law near the query.
+def far_keys_at(d: int, place: float) -> KeyDensity:
+    """Uniform, but every key with a cosine below 1/2 is moved to the cosine `place`: the same law near the query.
 
     >>> float(far_keys_at(3, -1.0).draw(1, 100, torch.Generator().manual_seed(0))[..., 0].median())
     -1.0
@@ -267,7 +265,7 @@ def far_keys_at(d: int, place: float, beyond: float = 0.5) -> KeyDensity:
         tangent = keys[..., 1:]
         height = math.sqrt(1.0 - place * place) / tangent.norm(dim=-1, keepdim=True)
         moved = torch.cat((torch.full_like(keys[..., :1], place), height * tangent), dim=-1)
-        return torch.where(keys[..., :1] < beyond, moved, keys)
+        return torch.where(keys[..., :1] < 0.5, moved, keys)
 
     return KeyDensity(f"far keys at cosine {place:g}", d, draw, uniform_law(d))
 

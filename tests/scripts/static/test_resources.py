@@ -14,7 +14,7 @@ from scripts.static.compiling import Compiled, jobs, row_of
 from scripts.static.counts import Counts
 from scripts.static.per_score import misses
 from scripts.static.phases import Phases
-from scripts.static.table import Row, Table, baseline, differences, read_table, static_table, write_table
+from scripts.static.table import KernelRow, Table, baseline, differences, read_table, static_table, write_table
 from scripts.static.targets import TARGETS
 from scripts.static.variants import variants
 
@@ -102,7 +102,7 @@ def test_every_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table)
     assert {key: ratio for key, ratio in made.items() if ratio != 1.0} == {}
 
 
-def rows_of(compiled: Table) -> list[Row]:
+def rows_of(compiled: Table) -> list[KernelRow]:
     """What was compiled just now, and the rest from the table, which differs in a flag."""
     fresh = {row.key for row in compiled.rows}
     return [*compiled.rows, *(row for row in static_table() if row.key not in fresh)]
@@ -137,7 +137,7 @@ def test_statistics_add_no_products_and_no_powers(compiled: Table, target: str, 
 
 LOOP = Counts(mma=64, ex2=34, total=400)
 EDGE = Counts(mma=64, ex2=34, total=500)
-ROW = Row(
+ROW = KernelRow(
     "forward",
     "causal, plain",
     "bf16",
