@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -43,6 +44,13 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in experiments.NAMES:
         module = types.SimpleNamespace(run=toy)
         monkeypatch.setitem(sys.modules, f"attnscale.theory.experiments.{name}", module)
+
+
+def test_every_module_of_the_folder_is_an_experiment() -> None:
+    folder = Path(experiments.__file__).parent
+    assert set(experiments.NAMES) == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    for name in experiments.NAMES:
+        assert callable(importlib.import_module(f"attnscale.theory.experiments.{name}").run)
 
 
 def test_errors_are_relative_to_the_prediction_and_absolute_where_it_is_zero() -> None:

@@ -26,7 +26,7 @@ from attnscale.policies import FormulaPolicy, build_policy
 from attnscale.policies.fields import read_between, read_length
 from attnscale_kernels import interpreting
 
-SUITES = ("attention", "statistics", "adaptive", "decode")
+SUITE_NAMES = ("attention", "statistics", "adaptive", "decode")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # Profiles of known cards, which come with the package.
@@ -53,7 +53,7 @@ class Profile:
     device: str = ""
     peak_tflops: float | None = None
     bandwidth_gbs: float | None = None
-    suites: tuple[str, ...] = SUITES
+    suites: tuple[str, ...] = SUITE_NAMES
     lengths: tuple[int, ...] = (1024, 4096, 16384)
     head_dims: tuple[int, ...] = (64, 128)
     dtypes: tuple[str, ...] = ("bfloat16",)
@@ -89,7 +89,7 @@ class Profile:
         for name in ("kv_heads", "decode_kv_heads"):
             if self.heads % getattr(self, name):
                 reject(name, getattr(self, name), f"a divisor of heads={self.heads}")
-        for name, accepted in (("suites", SUITES), ("dtypes", tuple(DTYPES))):
+        for name, accepted in (("suites", SUITE_NAMES), ("dtypes", tuple(DTYPES))):
             for value in _listed(name, getattr(self, name)):
                 if value not in accepted:
                     reject(name, value, f"some of {', '.join(accepted)}")
