@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnscale_kernels.launch import Launch, block_of
+from scripts.static.counts import Phases, Structure, find_phases
 from scripts.static.loops import parse_gcn, parse_sass
-from scripts.static.phases import Phases, Structure, find_phases
 from scripts.static.table import KernelRow, Table
 from scripts.static.targets import TARGETS, Target
 from scripts.static.variants import Variant, variants

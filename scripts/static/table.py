@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.static.calls import RULES
-from scripts.static.counts import Counts
-from scripts.static.phases import Phases
+from scripts.static.counts import Counts, Phases
 from scripts.static.targets import TARGETS, blocks_per_unit
 
 FILE = Path(__file__).parent / "resources.json"

@@ -20,9 +20,8 @@ from attnscale_kernels.tiles import (
 )
 from attnscale_kernels.visibility import Visibility
 from scripts.static.calls import BLOCK, MASKED, RULES, WINDOW, Passes, Sequence, passes, sequences
-from scripts.static.counts import Counts
+from scripts.static.counts import Counts, Phases
 from scripts.static.per_score import edge, over_all_hot, per_score, per_visible_score, with_the_rest
-from scripts.static.phases import Phases
 from scripts.static.table import KernelRow
 from scripts.static.variants import phases_of
 

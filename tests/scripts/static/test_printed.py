@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.static.__main__ import main
-from scripts.static.counts import Counts
-from scripts.static.phases import Phases
+from scripts.static.counts import Counts, Phases
 from scripts.static.printed import HEADER, static_lines
 from scripts.static.table import KernelRow
 from scripts.static.targets import TARGETS

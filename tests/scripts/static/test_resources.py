@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from scripts.static.compiling import Compiled, jobs, row_of
-from scripts.static.counts import Counts
+from scripts.static.counts import Counts, Phases
 from scripts.static.per_score import misses
-from scripts.static.phases import Phases
 from scripts.static.table import KernelRow, Table, baseline, differences, read_table, static_table, write_table
 from scripts.static.targets import TARGETS
 from scripts.static.variants import variants
