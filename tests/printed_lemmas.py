@@ -1,4 +1,4 @@
-"""Formulas of Critical Attention Scaling in Long-Context Transformers (arXiv:2510.05554), exactly as printed.
+"""Formulas of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554) exactly as printed.
 
 For the tests that say which of them hold.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnscale.cli.parser import Parser
-from attnscale.theory.experiment import NAMES, Comparison, Experiment
+from attnscale.theory.experiments import NAMES, Comparison, Experiment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,20 +33,21 @@ def theory(parser: Parser) -> None:
 
 def _theory(console: Console, options: argparse.Namespace) -> int:
     from attnscale.cli.progress import shown_progress
-    from attnscale.theory import experiment, files
+    from attnscale.theory import experiments
 
     found: list[Experiment] = []
     count = 0
     for name in NAMES if options.name == ALL else (options.name,):
         began = time.perf_counter()
         with shown_progress(console) as progress:
-            found.append(experiment.run(name, options.quick, progress))
+            found.append(experiments.run(name, options.quick, progress))
         with console.status(f"drawing {name}"):
-            count += len(files.write(found[-1], options.output))
+            count += len(experiments.write(found[-1], options.output))
         console.print(comparison_table(name, found[-1].comparisons, time.perf_counter() - began))
     panels = [panel for result in found for panel in result.strip]
     if options.name == ALL and panels:
-        count += len(files.write_picture(options.output / "strip", files.render(files.draw_strip(panels))))
+        strip = experiments.render(experiments.draw_strip(panels))
+        count += len(experiments.write_picture(options.output / "strip", strip))
     console.print(ABOUT, highlight=False)
     console.print(f"wrote {count} files into {options.output}", markup=False, highlight=False, soft_wrap=True)
     return 0

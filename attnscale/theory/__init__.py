@@ -1,5 +1,5 @@
 """The papers behind the temperature laws as code: closed forms beside simulators, and experiments that compare them.
 
-One module per model: `families` (raw scores of known kinds), `condensation`, `gaps`, `simplex`, `phase`, `sphere`.
-`experiments/` has what `attnscale theory NAME` runs. Nothing here is imported by `import attnscale`.
+One module per model: `families` (raw scores of known kinds), `condensation`, `gap_counting`, `simplex`, `phase` with
+`bounds`, `sphere`. `experiments/` is what `attnscale theory NAME` runs. `import attnscale` imports none of it.
 """

@@ -1,9 +1,9 @@
-"""Theorems 2.3 and 2.5 of seed 004 as inequalities with every constant written out, valid at every n.
+"""Theorems 2.3 and 2.5 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554) as inequalities.
 
-The paper states limits with o_n(1); its proofs give explicit bounds, collected here for tokens whose cosines lie in
-[ρ₁, ρ₂] and whose squared norms lie in [q₁, q₂] (Assumption 2). Each holds for every such configuration, so each can be
-checked against a measurement. For γ < 1/(1−ρ₁) the first and third tend to the paper's limits, for γ > 1/(1−ρ₂) the
-second and fourth do.
+The paper states limits with o_n(1); its proofs give explicit bounds, collected here with every constant written out for
+tokens whose cosines lie in [ρ₁, ρ₂] and whose squared norms lie in [q₁, q₂] (Assumption 2). Each holds for every such
+configuration at every n, so each can be checked against a measurement. For γ < 1/(1−ρ₁) the first and third tend to the
+paper's limits, for γ > 1/(1−ρ₂) the second and fourth do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import reject
+from attnscale.theory.phase import directions
 from attnscale.theory.simplex import logistic
 
 
-class Spread(NamedTuple):
+class TokenRange(NamedTuple):
     """Smallest and largest cosine between two tokens, and squared norm of a token: Assumption 2."""
 
     n: int
@@ -29,36 +30,36 @@ class Spread(NamedTuple):
     q_max: float
 
 
-def spread(x: Tensor) -> Spread:
+def token_range(x: Tensor) -> TokenRange:
     """The constants of Assumption 2 for given tokens [n, d].
 
-    >>> spread(torch.tensor([[1.0, 0.0], [3.0, 4.0]], dtype=torch.float64))
-    Spread(n=2, d=2, rho_min=0.6, rho_max=0.6, q_min=1.0, q_max=25.0)
+    >>> token_range(torch.tensor([[1.0, 0.0], [3.0, 4.0]], dtype=torch.float64))
+    TokenRange(n=2, d=2, rho_min=0.6, rho_max=0.6, q_min=1.0, q_max=25.0)
     """
     n, d = x.shape
-    y = x / x.norm(dim=-1, keepdim=True)
+    y = directions(x)
     cosines = (y @ y.T)[~torch.eye(n, dtype=torch.bool, device=x.device)]
     squares = x.square().sum(-1)
-    return Spread(n, d, *(float(v) for v in (cosines.min(), cosines.max(), squares.min(), squares.max())))
+    return TokenRange(n, d, *(float(v) for v in (cosines.min(), cosines.max(), squares.min(), squares.max())))
 
 
-def own_weight(tokens: Spread, beta: float) -> tuple[float, float]:
+def own_weight(tokens: TokenRange, beta: float) -> tuple[float, float]:
     """Bounds on the weight A_ii of a token on itself (Lemma A.1), lower and upper.
 
-    >>> own_weight(Spread(3, 3, 0.5, 0.5, 1.0, 1.0), 2 * math.log(2.0))
+    >>> own_weight(TokenRange(3, 3, 0.5, 0.5, 1.0, 1.0), 2 * math.log(2.0))
     (0.5, 0.5)
     """
     lower, upper = (beta * (1.0 - rho) - math.log(tokens.n - 1) for rho in (tokens.rho_max, tokens.rho_min))
     return logistic(lower), logistic(upper)
 
 
-def contraction_bound(tokens: Spread, beta: float, alpha: float = 0.0) -> float:
+def contraction_bound(tokens: TokenRange, beta: float, alpha: float = 0.0) -> float:
     """A lower bound on min ⟨y'_i, y'_j⟩ (Theorem 2.3, Eq. 10).
 
     ⟨x'_i, x'_j⟩ ≥ ρ₁(α‖x_i‖+1)(α‖x_j‖+1) because no cosine is below ρ₁, and with p the own weight ‖x'_i‖² is at most
     α²‖x_i‖² + 2α‖x_i‖(p + (1−p)ρ₂) + ρ₂ + (1−ρ₂)ΣA². The quotient is smallest at an end of the range of norms.
 
-    >>> round(contraction_bound(Spread(10**9, 10**9, 0.4, 0.5, 1.0, 1.0), beta=0.0), 6)  # the limit ρ₁/ρ₂
+    >>> round(contraction_bound(TokenRange(10**9, 10**9, 0.4, 0.5, 1.0, 1.0), beta=0.0), 6)  # the limit ρ₁/ρ₂
     0.8
     """
     _, own = own_weight(_positive(tokens), beta)
@@ -68,30 +69,30 @@ def contraction_bound(tokens: Spread, beta: float, alpha: float = 0.0) -> float:
     return tokens.rho_min * _gain(tokens, alpha, toward, length)
 
 
-def contraction_limit(tokens: Spread, alpha: float = 0.0) -> float:
+def contraction_limit(tokens: TokenRange, alpha: float = 0.0) -> float:
     """The bound for n → ∞ and γ < 1/(1−ρ₁): ρ₁ + ε of Eq. 10, with ε written out.
 
-    >>> contraction_limit(Spread(8, 8, 0.4, 0.5, 1.0, 1.0))
+    >>> contraction_limit(TokenRange(8, 8, 0.4, 0.5, 1.0, 1.0))
     0.8
     """
     return tokens.rho_min * _gain(_positive(tokens), alpha, tokens.rho_max, tokens.rho_max)
 
 
-def identity_bound(tokens: Spread, beta: float) -> float:
+def identity_bound(tokens: TokenRange, beta: float) -> float:
     """An upper bound on max ‖ATT(y_i) − y_i‖ (Theorem 2.3, Eq. 11): (1 − p)·√(2(1−ρ₁)).
 
-    >>> identity_bound(Spread(100, 100, 0.5, 0.5, 1.0, 1.0), beta=100.0) < 1e-19
+    >>> identity_bound(TokenRange(100, 100, 0.5, 0.5, 1.0, 1.0), beta=100.0) < 1e-19
     True
     """
     return _others(tokens, beta) * math.sqrt(2.0 * (1.0 - tokens.rho_min))
 
 
-def jacobian_upper_bound(tokens: Spread, beta: float) -> float:
+def jacobian_upper_bound(tokens: TokenRange, beta: float) -> float:
     """An upper bound on η (Theorem 2.5, Eq. 22), from blocks of norm ≤ (2β·δ_ij + (2β+√d)·A_ji)/√q₁ (Lemma B.5).
 
     It tends to 4β²/(q₁d) below the critical γ, and not to 0: with d = 128 it says something only while β < 5.7·√q₁.
 
-    >>> round(jacobian_upper_bound(Spread(10**12, 100, 0.5, 0.5, 1.0, 1.0), beta=1.0), 3)
+    >>> round(jacobian_upper_bound(TokenRange(10**12, 100, 0.5, 0.5, 1.0, 1.0), beta=1.0), 3)
     0.04
     """
     _, own = own_weight(tokens, beta)
@@ -100,12 +101,12 @@ def jacobian_upper_bound(tokens: Spread, beta: float) -> float:
     return total / (tokens.q_min * tokens.d)
 
 
-def jacobian_lower_bound(tokens: Spread, beta: float) -> float:
+def jacobian_lower_bound(tokens: TokenRange, beta: float) -> float:
     """A lower bound on η (Theorem 2.5, Eq. 23), from the blocks of a token and itself alone.
 
     Such a block is P(pI + βC)/‖x‖ with tr C ≤ 2(1−p)(1−ρ₁), so its norm is at least (p√(d−1) − 2β(1−p)(1−ρ₁))/√q₂.
 
-    >>> round(jacobian_lower_bound(Spread(100, 128, 0.5, 0.5, 1.0, 2.0), beta=1000.0), 12)
+    >>> round(jacobian_lower_bound(TokenRange(100, 128, 0.5, 0.5, 1.0, 2.0), beta=1000.0), 12)
     0.49609375
     """
     own, _ = own_weight(tokens, beta)
@@ -113,18 +114,18 @@ def jacobian_lower_bound(tokens: Spread, beta: float) -> float:
     return max(0.0, block) ** 2 / (tokens.q_max * tokens.d)
 
 
-def _gain(tokens: Spread, alpha: float, toward: float, length: float) -> float:
+def _gain(tokens: TokenRange, alpha: float, toward: float, length: float) -> float:
     """The least (α‖x‖+1)²/(α²‖x‖² + 2α‖x‖·toward + length) over the norms."""
     residuals = (alpha * math.sqrt(q) for q in (tokens.q_min, tokens.q_max))
     return min((u + 1.0) ** 2 / (u * u + 2.0 * u * toward + length) for u in residuals)
 
 
-def _others(tokens: Spread, beta: float) -> float:
+def _others(tokens: TokenRange, beta: float) -> float:
     """The most that a row can put on other tokens: 1 − p for the least p, without cancellation."""
     return logistic(math.log(tokens.n - 1) - beta * (1.0 - tokens.rho_max))
 
 
-def _squared_weights(tokens: Spread, beta: float) -> float:
+def _squared_weights(tokens: TokenRange, beta: float) -> float:
     """An upper bound on Σ_j A_ij²: p² + max_(j≠i) A_ij, and never more than the largest weight."""
     _, own = own_weight(tokens, beta)
     # The best other token against the own one at 1 and n−2 at ρ₁; two of the three terms suffice for a bound.
@@ -135,7 +136,7 @@ def _squared_weights(tokens: Spread, beta: float) -> float:
     return min(own**2 + other, max(own, other))
 
 
-def _positive(tokens: Spread) -> Spread:
+def _positive(tokens: TokenRange) -> TokenRange:
     if tokens.rho_min < 0.0:
         reject("tokens.rho_min", tokens.rho_min, "cosines >= 0, as Assumption 2 has them")
     return tokens

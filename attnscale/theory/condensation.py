@@ -1,18 +1,37 @@
 """Condensation of softmax on Gaussian scores: n independent U_j ~ N(0, σ²), weights e^(β U_j)/Z.
 
-The critical inverse temperature is β_c = √(2 ln n)/σ, and t = β/β_c. What takes n is exact at every finite n, unless
-its name or docstring says that it is a limit; `poisson_dirichlet` has the limit law of the weights for t > 1.
+The critical inverse temperature is β_c = √(2 ln n)/σ, and t = β/β_c: "A Condensation Crossover in Softmax Attention".
+What takes n is exact at every finite n, unless its name or docstring says that it is a limit.
+
+Finite n: with E exponential and independent of Z, P(ln E − ln Z > x) = E e^(−e^x Z) = L(x)^n, b = βσ and
+L(x) = E e^(−e^(x + b U/σ)). One function of one variable gives the law of ln Z, for n = 2 as for n = 10^12.
+All integrands are analytic in a strip and decay, so that the trapezoidal rule converges faster than any power of its
+step. Limits for t > 1: near the maximum the scores are a Poisson process of exponential density, and the weights tend
+to Γ_k^(−t)/Σ_j Γ_j^(−t), Γ_k its arrival times: the Poisson–Dirichlet law PD(α, 0), α = 1/t.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnscale.errors import reject
-from attnscale.theory import log_normal_sums, poisson_dirichlet
+from attnscale.theory.families import arrival_times
+
+EULER = 0.5772156649015329
+TAIL = 40.0  # e^−40 is below the rounding of what is summed
+SCORES = torch.linspace(-12.0, 12.0, 2401, dtype=torch.float64, device="cpu")  # the grid of U
+STEP = 0.1  # of x
+
+
+class Moments(NamedTuple):
+    """Mean and variance of ln Z."""
+
+    mean: float
+    variance: float
 
 
 def critical_beta(n: float, sigma: float = 1.0) -> float:
@@ -64,16 +83,87 @@ def mean_ln_w_max(n: float, t: float) -> float:
     True
     """
     b = t * critical_beta(n)
-    return b * log_normal_sums.mean_maximum(n) - log_normal_sums.ln_z_moments(n, b).mean
+    return b * mean_maximum(n) - ln_z_moments(n, b).mean
+
+
+def mean_maximum(n: float) -> float:
+    """E max U_j/σ.
+
+    >>> round(mean_maximum(2) * math.sqrt(math.pi), 9)
+    1.0
+    """
+    density = torch.exp(math.log(n) + (n - 1) * torch.special.log_ndtr(SCORES) - SCORES**2 / 2)
+    step = (SCORES[1] - SCORES[0]).item()
+    return step / math.sqrt(2 * math.pi) * (SCORES * density).sum().item()
 
 
 def mean_w_max(n: float, t: float) -> float:
-    """E[w_max], exactly; for t > 1 it tends to `poisson_dirichlet.mean_largest(t)`, for t ≤ 1 to 0.
+    """E[w_max], exactly: the integral over λ of E e^(−λ/w_max), which is e^(−λ) (G/Φ)^(n−1) given the maximum u.
 
-    >>> mean_w_max(2, 0.0)
-    0.5...
+    G(u, λ) = ∫_(−∞)^u φ(v) e^(−λ e^(−b(u−v))) dv. At v = u the integrand has no decay, so the gap u − v gets nodes that
+    crowd there (tanh-sinh).
+
+    >>> round(mean_w_max(5, 0.0), 9)
+    0.2
     """
-    return log_normal_sums.mean_largest_weight(n, t * critical_beta(n))
+    b = t * critical_beta(n)
+    likely = SCORES[(n - 1) * torch.special.log_ndtr(SCORES) + math.log(n) - SCORES**2 / 2 > -TAIL]
+    spacing = max((likely[-1] - likely[0]).item() / 100, 0.01)
+    u = torch.arange(likely[0].item(), likely[-1].item(), spacing, dtype=torch.float64, device="cpu")
+    density = torch.exp(math.log(n) + (n - 1) * torch.special.log_ndtr(u) - u**2 / 2) / math.sqrt(2 * math.pi)
+    z = torch.arange(-3.2, 3.2, 0.03, dtype=torch.float64, device="cpu")
+    unit = 0.5 * (1 + torch.tanh(math.pi / 2 * torch.sinh(z)))
+    weight = 0.03 * math.pi / 4 * torch.cosh(z) / torch.cosh(math.pi / 2 * torch.sinh(z)) ** 2
+    y = torch.arange(-TAIL, 4.5, 0.2, dtype=torch.float64, device="cpu")  # λ = e^y
+    total = 0.0
+    for top, mass in zip(u.tolist(), density.tolist(), strict=True):
+        reach = max(top, 0.0) + 10
+        ln_normal = -((top - reach * unit) ** 2) / 2 - math.log(2 * math.pi) / 2
+        below = torch.exp(ln_normal - torch.special.log_ndtr(u.new_tensor(top))) * weight * reach
+        lost = -torch.expm1(-torch.exp(y[:, None] - b * reach * unit)) @ below  # 1 − G/Φ
+        total += mass * torch.exp(y - y.exp() + (n - 1) * torch.log1p(-lost.clamp(max=1 - 1e-16))).sum().item()
+    return total * spacing * 0.2
+
+
+def w_max_limit(t: float) -> float:
+    """The limit of E[w_max] for t > 1: ∫ e^(−λ)/(e^(−λ) + λ^α γ(1−α, λ)) dλ, γ the lower incomplete gamma function.
+
+    Given the largest point, the others are a Poisson process below it, which gives E e^(−λ/w_max) = e^(−λ)/ψ(λ) with
+    ψ = 1 + α ∫_0^1 (1 − e^(−λy)) y^(−α−1) dy; the integral over λ of this transform is E w_max.
+
+    >>> round(w_max_limit(2.0), 3)
+    0.627
+    """
+    alpha = _alpha(t)
+    y = torch.arange(-45.0, 5.0, 0.05, dtype=torch.float64, device="cpu")  # λ = e^y
+    rate = y.exp()
+    incomplete = torch.special.gammainc(torch.full_like(rate, 1 - alpha), rate) * math.gamma(1 - alpha)
+    return 0.05 * float((torch.exp(y - rate) / (torch.exp(-rate) + rate**alpha * incomplete)).sum())
+
+
+def chance_of_more(weight: float, t: float) -> float:
+    """The limit of P(w_max > v) for t > 1, v ≥ 1/2, where no two weights can be: sin(πα)/(πα) · ((1−v)/v)^α.
+
+    >>> round(chance_of_more(0.5, 2.0) * math.pi, 9)
+    2.0
+    """
+    alpha = _alpha(t)
+    if not 0.5 <= weight <= 1:
+        reject("weight", weight, "a number in [1/2, 1]")
+    return math.sin(math.pi * alpha) / (math.pi * alpha) * math.pow((1 - weight) / weight, alpha)
+
+
+def sample_limit_weights(t: float, rows: int, ranks: int, generator: torch.Generator) -> Tensor:
+    """The first weights [rows, ranks] of the limit for t > 1, in falling order; the sum beyond them has its mean.
+
+    >>> sample_limit_weights(2.0, 3, 100, torch.Generator().manual_seed(0)).shape
+    torch.Size([3, 100])
+    """
+    _alpha(t)
+    arrivals = arrival_times(rows, ranks, generator)
+    points = arrivals**-t
+    beyond = arrivals[:, -1:] ** (1 - t) / (t - 1)  # ∫ x^(−t) dx from the last arrival on
+    return points / (points.sum(-1, keepdim=True) + beyond)
 
 
 def annealed_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
@@ -82,7 +172,7 @@ def annealed_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
     >>> annealed_log_partition(1, 2.0)
     2.0
     """
-    return log_normal_sums.ln_mean(n, beta * sigma)
+    return math.log(n) + (beta * sigma) ** 2 / 2
 
 
 def quenched_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
@@ -91,7 +181,23 @@ def quenched_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
     >>> quenched_log_partition(4096, 1.0) < annealed_log_partition(4096, 1.0)
     True
     """
-    return log_normal_sums.ln_z_moments(n, beta * sigma).mean
+    return ln_z_moments(n, beta * sigma).mean
+
+
+def ln_z_moments(n: float, b: float) -> Moments:
+    """Mean and variance of ln Z at βσ = b: those of ln E − ln Z, whose survival function is L^n, less those of ln E.
+
+    >>> round(ln_z_moments(1, 2.0).variance, 9)  # Z = e^(2U)
+    4.0
+    """
+    x = _grid(n, b)
+    survival = torch.exp(n * _ln_laplace(x, b))
+    # E X = x_0 + ∫ P(X > x) dx, and E (X − x_0)² = 2 ∫ (x − x_0) P(X > x) dx, from x_0 where P is 1.
+    offset = x - x[0]
+    first = STEP * (survival.sum() - 0.5).item()
+    # The last term: at x_0 the integrand has slope 1.
+    second = 2 * STEP * (offset * survival).sum().item() + STEP**2 / 6
+    return Moments(-(x[0].item() + first) - EULER, second - first**2 - math.pi**2 / 6)
 
 
 def log_partition_limit(n: float, beta: float, sigma: float = 1.0) -> float:
@@ -110,7 +216,7 @@ def log_partition_spread(n: float, beta: float, sigma: float = 1.0) -> float:
     >>> log_partition_spread(4096, 6.0) < 6.0
     True
     """
-    return math.sqrt(max(0.0, log_normal_sums.ln_z_moments(n, beta * sigma).variance))
+    return math.sqrt(max(0.0, ln_z_moments(n, beta * sigma).variance))
 
 
 def log_partition_spread_limit(t: float) -> float:
@@ -125,12 +231,17 @@ def log_partition_spread_limit(t: float) -> float:
 
 
 def participation_ratio(n: float, beta: float, sigma: float = 1.0) -> float:
-    """E Σ w_j², exactly: its inverse is the number of keys that share the attention.
+    """E Σ w_j², exactly: n ∫ s E[e^(2bU) e^(−s e^(bU))] L(s)^(n−1) ds; its inverse is the number of keys that share.
 
-    >>> round(1 / participation_ratio(1000, 0.0))
-    1000
+    >>> round(participation_ratio(4, 0.0), 9)
+    0.25
     """
-    return log_normal_sums.mean_sum_of_squares(n, beta * sigma)
+    b = beta * sigma
+    x = _grid(n, b)
+    ln_own = 2 * (b * SCORES + x[:, None]) - torch.exp(b * SCORES + x[:, None])  # [X, U]
+    ln_normal = -(SCORES**2) / 2
+    own = torch.exp(torch.logsumexp(ln_own + ln_normal, -1) - torch.logsumexp(ln_normal, -1))
+    return n * STEP * (own * torch.exp((n - 1) * _ln_laplace(x, b))).sum().item()
 
 
 def participation_limit(t: float) -> float:
@@ -139,7 +250,7 @@ def participation_limit(t: float) -> float:
     >>> participation_limit(2.0)
     0.5
     """
-    return poisson_dirichlet.mean_sum_of_squares(t) if t > 1 else 0.0
+    return 1 - 1 / t if t > 1 else 0.0
 
 
 def participation_exponent(t: float) -> float:
@@ -165,12 +276,14 @@ def retrieval_threshold(n: float, beta: float, sigma: float = 1.0) -> float:
 
 
 def target_weight(n: float, beta: float, m: float, sigma: float = 1.0) -> float:
-    """E[w_*] of a signal key with score m beside n − 1 noise keys, exactly.
+    """E[w_*] of a signal key with score m beside n − 1 noise keys, exactly: ∫ e^(−s) L(ln s − βm)^(n−1) ds.
 
-    >>> target_weight(2, 1.0, 0.0)
-    0.5...
+    >>> round(target_weight(4, 0.0, 0.0), 9)
+    0.25
     """
-    return log_normal_sums.mean_sigmoid(n - 1, beta * sigma, beta * m)
+    lowest = -2 * TAIL - annealed_log_partition(n - 1, beta, sigma)
+    y = torch.arange(lowest, 6.0, STEP, dtype=torch.float64, device="cpu")  # s = e^y
+    return STEP * torch.exp(y - y.exp() + (n - 1) * _ln_laplace(y - beta * m, beta * sigma)).sum().item()
 
 
 def chance_of_signal(n: float, m: float, sigma: float = 1.0) -> float:
@@ -198,3 +311,25 @@ def _check(n: float, sigma: float) -> None:
         reject("n", n, "a number >= 1")
     if not sigma > 0:
         reject("sigma", sigma, "a number > 0")
+
+
+def _alpha(t: float) -> float:
+    if not t > 1:
+        reject("t", t, "a number > 1: below, all weights vanish")
+    return 1 / t
+
+
+def _ln_laplace(x: Tensor, b: float) -> Tensor:
+    """ln E e^(−e^(x + b U)) at each x [X], exact to rounding also where it is nearly 0."""
+    parts = x.chunk(1 + len(x) // 256)  # bounds the memory of the grid [x, U]
+    weights = torch.exp(-(SCORES**2) / 2)
+    weights = weights / weights.sum()
+    return torch.cat([torch.log1p(torch.expm1(-torch.exp(part[:, None] + b * SCORES)) @ weights) for part in parts])
+
+
+def _grid(n: float, b: float) -> Tensor:
+    """Where L(x)^n goes from 1 to 0: P(Z > e^−x) ≤ e^x E Z on the left, and Z ≥ e^(b max U) on the right."""
+    unlikely = SCORES[n * torch.special.log_ndtr(SCORES) < -TAIL]
+    least = unlikely[-1].item() if len(unlikely) else SCORES[0].item()
+    low, high = -annealed_log_partition(n, b) - TAIL, math.log(TAIL) - b * least + STEP
+    return torch.arange(low, high, STEP, dtype=torch.float64, device="cpu")

@@ -16,6 +16,10 @@ class Estimate(NamedTuple):
     value: float
     error: float
 
+    def columns(self) -> dict[str, float]:
+        """As columns of a table of measured values."""
+        return {"measured": self.value, "standard_error": self.error}
+
 
 def mean(samples: Tensor) -> Estimate:
     """The mean of independent samples [...].
@@ -26,10 +30,10 @@ def mean(samples: Tensor) -> Estimate:
     return Estimate(samples.mean().item(), samples.std().item() / math.sqrt(samples.numel()))
 
 
-def spread(samples: Tensor) -> Estimate:
+def deviation(samples: Tensor) -> Estimate:
     """The standard deviation of independent samples [...], its error from their fourth moment.
 
-    >>> spread(torch.tensor([0.0, 1.0, 2.0])).value
+    >>> deviation(torch.tensor([0.0, 1.0, 2.0])).value
     1.0
     """
     centred = samples - samples.mean()
@@ -38,20 +42,17 @@ def spread(samples: Tensor) -> Estimate:
     return Estimate(samples.std().item(), error)
 
 
-def median(samples: Tensor, seed: int = 0, draws: int = 200) -> Estimate:
+def median(samples: Tensor, draws: int = 200) -> Estimate:
     """The median of samples [...], its error by bootstrap; samples may be infinite.
 
     >>> median(torch.tensor([1.0, 2.0, torch.inf])).value
     2.0
     """
     flat = samples.flatten()
-    generator = torch.Generator().manual_seed(seed)
-    drawn = (
-        flat[torch.randint(flat.numel(), (draws, flat.numel()), generator=generator, device=generator.device)]
-        .median(-1)
-        .values
-    )
-    finite = drawn[drawn.isfinite()]
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(flat.numel(), (draws, flat.numel()), generator=generator, device=generator.device)
+    medians = flat[chosen].median(-1).values
+    finite = medians[medians.isfinite()]
     return Estimate(flat.median().item(), finite.std().item() if finite.numel() > 1 else 0.0)
 
 

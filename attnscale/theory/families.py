@@ -20,7 +20,7 @@ class Family:
 
     `exponent` is ξ of Λ ≍ (ln n)^ξ, None where Λ grows like a power of n. Λ of a row is random in the limit for
     families whose best score is one of many alike (`random`); then Λ/`accumulation(n)` has a limit law of its own
-    (`gaps.limit_ratio`), and in the others it tends to 1.
+    (`gap_counting.limit_ratio`), and in the others it tends to 1.
     """
 
     formula: ClassVar[str]
@@ -59,9 +59,7 @@ class Gaussian(Family):
         >>> Gaussian().sample_best(2**40, 2, 8, torch.Generator().manual_seed(0)).shape
         torch.Size([2, 8])
         """
-        arrivals = (
-            torch.empty(rows, ranks, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
-        )
+        arrivals = arrival_times(rows, ranks, generator)
         others = torch.full((rows, 1), float(n + 1 - ranks), dtype=torch.float64, device="cpu")
         total = arrivals[:, -1:] + torch._standard_gamma(others, generator)
         quantiles: Tensor = torch.special.ndtri(arrivals / total)
@@ -153,7 +151,8 @@ class AlmostSimplex(Family):
 
 @dataclass(frozen=True)
 class ThreeLevel(Family):
-    """Own key at 1, round(κ n^τ) keys at `high` and the rest at `low`: Assumption 3 of arXiv:2510.05554.
+    """Own key at 1, round(κ n^τ) keys at `high` and the rest at `low`: Assumption 3 of "Critical Attention
+    Scaling in Long-Context Transformers" (arXiv:2510.05554).
 
     Λ = max(ln(1 + κ n^τ)/(1 − high), ln n/(1 − low)), exactly. There is a phase between the uniform and the collapsed
     one if (1−τ)(1−low) + low < high.
@@ -261,6 +260,15 @@ def sample(name: str, n: int, rows: int, generator: torch.Generator, **parameter
     n = read_int("n", n, "an int >= 1", least=1)
     rows = read_int("rows", rows, "an int >= 1", least=1)
     return family(name, **parameters).sample(n, rows, generator)
+
+
+def arrival_times(rows: int, points: int, generator: torch.Generator) -> Tensor:
+    """The first arrival times Γ_1 < Γ_2 < … of unit Poisson processes, [rows, points].
+
+    >>> arrival_times(2, 3, torch.Generator().manual_seed(0)).diff().min() > 0
+    tensor(True)
+    """
+    return torch.empty(rows, points, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
 
 
 def ln_cap_constant(d: int) -> float:

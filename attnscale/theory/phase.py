@@ -1,7 +1,8 @@
 """One attention layer on any tokens, measured: angles (Eq. 26), Jacobian norm (Eq. 27), and both over (ρ, γ).
 
-The layer is seed 004's, x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖, and it runs through the attention
-of this package, so a phase diagram is also a test of that.
+Equations, assumptions and lemmas are those of "Critical Attention Scaling in Long-Context Transformers"
+(arXiv:2510.05554). The layer is x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖. It runs through the
+attention of this package, so a phase diagram is also a test of that.
 
 Appendix C has a phase between averaging all tokens and keeping each apart, which sees the near ones only. Assumption 3:
 each token has about n^τ near ones with cosines in [ρ₃, ρ₄], all others in [ρ₁, ρ₂] with ρ₂ < ρ₃.
@@ -21,7 +22,60 @@ from attnscale._util.checks import read_int
 from attnscale.attention import attention_with_stats, scaled_dot_product_attention
 from attnscale.errors import reject
 from attnscale.statistics import RowStats, StatsRequest
-from attnscale.theory.tokens import almost_simplex
+
+
+def simplex_tokens(n: int, d: int, rho: float, q: float = 1.0) -> Tensor:
+    """Tokens [n, d] with ‖x_i‖² = q and the same cosine ρ between any two (Assumption 1).
+
+    n such directions are linearly independent for 0 < ρ < 1, so d ≥ n; the rows of the symmetric square root of their
+    Gram matrix (1−ρ)I + ρ11ᵀ are such a configuration.
+
+    >>> x = simplex_tokens(3, 5, 0.5, q=4.0)
+    >>> (x @ x.T).round(decimals=12)
+    tensor([[4., 2., 2.],
+            [2., 4., 2.],
+            [2., 2., 4.]], dtype=torch.float64)
+    """
+    n = read_int("n", n, "an int >= 2", least=2)
+    if d < n:
+        reject("d", d, f"at least n={n} dimensions: the tokens of a simplex are linearly independent")
+    own = math.sqrt(1.0 - rho)
+    shared = (math.sqrt(1.0 - rho + n * rho) - own) / n
+    tokens = torch.zeros(n, d, dtype=torch.float64, device="cpu")
+    tokens[:, :n] = own * torch.eye(n, dtype=torch.float64, device="cpu") + shared
+    return math.sqrt(q) * tokens
+
+
+def gaussian_tokens(n: int, d: int, rho: float, generator: torch.Generator) -> Tensor:
+    """Gaussian tokens √ρ·z₀ + √(1−ρ)·z_i (Eq. 25), [n, d], with z ~ N(0, I/d) so that E‖x_i‖² = 1.
+
+    The paper prints "standard Gaussian vectors", which give E‖x_i‖² = d.
+
+    >>> x = gaussian_tokens(64, 4096, 0.5, torch.Generator().manual_seed(0))
+    >>> torch.allclose(x @ x.T, 0.5 * (1 + torch.eye(64, dtype=torch.float64)), atol=0.1)
+    True
+    """
+    draws = torch.randn(n + 1, d, generator=generator, dtype=torch.float64, device=generator.device) / math.sqrt(d)
+    return math.sqrt(rho) * draws[:1] + math.sqrt(1.0 - rho) * draws[1:]
+
+
+def grouped_tokens(n: int, size: int, far: float, near: float) -> Tensor:
+    """Unit tokens [n, d] in groups of `size`: cosine `near` inside a group, `far` between groups (Assumption 3).
+
+    Each token has size − 1 near ones, so in the paper's terms n^τ ≈ size − 1, ρ₁ = ρ₂ = far and ρ₃ = ρ₄ = near.
+
+    >>> x = grouped_tokens(4, 2, far=0.25, near=0.75)
+    >>> (x @ x.T)[0].round(decimals=12)
+    tensor([1.0000, 0.7500, 0.2500, 0.2500], dtype=torch.float64)
+    """
+    if not 0.0 <= far <= near < 1.0:
+        reject("near", near, f"a cosine from far={far} to 1")
+    if size < 1 or n % size:
+        reject("size", size, f"a divisor of n={n}")
+    shared = torch.full((n, 1), math.sqrt(far), dtype=torch.float64, device="cpu")
+    group = torch.eye(n // size, dtype=torch.float64, device="cpu").repeat_interleave(size, 0) * math.sqrt(near - far)
+    own = torch.eye(n, dtype=torch.float64, device="cpu") * math.sqrt(1.0 - near)
+    return torch.cat((shared, group, own), dim=1)
 
 
 class PhasePoint(NamedTuple):
@@ -142,7 +196,7 @@ def sweep(
     """
     seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device).tolist()
     for rho in rhos:
-        samples = [almost_simplex(n, d, rho, torch.Generator().manual_seed(seed)) for seed in seeds]
+        samples = [gaussian_tokens(n, d, rho, torch.Generator().manual_seed(seed)) for seed in seeds]
         for gamma in gammas:
             beta = gamma * math.log(n)
             angle = sum(angle_ratio(x, beta) for x in samples) / draws
@@ -169,7 +223,7 @@ def closed_jacobian_norm(x: Tensor, beta: float) -> float:
         i = j:  P_j(A_jj·I + β·C_j)/‖x_j‖      C_j = Σ_k A_jk·(y_k − μ_j)(y_k − μ_j)ᵀ
         i ≠ j:  A_ji·P_i(I + β·y_j⊗(y_i − μ_j))/‖x_i‖
 
-    which is what Lemmas B.2 and B.3 of seed 004 say, with the factor 1/‖x_i‖ that they print as ‖x_i‖^(−1/2).
+    which is what Lemmas B.2 and B.3 say, with the factor 1/‖x_i‖ that they print as ‖x_i‖^(−1/2).
 
     >>> round(closed_jacobian_norm(torch.eye(3, dtype=torch.float64), 1e3), 12)
     0.666666666667

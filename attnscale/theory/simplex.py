@@ -1,18 +1,15 @@
 """Tokens at the corners of a simplex: one attention layer in closed form, at finite n and in the limit.
 
-The setting is Assumption 1 of seed 004: n tokens x_i with ‖x_i‖² = q whose directions y_i = x_i/‖x_i‖ have the same
-cosine ρ with one another, and the layer x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row then
-has two weights, p = A_ii on the token itself and a = A_ij on each other one, and everything else follows from them.
+The setting is Assumption 1 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554): n tokens
+x_i with ‖x_i‖² = q whose directions y_i = x_i/‖x_i‖ have the same cosine ρ with one another, and the layer
+x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row then has two weights, p = A_ii on the token
+itself and a = A_ij on each other one, and everything else follows from them.
 
 The forms are those of the paper's Lemmas A.3, A.4 and B.8 to B.10, rearranged so that nothing cancels: p and a come
 from one logistic function of β(1−ρ) − ln(n−1), so n = 10¹² neither overflows nor loses digits. Where the printed lemmas
 differ, see the errata in the README of this folder.
 
-After a layer the configuration is a simplex again, so (ρ, q) of each layer gives that of the next, exactly. Below the
-critical γ a layer brings ρ nearer to 1, which raises 1/(1−ρ): what is subcritical stays so. On the critical line the
-first layer moves ρ to 4ρ/(1+3ρ), for which the same γ is subcritical, so criticality lasts one layer. Above it each
-layer moves ρ by 2ρ(1−ρ)·n^(1−γ(1−ρ)), and the configuration lasts for about `lifetime` layers, a power of n that
-depends on γ.
+After a layer the configuration is a simplex again, so (ρ, q) of each layer gives that of the next, exactly.
 """
 
 from __future__ import annotations
@@ -240,10 +237,9 @@ def layers_until_collapse(n: int, rho: float, beta: float, most: int = 10**6) ->
     >>> layers_until_collapse(10**6, 0.5, math.log(10**6))
     1
     """
-    state = Configuration(1.0 - rho, 1.0)
+    apart = 1.0 - rho
     for depth in range(1, most + 1):
-        ratio = angle_ratio(n, state.rho, beta)
-        state = Configuration(state.apart * ratio, 1.0)
-        if state.apart < 0.5 * (1.0 - rho):
+        apart *= angle_ratio(n, 1.0 - apart, beta)
+        if apart < 0.5 * (1.0 - rho):
             return depth
     return None

@@ -1,15 +1,18 @@
-"""A fixed query among n random keys on the sphere (seed 001): critical scale, limit laws, and where they hold.
+"""A fixed query among n random keys on the sphere: critical scale, limit laws, and where they hold.
 
-All that matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
+What matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
 β* = (nC)^(1/κ), and the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of a
-unit Poisson process. Keys uniform on S^(d−1) have κ = (d−1)/2. Seed 001 gives the regimes in words; the formulas and
-constants here are derived from that law and checked by simulation, with keys drawn around q = (1, 0, …, 0) by density.
+unit Poisson process: at β = λβ* the ordered weights are ∝ e^(−λΓ_k^(1/κ)). Keys uniform on S^(d−1) have κ = (d−1)/2.
+
+The regimes are those of the paper on the long-context limit of softmax self-attention with a fixed query and i.i.d.
+keys on the sphere, of which the abstract was at hand. Formulas and constants are derived from the law above and checked
+by simulation, with keys drawn around q = (1, 0, …, 0) by density.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +23,7 @@ from attnscale._util.checks import read_int
 from attnscale.attention import attention_with_stats
 from attnscale.errors import reject
 from attnscale.statistics import StatsRequest
-from attnscale.theory.families import ln_cap_constant
+from attnscale.theory.families import arrival_times, ln_cap_constant
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
 
@@ -73,11 +76,9 @@ def mean_cosine(d: int, concentration: float) -> float:
 def subcritical_output(q: Tensor, score_gradient: Tensor, beta: float) -> Tensor:
     """The output for 1 ≪ β ≪ β*, to first order: q + (∇log f(q) − ((d−1)/2)·q)/β, with f the density of the keys.
 
-    `score_gradient` is ∇log f(q), tangential to the sphere, [..., d] as q. To first order the projection of the output
-    to the sphere is therefore a step of length 1/β up the gradient, which takes a density f to f − Δf/β: the heat
-    equation run backward for a time 1/β.
+    `score_gradient` is ∇log f(q), tangential to the sphere, [..., d] as q. Projected to the sphere, the output is a
+    step of length 1/β up the gradient, which takes a density f to f − Δf/β: the heat equation backward for a time 1/β.
 
-    >>> import torch
     >>> subcritical_output(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.0]), beta=10.0)
     tensor([0.2000, 0.0000, 0.9000])
     """
@@ -128,6 +129,97 @@ def heat_growth(d: int, degree: int, beta: float) -> float:
     return 1.0 + degree * (degree + d - 2) / beta
 
 
+class PoissonLimit(NamedTuple):
+    """Draws of the limit at β = λβ*.
+
+    `weights` are ordered, [draws, points]; `radial` is the limit of β*·(1 − ⟨q, output⟩) and `tangential` that of β*
+    times the squared tangential displacement of the output, averaged over the directions of the keys, [draws].
+    """
+
+    weights: Tensor
+    radial: Tensor
+    tangential: Tensor
+
+
+def draw_limit(
+    ratio: float, exponent: float, draws: int, generator: torch.Generator, points: int = 512
+) -> PoissonLimit:
+    """Ordered weights and the output in the limit n → ∞ at β = ratio·β*, for a local law of that exponent κ.
+
+    Points beyond the last one drawn enter the normalisation with their mean, κλ^(−κ)·Γ(κ, λΓ^(1/κ)). Key k lies
+    √2·Γ_k^(1/2κ) away in a uniform direction, so over these the squared displacement has the mean Σ w_k²·2Γ_k^(1/κ).
+
+    >>> limit = draw_limit(1.0, 1.0, 2000, torch.Generator().manual_seed(0))
+    >>> abs(float(limit.weights[:, 0].mean()) - math.exp(-0.5772156649)) < 0.02
+    True
+    """
+    draws = read_int("draws", draws, "an int >= 1", least=1)
+    scaled = arrival_times(draws, points, generator) ** (1.0 / exponent)
+    shifted = (-ratio * (scaled - scaled[:, :1])).exp()
+    kappa = torch.tensor(exponent, dtype=torch.float64, device="cpu")
+    last = ratio * scaled[:, -1]
+    beyond = torch.special.gammaincc(kappa, last) * math.gamma(exponent + 1.0) * ratio**-exponent
+    beyond_radial = torch.special.gammaincc(kappa + 1, last) * math.gamma(exponent + 1.0) * exponent
+    beyond_radial *= ratio ** -(exponent + 1.0)
+    # Where this would overflow, what lies beyond the last point is zero.
+    first = (ratio * scaled[:, 0]).clamp(max=600.0).exp()
+    total = shifted.sum(-1) + beyond * first
+    weights = shifted / total[:, None]
+    radial = (weights * scaled).sum(-1) + beyond_radial * first / total
+    return PoissonLimit(weights, radial, (weights.square() * 2 * scaled).sum(-1))
+
+
+def mean_largest_weight(ratio: float, exponent: float) -> float:
+    """E w_max in the limit at β = ratio·β*, as an integral; for κ = 1 and λ = 1 it is e^(−γ), γ Euler's constant.
+
+    Given Γ₁ = s, w_max = 1/(1 + S) with S a sum over the later points, E e^(−xS) = exp(−∫(1 − e^(−x·e^(−v))) dΓ) by
+    Campbell's formula, and 1/(1 + S) = ∫ e^(−x(1+S)) dx. All three integrals are trapezoidal sums on logarithmic grids.
+
+    >>> round(mean_largest_weight(1.0, 1.0), 8) == round(math.exp(-0.57721566490153286), 8)
+    True
+    """
+    grid = torch.arange(-32.0, 6.0, 0.25, dtype=torch.float64, device="cpu").exp()
+    width = 0.25 * grid  # dz of z = ln of the grid
+    first = grid[grid < 60.0]
+    at = first[:, None] ** (1.0 / exponent) + grid / ratio  # [s, v], u^(1/κ) at v = λ(u^(1/κ) − s^(1/κ))
+    points = exponent / ratio * at ** (exponent - 1.0) * width  # dΓ
+    lost = -torch.special.expm1(-grid[:, None] * (-grid).exp())  # [x, v]
+    exponentials = (-grid[:, None] - lost @ points.T).exp()  # [x, s]
+    inner = (exponentials * width[:, None]).sum(0)
+    return float((inner * (-first).exp() * 0.25 * first).sum())
+
+
+def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
+    """E w_max for n keys uniform on S^(d−1) at inverse temperature β, at finite n: no limit is taken.
+
+    As above with the density of t = 1 − ⟨q, k⟩, ∝ (t(2−t))^((d−3)/2), in place of its power law: the largest weight is
+    that of one of n keys, and the other n − 1 are independent of each other and not nearer. To about 0.05 %.
+
+    >>> round(mean_largest_weight_at(2, 3, 0.0), 6)
+    0.5
+    """
+    n = read_int("n", n, "an int >= 2", least=2)
+    step = 0.3 / (d + 2)  # the chance that no key is nearer changes by e^((d−1)/2·step) from cell to cell
+    z = torch.arange(-36.0, 36.0, step, dtype=torch.float64, device="cpu")
+    t = 2.0 * torch.sigmoid(z)  # on (0, 2), crowded at both ends
+    log_density = (d - 1) / 2 * (functional.logsigmoid(z) + functional.logsigmoid(-z))
+    log_mass = log_density - log_density.logsumexp(0)
+    kept = log_mass > -60.0 - math.log(n)
+    t, mass = t[kept], log_mass[kept].exp()  # P(t in the cell)
+    # The cell of the nearest key itself counts half as nearer, half as farther: the trapezoidal rule at that end.
+    nearer = mass.cumsum(0) - 0.5 * mass
+    x = torch.arange(-36.0, 5.0, 0.25, dtype=torch.float64, device="cpu").exp()
+    total = 0.0
+    for index in torch.nonzero((n * mass > 1e-12) & (n * nearer < 40.0)).flatten().tolist():
+        farther = mass[index:].clone()
+        farther[0] *= 0.5
+        decay = (-beta * (t[index:] - t[index])).exp()
+        lost = nearer[index] - torch.special.expm1(-x[:, None] * decay) @ farther  # [x], 1 − the bracket
+        chance = n * float(mass[index])
+        total += chance * float(((n - 1) * torch.log1p(-lost.clamp(max=1.0)) - x).exp() @ (0.25 * x))
+    return total
+
+
 class KeyDensity(NamedTuple):
     """A density of keys: how to draw them, [rows, n, d] from (rows, n, generator), and their law near the query."""
 
@@ -160,8 +252,8 @@ def uniform(d: int) -> KeyDensity:
     return KeyDensity("uniform", d, draw, uniform_law(d))
 
 
-def far_keys_at(d: int, place: float, beyond: float = 0.5) -> KeyDensity:
-    """Uniform, but every key with a cosine below `beyond` is moved to the cosine `place`: the same law near the query.
+def far_keys_at(d: int, place: float) -> KeyDensity:
+    """Uniform, but every key with a cosine below 1/2 is moved to the cosine `place`: the same law near the query.
 
     >>> float(far_keys_at(3, -1.0).draw(1, 100, torch.Generator().manual_seed(0))[..., 0].median())
     -1.0
@@ -173,7 +265,7 @@ def far_keys_at(d: int, place: float, beyond: float = 0.5) -> KeyDensity:
         tangent = keys[..., 1:]
         height = math.sqrt(1.0 - place * place) / tangent.norm(dim=-1, keepdim=True)
         moved = torch.cat((torch.full_like(keys[..., :1], place), height * tangent), dim=-1)
-        return torch.where(keys[..., :1] < beyond, moved, keys)
+        return torch.where(keys[..., :1] < 0.5, moved, keys)
 
     return KeyDensity(f"far keys at cosine {place:g}", d, draw, uniform_law(d))
 
@@ -243,14 +335,25 @@ def tilted_harmonic(concentration: float, degree: int) -> float:
     return mean if degree == 1 else 1.0 - 3.0 * mean / concentration
 
 
-def attend(density: KeyDensity, n: int, beta: float, rows: int, generator: torch.Generator) -> Readout:
+def simulate(density: KeyDensity, n: int, beta: float, rows: int, generator: torch.Generator) -> Readout:
     """Rows of attention from the query to n keys each, with the keys as values, through this package's attention.
 
-    >>> attend(uniform(3), 64, 10.0, 8, torch.Generator().manual_seed(0)).output.shape
+    >>> simulate(uniform(3), 64, 10.0, 8, torch.Generator().manual_seed(0)).output.shape
     torch.Size([8, 3])
     """
-    parts = [read(keys, beta) for keys in batches(density, n, rows, generator)]
-    return Readout(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return simulate_at(density, n, [beta], rows, generator)[0]
+
+
+def simulate_at(
+    density: KeyDensity, n: int, betas: Sequence[float], rows: int, generator: torch.Generator
+) -> list[Readout]:
+    """The same at several β, each with the same keys.
+
+    >>> len(simulate_at(uniform(3), 64, [1.0, 10.0], 8, torch.Generator().manual_seed(0)))
+    2
+    """
+    parts = [[attention_to(keys, beta) for beta in betas] for keys in batches(density, n, rows, generator)]
+    return [Readout(*map(torch.cat, zip(*found, strict=True))) for found in zip(*parts, strict=True)]
 
 
 def batches(density: KeyDensity, n: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -264,10 +367,10 @@ def batches(density: KeyDensity, n: int, rows: int, generator: torch.Generator) 
         yield density.draw(min(size, rows - start), n, generator)
 
 
-def read(keys: Tensor, beta: float) -> Readout:
+def attention_to(keys: Tensor, beta: float) -> Readout:
     """Attention from the query to given keys [rows, n, d].
 
-    >>> read(torch.eye(2, dtype=torch.float64)[None], 0.0).w_max
+    >>> attention_to(torch.eye(2, dtype=torch.float64)[None], 0.0).w_max
     tensor([0.5000], dtype=torch.float64)
     """
     query = torch.zeros(len(keys), 1, 1, keys.shape[-1], dtype=keys.dtype, device=keys.device)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnscale_kernels.launch import Launch, block_of
+from scripts.static.counts import Phases, Structure, find_phases
 from scripts.static.loops import parse_gcn, parse_sass
-from scripts.static.phases import Phases, Structure, find_phases
-from scripts.static.table import Row, Table
+from scripts.static.table import KernelRow, Table
 from scripts.static.targets import TARGETS, Target
 from scripts.static.variants import Variant, variants
 
@@ -144,7 +144,7 @@ def build_table(wanted: Iterable[Job], workers: int = 2) -> Table:
         return Table(pool.submit(versions).result(), list(pool.map(build_row, wanted)))
 
 
-def build_row(job: Job) -> Row:
+def build_row(job: Job) -> KernelRow:
     """Compile one variant for one target."""
     variant, target = variants()[job[0]], job[1]
     return row_of(variant, target, compile_variant(variant, target))
@@ -156,10 +156,10 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     return compile_launch(launch, TARGETS[target], variant.structure)
 
 
-def row_of(variant: Variant, target: str, compiled: Compiled) -> Row:
+def row_of(variant: Variant, target: str, compiled: Compiled) -> KernelRow:
     """The row of a variant and a target: how it is launched there, and what compiling it has given."""
     launch = variant.launch(TARGETS[target].resources)
-    return Row(
+    return KernelRow(
         variant.family, variant.name, variant.dtype, variant.dim, target, _tile(launch), launch.warps, launch.stages,
         compiled.registers, compiled.spills, compiled.shared_memory, compiled.tensor_columns,
         _matrix_flops(variant, launch), _tile_bytes(variant, launch), compiled.phases,

@@ -1,4 +1,7 @@
-"""How many instructions of which kind a stretch of a kernel has."""
+"""How many instructions of which kind each loop of a compiled kernel has, and which loop is which.
+
+Tiles seen whole, tiles at an edge, and what runs around and besides.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from scripts.static.loops import Instruction
+from scripts.static.loops import Block, Instruction, Loop, loop_nest
 
 
 class Counts(NamedTuple):
@@ -27,6 +30,32 @@ class Counts(NamedTuple):
     total: int = 0
     shared_bytes: int = 0  # per lane, through shared memory
     mma_flops: int = 0  # of a warp, where the name of the instruction tells; else 0
+
+
+class Structure(NamedTuple):
+    """The loops over tiles in the text of a kernel, in the order they run.
+
+    `phases` are those of one sweep over the tiles, and there may be several `sweeps`. Loops after these repair what is
+    seldom broken, where `repairs` says that a kernel has such. `heads_around`: each stands in a loop over heads.
+    `trips_inside`: passes of a loop inside a loop over tiles, each of which loads one number.
+    """
+
+    phases: tuple[str, ...] = ()  # of "before", "hot" and "after", by `Phases`
+    sweeps: int = 1
+    repairs: bool = False
+    heads_around: bool = False
+    trips_inside: int = 1
+
+
+class Phases(NamedTuple):
+    """Instructions of a warp for one tile in each phase, over all sweeps; zeros where a kernel has no such loop."""
+
+    before: Counts = Counts()  # an edge tile before those seen whole
+    hot: Counts = Counts()  # a tile that every row sees whole
+    after: Counts = Counts()  # an edge tile after those seen whole
+    repair: Counts = Counts()  # a tile where something is broken: no call is expected to run it
+    around: Counts = Counts()  # a head, outside of its tiles
+    once: int = 0  # outside of all loops
 
 
 _SASS_KINDS = {
@@ -78,6 +107,37 @@ def total_of(parts: Iterable[Counts]) -> Counts:
 def times(counts: Counts, passes: int) -> Counts:
     """The counts of several passes of one loop."""
     return Counts(*(passes * number for number in counts))
+
+
+def find_phases(blocks: list[Block], structure: Structure) -> Phases:
+    """The loops of a kernel, named by the order in which they run."""
+    kernel = loop_nest(blocks)
+    around = Counts()
+    tiles = list(kernel.inner)
+    if structure.heads_around:
+        around = total_of(count(loop.own) for loop in tiles)
+        tiles = [inner for loop in tiles for inner in loop.inner]
+    expected = structure.phases * structure.sweeps
+    if len(tiles) < len(expected) or (len(tiles) > len(expected) and not structure.repairs):
+        lengths = [count(loop.instructions).total for loop in tiles]
+        raise ValueError(f"found loops over tiles of {lengths} instructions: expected {list(expected)}")
+    names = expected + ("repair",) * (len(tiles) - len(expected))
+    found = {
+        name: total_of(
+            _one_tile(loop, structure.trips_inside) for loop, own in zip(tiles, names, strict=True) if own == name
+        )
+        for name in names
+    }
+    return Phases(**found, around=around, once=count(kernel.own).total)
+
+
+def _one_tile(loop: Loop, trips: int) -> Counts:
+    """One pass, with all passes of the loops inside; an assembler that unrolls one makes it load more numbers."""
+    parts = [count(loop.own)]
+    for inner in loop.inner:
+        counts = count(inner.instructions)
+        parts.append(times(counts, trips // max(counts.memory, 1)))
+    return total_of(parts)
 
 
 def _classify_sass(opcode: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from attnscale.bench.gpu.tables import print_tables
+from attnscale.bench.gpu.results import print_tables
 from scripts.static.calls import LENGTHS
 from scripts.static.counts import Counts
 from scripts.static.per_score import (
@@ -18,7 +18,7 @@ from scripts.static.per_score import (
     per_visible_score,
     with_the_rest,
 )
-from scripts.static.table import Row
+from scripts.static.table import KernelRow
 from scripts.static.targets import TARGETS
 
 HEADER = (
@@ -35,27 +35,27 @@ ABOUT = (
 )
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[KernelRow]) -> None:
     """All rows, and what their columns mean."""
     console = Console()
     print_tables(console, "compiled ahead of time, not run", HEADER, static_lines(rows), heading=4)
     console.print(ABOUT, highlight=False)
 
 
-def static_lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
+def static_lines(rows: list[KernelRow]) -> Iterator[tuple[str, ...]]:
     """Cells of the table for each kernel and target."""
     for row in rows:
         dim, target = f"D={row.dim}" if row.dim else "", f"{row.target} {TARGETS[row.target].card}"
         yield row.family, row.name, row.dtype, dim, target, *_resources(row), *_instructions(row, rows)
 
 
-def _resources(row: Row) -> tuple[str, ...]:
+def _resources(row: KernelRow) -> tuple[str, ...]:
     sizes = (row.warps, row.registers, row.spills, row.shared_memory, row.blocks)
     work = (f"{row.tile_bytes / 1024:.0f}", f"{row.matrix_flops / 1e6:.1f}") if row.matrix_flops else ("", "")
     return "×".join(map(str, row.tile)), *map(str, sizes), *work
 
 
-def _instructions(row: Row, rows: list[Row]) -> Iterator[str]:
+def _instructions(row: KernelRow, rows: list[KernelRow]) -> Iterator[str]:
     """For each score, by phase and for calls; where a tile has none, as the merge of parts, nothing."""
     yield from (_of_tile(row, counts) for counts in (row.phases.hot, edge(row)))
     yield from (_number(per_visible_score(row, length), 1) for length in LENGTHS)
@@ -66,7 +66,7 @@ def _instructions(row: Row, rows: list[Row]) -> Iterator[str]:
     yield "" if added is None else f"{added - 1:+.0%}"
 
 
-def _of_tile(row: Row, counts: Counts) -> str:
+def _of_tile(row: KernelRow, counts: Counts) -> str:
     return f"{per_score(row, counts):.1f}" if counts.total and row.tile != (1, 1) else ""
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.static.calls import RULES
-from scripts.static.counts import Counts
-from scripts.static.phases import Phases
+from scripts.static.counts import Counts, Phases
 from scripts.static.targets import TARGETS, blocks_per_unit
 
 FILE = Path(__file__).parent / "resources.json"
@@ -16,7 +15,7 @@ REFERENCE = "reference"  # the family of the plain kernel that the forward is he
 REGISTER_SLACK, LOOP_SLACK = 8, 0.03
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
     """One kernel, compiled for one target."""
 
     family: str
@@ -49,7 +48,7 @@ class Row(NamedTuple):
     @property
     def lanes(self) -> int:
         """Of a warp."""
-        return 64 if self.target.startswith("gfx") else 32
+        return TARGETS[self.target].resources.warp_size
 
     @property
     def blocks(self) -> int:
@@ -72,10 +71,10 @@ class Table(NamedTuple):
     """Rows, and the versions of the compilers that they hold for."""
 
     versions: dict[str, str]
-    rows: list[Row]
+    rows: list[KernelRow]
 
 
-def static_table(path: Path = FILE) -> list[Row]:
+def static_table(path: Path = FILE) -> list[KernelRow]:
     """The rows that are checked in. Needs neither triton nor a GPU."""
     return read_table(path).rows
 
@@ -84,8 +83,8 @@ def read_table(path: Path = FILE) -> Table:
     """A table as `write_table` leaves it."""
     held = json.loads(path.read_text())
     rows = [
-        Row(**{**row, "tile": tuple(row["tile"]), "phases": _phases(row["phases"])})
-        for row in (dict(zip(Row._fields, values, strict=True)) for values in held["rows"])
+        KernelRow(**{**row, "tile": tuple(row["tile"]), "phases": _phases(row["phases"])})
+        for row in (dict(zip(KernelRow._fields, values, strict=True)) for values in held["rows"])
     ]
     return Table(held["versions"], rows)
 
@@ -113,7 +112,7 @@ def _phases(held: dict[str, Any]) -> Phases:
     return Phases(**{name: Counts(**kinds) for name, kinds in held.items()}, once=once)
 
 
-def baseline(row: Row, rows: list[Row]) -> Row | None:
+def baseline(row: KernelRow, rows: list[KernelRow]) -> KernelRow | None:
     """The same kernel without statistics, if `row` has some: same flags, dtype, dimension and target."""
     if row.family != "forward" or not row.name.endswith(", entropy"):
         return None
@@ -121,7 +120,7 @@ def baseline(row: Row, rows: list[Row]) -> Row | None:
     return next((other for other in rows if other.key == wanted), None)
 
 
-def differences(known: Row, found: Row) -> list[str]:
+def differences(known: KernelRow, found: KernelRow) -> list[str]:
     """Where a kernel got worse than the table says, in words: empty if it did not.
 
     Compilers make small moves: registers may grow by 8 and each loop by 3 %. What is decided by the kernel's text may
@@ -150,5 +149,5 @@ def differences(known: Row, found: Row) -> list[str]:
     return said + [f"{what}: {now}, expected at most {limit}" for what, (limit, now) in most.items() if now > limit]
 
 
-def _loops(row: Row) -> list[str]:
+def _loops(row: KernelRow) -> list[str]:
     return [name for name, held in row.phases._asdict().items() if isinstance(held, Counts) and held.total]

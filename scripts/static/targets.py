@@ -38,6 +38,7 @@ class Target(NamedTuple):
 SM_89 = SM_80._replace(shared_memory=101_376, capability=89)
 SM_120 = SM_89._replace(capability=120)
 
+# Another target is one line here and `make resources`; tiles of its own go into attnscale_kernels/tile_rules.py.
 # CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and the tuning guides: resident
 # warps and blocks, shared memory of an SM, of which a block takes 1 KB for the system; PTX manual: tensor memory.
 # CDNA3 ISA guide: vector and accumulation registers are one file of 512, 8 wavefronts of a vector unit, 64 KB of LDS.

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnscale_kernels.launch import Launch, Resources, assuming
 from attnscale_kernels.visibility import Visibility
 from scripts.static.calls import MASKED
-from scripts.static.phases import Structure
+from scripts.static.counts import Structure
 from scripts.static.table import REFERENCE
 
 BATCH, HEADS, KV_HEADS, LENGTH = 2, 32, 8, 4096

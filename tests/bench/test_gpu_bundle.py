@@ -12,11 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from attnscale.bench.gpu import rivals, suites
+from attnscale.bench.gpu import providers
 from attnscale.bench.gpu.machine import Profile
 from attnscale.bench.gpu.problem import Provider, by_law
-from attnscale.bench.gpu.suites import SUITES, Suite
-from attnscale.bench.gpu.tables import header, print_tables
+from attnscale.bench.gpu.providers import SUITES, Suite
+from attnscale.bench.gpu.results import header, print_tables
 from attnscale.cli import main
 
 TINY = replace(Profile().tiny(), suites=("attention",), lengths=(8, 16), head_dims=(8,), check_length=9)
@@ -27,8 +27,8 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a run with one provider."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(Profile, "tiny", lambda self: TINY)
-    flex = Provider("flex", lambda problem: rivals.eager(False, problem), by_law)
-    monkeypatch.setitem(suites.SUITES, "attention", Suite((flex,), ("forward",), ("flex",)))
+    flex = Provider("flex", lambda problem: providers.eager(False, problem), by_law)
+    monkeypatch.setitem(providers.SUITES, "attention", Suite((flex,), ("forward",), ("flex",)))
     path = tmp_path / "new" / "gpu.zip"
     assert main(["bench", "gpu", "--dry-run", "--output", str(tmp_path / "gpu.csv"), "--bundle", str(path)]) == 0
     return path

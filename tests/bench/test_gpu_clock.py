@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnscale.bench.gpu import clock
-from attnscale.bench.gpu.clock import (
+from attnscale.bench.gpu import machine
+from attnscale.bench.gpu.machine import (
     FIRST_HOLD,
     LONGEST_HOLD,
     DeviceClock,
@@ -77,7 +77,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         def elapsed_time(self, end: Event) -> float:
             return 1000 * (end.at - self.at)
 
-    monkeypatch.setattr(clock, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(machine, "FLUSH_BYTES", 64)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)

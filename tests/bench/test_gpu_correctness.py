@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale.bench.gpu import rivals, suites
-from attnscale.bench.gpu.clock import HostClock, Telemetry
-from attnscale.bench.gpu.correctness import check_a_few_rows, verify
-from attnscale.bench.gpu.machine import Machine, Profile
-from attnscale.bench.gpu.problem import Answer, Attention, Problem, Provider, by_law
-from attnscale.bench.gpu.runner import Session
-from attnscale.bench.gpu.suites import ADAPTIVE, BRACKET, POLICY, Group, Suite
-from attnscale.bench.gpu.tables import lines
+from attnscale.bench.gpu import providers
+from attnscale.bench.gpu.command import Session
+from attnscale.bench.gpu.machine import HostClock, Machine, Profile, Telemetry
+from attnscale.bench.gpu.problem import Answer, Attention, Problem, Provider, by_law, check_a_few_rows, verify
+from attnscale.bench.gpu.providers import ADAPTIVE, BRACKET, POLICY, Group, Suite
+from attnscale.bench.gpu.results import lines
 from attnscale.cli import main
 from attnscale.errors import BackendError
 
@@ -34,7 +32,7 @@ def changed(change: Callable[[Answer, Problem], Answer], **options: object) -> P
     """The eager provider with statistics, its scores not rounded, and something done to its answer."""
 
     def prepare(problem: Problem) -> Attention:
-        attend = rivals.eager(True, problem)
+        attend = providers.eager(True, problem)
 
         def unrounded(*inputs: Tensor) -> Answer:
             answer = attend(*(x.float() for x in inputs))
@@ -66,7 +64,7 @@ def wrong_gradient(answer: Answer, problem: Problem) -> Answer:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_who_computes_attention_is_right(dtype: torch.dtype, backward: bool) -> None:
-    verdict = verify(rivals.EAGER_STATISTICS, replace(SMALL, dtype=dtype), backward=backward)
+    verdict = verify(providers.EAGER_STATISTICS, replace(SMALL, dtype=dtype), backward=backward)
     assert verdict.right
     assert 0 < verdict.share <= 1
 
@@ -88,10 +86,10 @@ def test_what_may_be_wrong_is_measured_by_torchs_own_error_in_the_dtype(
 
 def test_a_law_is_checked_as_such() -> None:
     # Standard attention is no attention under a law, nor the reverse.
-    standard = rivals.sdpa(torch.nn.attention.SDPBackend.MATH, SMALL)
+    standard = providers.sdpa(torch.nn.attention.SDPBackend.MATH, SMALL)
     assert verify(Provider("sdpa", lambda _: standard), SMALL, backward=False).right
     assert not verify(Provider("sdpa", lambda _: standard, by_law), SMALL, backward=False).right
-    assert not verify(replace(rivals.EAGER, temperature=rivals.SDPA[0].temperature), SMALL, backward=False).right
+    assert not verify(replace(providers.EAGER, temperature=providers.SDPA[0].temperature), SMALL, backward=False).right
 
 
 def test_a_wrong_gradient_shows_in_backward_only() -> None:
@@ -138,13 +136,13 @@ def test_an_adaptive_temperature_must_lie_where_exact_gaps_put_it(factor: float,
 def test_a_gross_mistake_at_full_size_is_seen_in_the_last_rows() -> None:
     problem = replace(SMALL, queries=300, keys=300)
     inputs = problem.inputs(backward=False)
-    output = rivals.EAGER.prepare(problem)(*inputs.leaves).output
-    assert check_a_few_rows(rivals.EAGER, problem, inputs, output).right
+    output = providers.EAGER.prepare(problem)(*inputs.leaves).output
+    assert check_a_few_rows(providers.EAGER, problem, inputs, output).right
     for broken in (0.0, float("nan")):
         spoiled = output.clone()
         spoiled[-1, -1, -1] = broken
-        assert not check_a_few_rows(rivals.EAGER, problem, inputs, spoiled).right
-    adaptive = replace(rivals.EAGER, bounds=ADAPTIVE[0].bounds)
+        assert not check_a_few_rows(providers.EAGER, problem, inputs, spoiled).right
+    adaptive = replace(providers.EAGER, bounds=ADAPTIVE[0].bounds)
     assert check_a_few_rows(adaptive, problem, inputs, output).right
     assert not check_a_few_rows(adaptive, problem, inputs, spoiled).right
 
@@ -153,22 +151,22 @@ def failing(error: Exception, *, at: int = 0) -> Callable[[Problem], Attention]:
     def prepare(problem: Problem) -> Attention:
         if problem.keys >= at:
             raise error
-        return rivals.eager(False, problem)
+        return providers.eager(False, problem)
 
     return prepare
 
 
 def provider(name: str, prepare: Callable[[Problem], Attention] | None = None, *, ours: bool = False) -> Provider:
-    return Provider(name, prepare or (lambda problem: rivals.eager(False, problem)), by_law, ours=ours)
+    return Provider(name, prepare or (lambda problem: providers.eager(False, problem)), by_law, ours=ours)
 
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts other providers into the suite of attention."""
 
-    def put(*providers: Provider) -> None:
-        names = tuple(provider.name for provider in providers)
-        monkeypatch.setitem(suites.SUITES, "attention", Suite(providers, ("forward",), names))
+    def put(*chosen: Provider) -> None:
+        names = tuple(provider.name for provider in chosen)
+        monkeypatch.setitem(providers.SUITES, "attention", Suite(chosen, ("forward",), names))
 
     return put
 

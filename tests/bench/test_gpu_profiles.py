@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from attnscale.bench.gpu import machine
-from attnscale.bench.gpu.clock import HostClock
-from attnscale.bench.gpu.machine import Profile, choose_profile, this_gpu
-from attnscale.bench.gpu.results import Card
-from attnscale.bench.gpu.runner import Session
-from attnscale.bench.gpu.suites import Group, groups
+from attnscale.bench.gpu.command import Session
+from attnscale.bench.gpu.machine import HostClock, Profile, choose_profile, this_gpu
+from attnscale.bench.gpu.problem import Card
+from attnscale.bench.gpu.providers import Group, groups
 from attnscale.cli import main
 from attnscale.errors import BackendError
 

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale.bench.gpu import rivals
-from attnscale.bench.gpu.correctness import verify
-from attnscale.bench.gpu.plots import ROOFLINE, curves_of, draw
-from attnscale.bench.gpu.problem import Problem
-from attnscale.bench.gpu.results import Card, Result, rows_of, work_of
-from attnscale.bench.gpu.suites import SUITES
-from attnscale.bench.gpu.tables import header, lines
+from attnscale.bench.gpu import providers
+from attnscale.bench.gpu.problem import Card, Problem, verify, work_of
+from attnscale.bench.gpu.providers import SUITES
+from attnscale.bench.gpu.results import COLOURS, ROOFLINE, Result, curves_of, draw, header, lines, rows_of
 from attnscale.bench.rows import Row
 
 CPU = torch.device("cpu")
@@ -130,7 +127,7 @@ def test_flash_attn_is_called_with_heads_after_rows(monkeypatch: pytest.MonkeyPa
         return function(*arguments, causal=causal), None
 
     for provider, module, called in zip(
-        rivals.FLASH_ATTN, ("flash_attn", "flash_attn_interface"), (function, with_lse), strict=True
+        providers.FLASH_ATTN, ("flash_attn", "flash_attn_interface"), (function, with_lse), strict=True
     ):
         assert provider.why_not(SMALL, False) == f"{module} is not installed"
         package = SimpleNamespace(flash_attn_func=called, flash_attn_with_kvcache=called)
@@ -152,19 +149,19 @@ def test_eager_attention_multiplies_in_the_dtype_of_its_inputs(
         return multiply(a, b)
 
     monkeypatch.setattr(Tensor, "__matmul__", watched)
-    output = rivals.EAGER.prepare(problem)(*problem.inputs(backward=False).leaves).output
+    output = providers.EAGER.prepare(problem)(*problem.inputs(backward=False).leaves).output
     assert set(seen) == {dtype} == {output.dtype}
-    assert verify(rivals.EAGER, problem, backward=True).right
-    assert verify(rivals.EAGER_STATISTICS, problem, backward=False).right
+    assert verify(providers.EAGER, problem, backward=True).right
+    assert verify(providers.EAGER_STATISTICS, problem, backward=False).right
 
 
 def test_the_matrix_of_scores_is_not_tried_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     fits = Problem(16, 16, 16, 1024, 1024, 64, torch.bfloat16, torch.device("cuda"), "log")
-    assert rivals.EAGER.why_not(fits, True) is None
+    assert providers.EAGER.why_not(fits, True) is None
     large = replace(fits, batch=1, queries=16384, keys=16384)
-    assert rivals.EAGER.why_not(large, True) == "a matrix of scores takes 16 GiB"
+    assert providers.EAGER.why_not(large, True) == "a matrix of scores takes 16 GiB"
 
 
 def test_the_table_of_a_gpu_shows_speeds_and_leaves_an_unknown_roofline_empty() -> None:
@@ -189,8 +186,6 @@ def test_curves_hold_the_quartiles_and_the_roofline() -> None:
 
 
 def test_every_provider_has_a_colour_and_a_name_of_its_own() -> None:
-    from attnscale.bench.gpu.plots import COLOURS
-
     for suite in SUITES.values():
         names = [provider.name for provider in suite.providers]
         assert len(set(names)) == len(names)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attnscale.errors import ArgumentError
-from attnscale.theory import condensation, log_normal_sums, poisson_dirichlet
+from attnscale.theory import condensation
+from attnscale.theory.condensation import EULER
 from attnscale.theory.experiments import condensation as experiment
-from attnscale.theory.log_normal_sums import EULER
 
 ROWS = 40000
 
@@ -30,9 +30,9 @@ def test_exact_means_are_those_of_samples(n: int, b: float) -> None:
     ln_z, weights = logits.logsumexp(-1), logits.softmax(-1)
     assert close(ln_z, condensation.quenched_log_partition(n, b))
     assert close((ln_z - ln_z.mean()).square(), condensation.log_partition_spread(n, b) ** 2)
-    assert close(weights.amax(-1), log_normal_sums.mean_largest_weight(n, b))
+    assert close(weights.amax(-1), condensation.mean_w_max(n, b / condensation.critical_beta(n)))
     assert close(weights.square().sum(-1), condensation.participation_ratio(n, b))
-    assert close(logits.amax(-1) / b, log_normal_sums.mean_maximum(n))
+    assert close(logits.amax(-1) / b, condensation.mean_maximum(n))
     t = b / condensation.critical_beta(n)
     assert close(weights.amax(-1).log(), condensation.mean_ln_w_max(n, t))
     assert close(torch.sigmoid(2.0 * b - ln_z), condensation.target_weight(n + 1, b, 2.0))
@@ -43,11 +43,13 @@ def test_two_keys_agree_with_a_quadrature_of_one_dimension() -> None:
     x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
     weight = torch.sigmoid(1.5 * math.sqrt(2) * x.abs())
-    assert log_normal_sums.mean_largest_weight(2, 1.5) == pytest.approx((density * weight).sum().item(), rel=1e-9)
+    assert condensation.mean_w_max(2, 1.5 / condensation.critical_beta(2)) == pytest.approx(
+        (density * weight).sum().item(), rel=1e-9
+    )
     squares = weight**2 + (1 - weight) ** 2
-    assert log_normal_sums.mean_sum_of_squares(2, 1.5) == pytest.approx((density * squares).sum().item(), rel=1e-9)
+    assert condensation.participation_ratio(2, 1.5) == pytest.approx((density * squares).sum().item(), rel=1e-9)
     softplus = torch.nn.functional.softplus(1.5 * math.sqrt(2) * x)
-    assert log_normal_sums.ln_z_moments(2, 1.5).mean == pytest.approx((density * softplus).sum().item(), rel=1e-9)
+    assert condensation.ln_z_moments(2, 1.5).mean == pytest.approx((density * softplus).sum().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("t", [0.25, 0.5, 0.75])
@@ -82,7 +84,7 @@ def test_at_criticality_the_largest_weight_vanishes_like_one_over_root_ln_n() ->
 def test_the_log_partition_is_where_the_bounds_allow(n: float, t: float) -> None:
     beta, sigma = t * condensation.critical_beta(n, 0.5), 0.5
     quenched = condensation.quenched_log_partition(n, beta, sigma)
-    maximum = beta * sigma * log_normal_sums.mean_maximum(n)
+    maximum = beta * sigma * condensation.mean_maximum(n)
     assert maximum <= quenched <= maximum + math.log(n)
     assert quenched <= condensation.annealed_log_partition(n, beta, sigma)
     assert condensation.log_partition_spread(n, beta, sigma) <= beta * sigma
@@ -107,7 +109,7 @@ def test_the_condensed_phase_tends_to_the_poisson_dirichlet_law(t: float) -> Non
         return condensation.mean_w_max(n, t), ratio, spread
 
     limits = (
-        poisson_dirichlet.mean_largest(t),
+        condensation.w_max_limit(t),
         condensation.participation_limit(t),
         condensation.log_partition_spread_limit(t),
     )
@@ -121,19 +123,19 @@ def test_the_condensed_phase_tends_to_the_poisson_dirichlet_law(t: float) -> Non
 def test_the_participation_ratio_of_typical_rows_has_its_exponent(t: float) -> None:
     def typical(n: float) -> float:
         b = t * condensation.critical_beta(n)
-        return log_normal_sums.ln_z_moments(n, 2 * b).mean - 2 * log_normal_sums.ln_z_moments(n, b).mean
+        return condensation.ln_z_moments(n, 2 * b).mean - 2 * condensation.ln_z_moments(n, b).mean
 
     slope = (typical(1e15) - typical(1e12)) / math.log(1e3)
     assert slope == pytest.approx(condensation.participation_exponent(t), abs=0.04)
 
 
 def test_poisson_dirichlet_samples_have_the_closed_forms() -> None:
-    weights = poisson_dirichlet.sample_weights(2.0, 20000, 300, torch.Generator().manual_seed(0))
+    weights = condensation.sample_limit_weights(2.0, 20000, 300, torch.Generator().manual_seed(0))
     assert (weights[:, :-1] >= weights[:, 1:]).all()
-    assert close(weights[:, 0], poisson_dirichlet.mean_largest(2.0))
-    assert close(weights.square().sum(-1), poisson_dirichlet.mean_sum_of_squares(2.0))
+    assert close(weights[:, 0], condensation.w_max_limit(2.0))
+    assert close(weights.square().sum(-1), condensation.participation_limit(2.0))
     for v in (0.5, 0.7, 0.9):
-        assert close((weights[:, 0] > v).double(), poisson_dirichlet.chance_of_more(v, 2.0))
+        assert close((weights[:, 0] > v).double(), condensation.chance_of_more(v, 2.0))
 
 
 def test_signal_and_noise_share_the_plane() -> None:
@@ -160,8 +162,8 @@ def test_bad_arguments_are_refused() -> None:
         lambda: condensation.critical_beta(8, sigma=-1.0),
         lambda: condensation.w_max_slope(8, 1.5),
         lambda: condensation.retrieval_threshold(8, 0.0),
-        lambda: poisson_dirichlet.mean_largest(1.0),
-        lambda: poisson_dirichlet.chance_of_more(0.4, 2.0),
+        lambda: condensation.w_max_limit(1.0),
+        lambda: condensation.chance_of_more(0.4, 2.0),
     ):
         with pytest.raises(ArgumentError):
             call()

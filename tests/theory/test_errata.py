@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from attnscale import accumulation_scale, row_statistics
-from attnscale.theory import condensation, log_normal_sums
-from attnscale.theory.log_normal_sums import EULER
+from attnscale.theory import condensation
+from attnscale.theory.condensation import EULER
 
 
 def test_1_the_maximum_is_further_below_than_one_over_root_ln_n() -> None:
     missing = []
     for n, exact in ((2**10, 3.248), (2**18, 4.590), (1e12, 7.112)):
-        mean = log_normal_sums.mean_maximum(n)
+        mean = condensation.mean_maximum(n)
         assert mean == pytest.approx(exact, abs=5e-4)
         missing.append((math.sqrt(2 * math.log(n)) - mean) * math.sqrt(math.log(n)))
     assert missing == pytest.approx([1.25, 1.43, 1.69], abs=5e-3)
@@ -31,7 +31,9 @@ def test_2_the_bare_power_overstates_w_max_more_and_more() -> None:
 
 
 def test_3_diffuse_w_max_exceeds_ln_n_over_n() -> None:
-    shares = [n * log_normal_sums.mean_largest_weight(n, 1.0) / math.log(n) for n in (2**8, 2**18, 1e12)]
+    shares = [
+        n * condensation.mean_w_max(n, 1.0 / condensation.critical_beta(n)) / math.log(n) for n in (2**8, 2**18, 1e12)
+    ]
     assert shares == pytest.approx([1.99, 4.97, 27.4], rel=2e-3)
 
 

@@ -1,7 +1,4 @@
-"""Which printed formulas for tokens on a simplex and random keys on the sphere hold, and the numbers of their errata.
-
-The simplex is that of Critical Attention Scaling in Long-Context Transformers (arXiv:2510.05554).
-"""
+"""Which printed formulas on simplex and sphere hold, and the numbers of the errata in the theory README."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ import printed_lemmas as printed
 import pytest
 import torch
 
-from attnscale.theory import bounds, phase, poisson, simplex, spacings, sphere, tokens
+from attnscale.theory import bounds, gap_counting, phase, simplex, sphere
 
 N, D, RHO, Q, BETA = 8, 10, 0.4, 2.0, 3.0
 
 
 def exact() -> float:
-    return phase.exact_jacobian_norm(tokens.simplex(N, D, RHO, Q), BETA)
+    return phase.exact_jacobian_norm(phase.simplex_tokens(N, D, RHO, Q), BETA)
 
 
 def test_lemma_b8_lacks_a_factor_two_and_b9_and_b10_hold() -> None:
-    y = tokens.simplex(N, D, RHO)
+    y = phase.simplex_tokens(N, D, RHO)
     sums = [0.0, 0.0, 0.0]
     for i in range(N):
         for j in range(N):
@@ -39,7 +36,7 @@ def test_lemma_b8_lacks_a_factor_two_and_b9_and_b10_hold() -> None:
 
 
 def test_in_lemma_b6_u3_belongs_to_token_j() -> None:
-    y = tokens.simplex(N, D, RHO)
+    y = phase.simplex_tokens(N, D, RHO)
     z = math.exp(BETA) + (N - 1) * math.exp(BETA * RHO)
     norms = {"i": 0.0, "j": 0.0}
     for i in range(N):
@@ -52,7 +49,7 @@ def test_in_lemma_b6_u3_belongs_to_token_j() -> None:
 
 
 def test_in_lemma_b3_the_length_of_the_token_has_the_power_minus_one() -> None:
-    y = tokens.simplex(N, D, RHO)
+    y = phase.simplex_tokens(N, D, RHO)
     unit = phase.exact_jacobian_norm(y, BETA)
     for q, printed_norm, true_norm in ((0.25, 0.7235, 1.4470), (4.0, 0.18088, 0.09044)):
         assert unit / math.sqrt(q) == pytest.approx(printed_norm, abs=1e-4)  # ‖x‖^(−1/2), squared
@@ -60,7 +57,7 @@ def test_in_lemma_b3_the_length_of_the_token_has_the_power_minus_one() -> None:
 
 
 def test_lemma_b5_as_printed_is_broken_by_short_tokens() -> None:
-    x, beta = tokens.simplex(N, D, RHO, 0.01), 0.5
+    x, beta = phase.simplex_tokens(N, D, RHO, 0.01), 0.5
     block = torch.func.jacrev(lambda t: phase.layer(t, beta, backend="reference"))(x)[0, :, 0, :].norm()
     own = simplex.weights(N, RHO, beta).own
     inner = 2 * beta + (2 * beta + math.sqrt(D)) * own
@@ -71,7 +68,7 @@ def test_lemma_b5_as_printed_is_broken_by_short_tokens() -> None:
 
 def test_lemma_b2_and_lemmas_a3_and_a4_hold() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = tokens.almost_simplex(6, 4, 0.3, generator) * 1.7
+    x = phase.gaussian_tokens(6, 4, 0.3, generator) * 1.7
     y, beta, alpha = phase.directions(x), 2.0, 0.7
     derivative = torch.func.jacrev(lambda t: torch.softmax(beta * t @ t.T, -1) @ t)(y)
     for j, k in ((2, 2), (1, 4)):
@@ -85,7 +82,7 @@ def test_lemma_b2_and_lemmas_a3_and_a4_hold() -> None:
 
 
 def test_the_traces_of_lemma_b7_hold() -> None:
-    y = tokens.simplex(N, D, RHO)
+    y = phase.simplex_tokens(N, D, RHO)
     total, moment, m = y.sum(0), y.T @ y, N * RHO + 1 - RHO
     assert float((moment @ moment).trace()) == pytest.approx(N * (N * RHO**2 + 1 - RHO**2))
     cube = N**2 * RHO**3 + 3 * N * RHO**2 * (1 - RHO) + (1 + 2 * RHO) * (1 - RHO) ** 2
@@ -121,7 +118,7 @@ def test_the_proof_of_theorem_2_3_overstates_the_contraction() -> None:
     rho = 0.05
     delta = 1 / math.sqrt(rho) - 1
     assert rho + rho * (1 + 2 * delta) * delta == pytest.approx(1.429, abs=1e-3)
-    assert bounds.contraction_limit(bounds.Spread(9, 9, rho, rho, 1.0, 1.0)) == pytest.approx(1.0)
+    assert bounds.contraction_limit(bounds.TokenRange(9, 9, rho, rho, 1.0, 1.0)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("d", "share"), [(3, 0.33), (128, 0.47)])
@@ -134,7 +131,7 @@ def test_on_a_half_sphere_cosines_are_negative_as_often_as_not(d: int, share: fl
 
 def test_standard_gaussian_tokens_have_the_length_of_d() -> None:
     d = 512
-    x = tokens.almost_simplex(128, d, 0.5, torch.Generator().manual_seed(0))
+    x = phase.gaussian_tokens(128, d, 0.5, torch.Generator().manual_seed(0))
     large = 20 * math.log(128)
     assert phase.closed_jacobian_norm(x, large) == pytest.approx(1.0, abs=0.1)
     assert phase.closed_jacobian_norm(math.sqrt(d) * x, large) == pytest.approx(1 / d, rel=0.1)
@@ -142,8 +139,8 @@ def test_standard_gaussian_tokens_have_the_length_of_d() -> None:
 
 def test_the_spacings_of_appendix_d_are_a_logarithm_and_not_a_rank() -> None:
     n = 2**16
-    assert spacings.quantile(n) * spacings.mean_gap(n, 9) == pytest.approx(2.666, abs=1e-3)
-    assert spacings.mean_gap_limit(9) == pytest.approx(2.718, abs=1e-3)  # printed: 8
+    assert gap_counting.gaussian_quantile(n) * gap_counting.mean_gap(n, 9) == pytest.approx(2.666, abs=1e-3)
+    assert gap_counting.mean_gap_limit(9) == pytest.approx(2.718, abs=1e-3)  # printed: 8
 
 
 def test_log_n_itself_is_subcritical_and_criticality_does_not_prevent_collapse() -> None:
@@ -160,8 +157,8 @@ def test_in_high_dimension_the_critical_scale_of_the_sphere_leaves_attention_uni
     n, d = 4096, 65
     beta = sphere.critical_beta(n, d)
     assert beta == pytest.approx(2.361, abs=1e-3)
-    assert n * poisson.mean_largest_weight_at(n, d, beta) == pytest.approx(2.66, abs=0.01)
-    assert poisson.mean_largest_weight_at(n, d, math.sqrt(2 * d * math.log(n))) == pytest.approx(0.306, abs=0.002)
+    assert n * sphere.mean_largest_weight_at(n, d, beta) == pytest.approx(2.66, abs=0.01)
+    assert sphere.mean_largest_weight_at(n, d, math.sqrt(2 * d * math.log(n))) == pytest.approx(0.306, abs=0.002)
 
 
 def test_a_supercritical_simplex_lasts_a_few_layers() -> None:

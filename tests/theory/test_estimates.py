@@ -13,13 +13,13 @@ from attnscale.theory import estimates
 from attnscale.theory.estimates import Estimate
 
 
-@pytest.mark.parametrize("estimate", [estimates.mean, estimates.spread, estimates.median])
+@pytest.mark.parametrize("estimate", [estimates.mean, estimates.deviation, estimates.median])
 def test_the_standard_error_is_the_spread_of_repeated_estimates(estimate: Callable[[Tensor], Estimate]) -> None:
     draws = torch.randn(300, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64).exp()
     found = [estimate(row) for row in draws]
     spread = torch.tensor([one.value for one in found]).std().item()
     typical = torch.tensor([one.error for one in found]).median().item()
-    assert typical == pytest.approx(spread, rel=0.45 if estimate is estimates.spread else 0.2)
+    assert typical == pytest.approx(spread, rel=0.45 if estimate is estimates.deviation else 0.2)
 
 
 def test_the_slope_and_its_error_are_those_of_least_squares() -> None:

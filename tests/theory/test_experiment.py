@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnscale.cli import main
-from attnscale.theory import experiment, files
-from attnscale.theory.experiment import Comparison, Experiment, Progress
+from attnscale.theory import experiments
+from attnscale.theory.experiments import Comparison, Experiment, Progress, Rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,22 +28,29 @@ def toy(quick: bool, progress: Progress | None = None) -> Experiment:
         axes.plot([row["x"] for row in rows], [row["y"] for row in rows])
 
     def figure() -> Figure:
-        drawn, (axes,) = files.new_figure()
+        drawn, (axes,) = experiments.new_figure()
         panel(axes)
         return drawn
 
     if progress is not None:
         progress(1, 1, "toy")
     lines = [Comparison("slope", f"quick={quick}", -0.5, -0.49, 0.02), Comparison("zero", "", 0.0, 1e-3)]
-    return Experiment("toy", lines, {"points": rows}, {"curve": figure}, (panel,))
+    return Experiment("toy", lines, {"points": Rows(rows)}, {"curve": figure}, (panel,))
 
 
 @pytest.fixture
 def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """All experiments are toys."""
-    for name in experiment.NAMES:
+    for name in experiments.NAMES:
         module = types.SimpleNamespace(run=toy)
         monkeypatch.setitem(sys.modules, f"attnscale.theory.experiments.{name}", module)
+
+
+def test_every_module_of_the_folder_is_an_experiment() -> None:
+    folder = Path(experiments.__file__).parent
+    assert set(experiments.NAMES) == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    for name in experiments.NAMES:
+        assert callable(importlib.import_module(f"attnscale.theory.experiments.{name}").run)
 
 
 def test_errors_are_relative_to_the_prediction_and_absolute_where_it_is_zero() -> None:
@@ -52,7 +60,7 @@ def test_errors_are_relative_to_the_prediction_and_absolute_where_it_is_zero() -
 
 
 def test_an_experiment_becomes_tables_and_pictures(tmp_path: Path) -> None:
-    written = files.write(toy(quick=True), tmp_path / "new" / "folder")
+    written = experiments.write(toy(quick=True), tmp_path / "new" / "folder")
     names = ["toy_comparisons.csv", "toy_points.csv", "toy_curve.png", "toy_curve.svg"]
     assert [path.name for path in written] == names
     assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(names)
@@ -66,7 +74,7 @@ def test_an_experiment_becomes_tables_and_pictures(tmp_path: Path) -> None:
 
 def test_the_same_figure_gives_the_same_bytes() -> None:
     draw = toy(quick=True).figures["curve"]
-    assert files.render(draw()) == files.render(draw())
+    assert experiments.render(draw()) == experiments.render(draw())
 
 
 def test_a_figure_that_cannot_be_drawn_leaves_no_file(tmp_path: Path) -> None:
@@ -75,12 +83,12 @@ def test_a_figure_that_cannot_be_drawn_leaves_no_file(tmp_path: Path) -> None:
 
     broken = toy(quick=True)._replace(figures={"good": toy(quick=True).figures["curve"], "bad": fail})
     with pytest.raises(ZeroDivisionError):
-        files.write(broken, tmp_path)
+        experiments.write(broken, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_series_differ_by_more_than_colour() -> None:
-    styles = [files.line_style(index) for index in range(9)]
+    styles = [experiments.line_style(index) for index in range(9)]
     assert len({style["marker"] for style in styles}) == 9
     assert len({style["color"] for style in styles[:8]}) == 8
 
@@ -111,7 +119,7 @@ def test_the_command_prints_the_table_and_says_what_it_wrote(
 def test_all_runs_every_experiment_and_draws_the_strip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["theory", "all", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in experiment.NAMES)
+    assert all(name in printed for name in experiments.NAMES)
     assert (tmp_path / "strip.png").is_file()
     assert (tmp_path / "strip.svg").is_file()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnscale.theory import experiment
+from attnscale.theory import experiments
 from attnscale.theory.experiments import phase, sphere
 
 pytest.importorskip("matplotlib")
@@ -19,7 +19,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["simplex", "phase", "sphere"])
 def test_an_experiment_compares_and_draws(name: str) -> None:
     steps: list[tuple[int, int, str]] = []
-    found = experiment.run(name, quick=True, progress=lambda *step: steps.append(step))
+    found = experiments.run(name, quick=True, progress=lambda *step: steps.append(step))
     assert steps[-1][0] == steps[-1][1]
     exact = [line for line in found.comparisons if line.standard_error is None and "limit" not in line.quantity]
     # The rest of these are asymptotic: a lifetime, and a Gaussian cloud taken for a simplex.

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from attnscale.errors import ArgumentError
 from attnscale.statistics import row_statistics
-from attnscale.theory import bounds, families, phase, simplex, spacings, tokens
+from attnscale.theory import bounds, families, gap_counting, phase, simplex
 
 
 def scattered(n: int, d: int, rho: float, seed: int) -> torch.Tensor:
     """Gaussian tokens whose lengths differ."""
     generator = torch.Generator().manual_seed(seed)
-    x = tokens.almost_simplex(n, d, rho, generator)
+    x = phase.gaussian_tokens(n, d, rho, generator)
     return x * (0.2 + 2 * torch.rand(n, 1, generator=generator, dtype=x.dtype))
 
 
@@ -59,16 +59,16 @@ def test_a_sweep_crosses_the_critical_line() -> None:
 
 
 def test_gaussian_tokens_have_unit_length_in_the_mean_and_cosines_near_rho() -> None:
-    x = tokens.almost_simplex(200, 2048, 0.6, torch.Generator().manual_seed(0))
+    x = phase.gaussian_tokens(200, 2048, 0.6, torch.Generator().manual_seed(0))
     assert float(x.square().sum(-1).mean()) == pytest.approx(1.0, abs=0.1)
-    assert bounds.spread(x).rho_min > 0.4
+    assert bounds.token_range(x).rho_min > 0.4
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(3, 24), st.floats(0.3, 0.9), st.floats(0.0, 8.0), st.floats(0.0, 2.0), st.integers(0, 99))
 def test_the_bounds_of_theorems_2_3_and_2_5_hold(n: int, rho: float, gamma: float, alpha: float, seed: int) -> None:
     x = scattered(n, 64, rho, seed)
-    tokens_spread, beta = bounds.spread(x), gamma * math.log(n)
+    tokens_spread, beta = bounds.token_range(x), gamma * math.log(n)
     off = ~torch.eye(n, dtype=torch.bool)
     if tokens_spread.rho_min >= 0:
         after = phase.directions(phase.layer(x, beta, alpha))
@@ -82,7 +82,7 @@ def test_the_bounds_of_theorems_2_3_and_2_5_hold(n: int, rho: float, gamma: floa
 
 
 def test_the_bounds_tend_to_the_limits_of_the_theorems() -> None:
-    tokens_spread = bounds.Spread(10**12, 10**12, 0.45, 0.5, 0.8, 1.3)
+    tokens_spread = bounds.TokenRange(10**12, 10**12, 0.45, 0.5, 0.8, 1.3)
     low, high = 1.5 * math.log(10**12), 2.5 * math.log(10**12)
     assert bounds.contraction_bound(tokens_spread, low, 0.5) == pytest.approx(
         bounds.contraction_limit(tokens_spread, 0.5), rel=1e-2
@@ -94,12 +94,12 @@ def test_the_bounds_tend_to_the_limits_of_the_theorems() -> None:
 
 def test_negative_cosines_are_refused_where_the_bound_needs_assumption_2() -> None:
     with pytest.raises(ArgumentError, match="rho_min"):
-        bounds.contraction_bound(bounds.Spread(4, 4, -0.1, 0.5, 1.0, 1.0), 1.0)
+        bounds.contraction_bound(bounds.TokenRange(4, 4, -0.1, 0.5, 1.0, 1.0), 1.0)
 
 
 def test_groups_share_out_the_weight_as_the_closed_form_says() -> None:
     n, size, beta = 24, 4, 5.0
-    y = tokens.groups(n, size, 0.1, 0.7)
+    y = phase.grouped_tokens(n, size, 0.1, 0.7)
     weights = torch.softmax(beta * y @ y.T, -1)[0]
     mass = phase.row_mass(n, size - 1, 0.1, 0.7, beta)
     expected = [float(weights[0]), float(weights[1:size].sum()), float(weights[size:].sum())]
@@ -120,9 +120,10 @@ def test_gaps_of_gaussian_scores_are_exact_and_tend_to_harmonic_numbers() -> Non
     draws = torch.randn(4000, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sort(-1).values
     gap = draws[:, -1] - draws[:, -4]
     error = float(gap.std() / math.sqrt(4000))
-    assert spacings.mean_gap(50, 4) == pytest.approx(float(gap.mean()), abs=4 * error)
+    assert gap_counting.mean_gap(50, 4) == pytest.approx(float(gap.mean()), abs=4 * error)
     errors = [
-        spacings.quantile(n) * spacings.mean_gap(n, 4) - spacings.mean_gap_limit(4) for n in (10**4, 10**8, 10**12)
+        gap_counting.gaussian_quantile(n) * gap_counting.mean_gap(n, 4) - gap_counting.mean_gap_limit(4)
+        for n in (10**4, 10**8, 10**12)
     ]
     assert [abs(later) < abs(earlier) for earlier, later in pairwise(errors)] == [True, True]
     assert abs(errors[-1]) < 0.06
@@ -130,7 +131,7 @@ def test_gaps_of_gaussian_scores_are_exact_and_tend_to_harmonic_numbers() -> Non
 
 def test_the_largest_gaussian_weight_vanishes_below_criticality_where_the_paper_has_it_finite() -> None:
     generator = torch.Generator().manual_seed(0)
-    assert float(spacings.printed_top_weight(0.5, 500, generator).mean()) > 0.3
+    assert float(gap_counting.printed_top_weight(0.5, 500, generator).mean()) > 0.3
     means = []
     for n in (2**8, 2**14):
         weights = row_statistics(families.sample("gaussian", n, 200, generator), 0.5 * math.sqrt(2 * math.log(n))).w_max
@@ -141,7 +142,7 @@ def test_the_largest_gaussian_weight_vanishes_below_criticality_where_the_paper_
 
 
 def test_supercritical_simplices_stay_themselves_through_layers() -> None:
-    x = tokens.simplex(12, 12, 0.3)
+    x = phase.simplex_tokens(12, 12, 0.3)
     beta = 4 * simplex.critical_beta(12, 0.3)
     assert phase.exact_jacobian_norm(x, beta, depth=3) == pytest.approx(1 - 1 / 12, rel=0.02)
     assert phase.exact_jacobian_norm(x, 0.5, depth=3) < 0.35

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import accumulation_scale
-from attnscale.theory import phase, simplex, tokens
+from attnscale.theory import phase, simplex
 
 # n, d, ρ, q, γ, α: below, on and above the critical line.
 CASES = [
@@ -29,11 +29,11 @@ def test_cosine_and_norm_are_those_of_the_layer(
     n: int, d: int, rho: float, q: float, gamma: float, alpha: float
 ) -> None:
     beta = gamma * math.log(n)
-    after = phase.layer(tokens.simplex(n, d, rho, q), beta, alpha)
+    after = phase.layer(phase.simplex_tokens(n, d, rho, q), beta, alpha)
     assert simplex.output_norm(n, rho, beta, q, alpha) == pytest.approx(float(after[0].square().sum()), rel=1e-9)
     cosine = float((phase.directions(after)[0] * phase.directions(after)[1]).sum())
     assert simplex.output_cosine(n, rho, beta, q, alpha) == pytest.approx(cosine, rel=1e-9)
-    ratio = phase.angle_ratio(tokens.simplex(n, d, rho, q), beta, alpha)
+    ratio = phase.angle_ratio(phase.simplex_tokens(n, d, rho, q), beta, alpha)
     assert simplex.angle_ratio(n, rho, beta, q, alpha) == pytest.approx(ratio, rel=1e-9)
 
 
@@ -42,12 +42,12 @@ def test_the_jacobian_norm_is_that_of_automatic_differentiation(
     n: int, d: int, rho: float, q: float, gamma: float, alpha: float
 ) -> None:
     beta = gamma * math.log(n)
-    exact = phase.exact_jacobian_norm(tokens.simplex(n, d, rho, q), beta)
+    exact = phase.exact_jacobian_norm(phase.simplex_tokens(n, d, rho, q), beta)
     assert simplex.jacobian_norm(n, d, rho, beta, q) == pytest.approx(exact, rel=1e-9)
 
 
 def test_the_jacobian_norm_at_48_tokens_is_that_of_automatic_differentiation() -> None:
-    x, beta = tokens.simplex(48, 50, 0.5, 2.0), 2 * math.log(48)  # on the critical line
+    x, beta = phase.simplex_tokens(48, 50, 0.5, 2.0), 2 * math.log(48)  # on the critical line
 
     def written_out(x: Tensor) -> Tensor:
         y = x / x.norm(dim=-1, keepdim=True)
@@ -104,14 +104,14 @@ def test_on_the_critical_line_the_excess_over_the_limit_is_the_squared_logarithm
 
 
 def test_the_critical_beta_is_the_accumulation_scale_of_every_row() -> None:
-    y = tokens.simplex(40, 40, 0.7)
+    y = phase.simplex_tokens(40, 40, 0.7)
     scale = accumulation_scale(y @ y.T)
     torch.testing.assert_close(scale, torch.full_like(scale, simplex.critical_beta(40, 0.7)))
 
 
 def test_weights_and_entropy_are_those_of_the_package() -> None:
     n, rho, beta = 30, 0.4, 6.0
-    stats = phase.layer_statistics(tokens.simplex(n, n, rho), beta)
+    stats = phase.layer_statistics(phase.simplex_tokens(n, n, rho), beta)
     assert stats.w_max is not None
     assert stats.entropy is not None
     assert float(stats.w_max[3]) == pytest.approx(simplex.weights(n, rho, beta).own, rel=1e-12)
@@ -121,7 +121,7 @@ def test_weights_and_entropy_are_those_of_the_package() -> None:
 def test_several_layers_are_one_after_another() -> None:
     n, rho, q, alpha = 12, 0.4, 2.0, 0.3
     beta = 1.2 * simplex.critical_beta(n, rho)
-    after = phase.layers(tokens.simplex(n, n, rho, q), beta, 3, alpha)
+    after = phase.layers(phase.simplex_tokens(n, n, rho, q), beta, 3, alpha)
     state = simplex.trajectory(n, rho, beta, 3, q, alpha)[-1]
     assert state.q == pytest.approx(float(after[0].square().sum()), rel=1e-9)
     assert state.rho == pytest.approx(float(phase.directions(after)[:2].prod(0).sum()), rel=1e-9)
@@ -154,4 +154,4 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ArgumentError, match="alpha=-1"):
         simplex.output_norm(4, 0.5, 1.0, alpha=-1.0)
     with pytest.raises(ArgumentError, match="d=3"):
-        tokens.simplex(4, 3, 0.5)
+        phase.simplex_tokens(4, 3, 0.5)

@@ -1,4 +1,7 @@
-"""The command `attnscale bench gpu`: from its options to a CSV, pictures, a table and one file for an issue."""
+"""The command `attnscale bench gpu`: from its options to a CSV, pictures, a table and one file for an issue.
+
+Providers are verified first, and only those that are right are timed.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,22 @@ import io
 import json
 import platform
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnscale._util.files import write_whole
-from attnscale.bench.gpu.machine import Machine, Profile, run_in_interpreter, the_interpreter, this_gpu
-from attnscale.bench.gpu.plots import check_matplotlib, draw
-from attnscale.bench.gpu.runner import Note, Session
-from attnscale.bench.gpu.suites import groups
-from attnscale.bench.gpu.tables import ABOUT, header, lines, print_tables
+from attnscale._util.optional import need
+from attnscale.bench.gpu.machine import Machine, Profile, interleaved, run_in_interpreter, the_interpreter, this_gpu
+from attnscale.bench.gpu.problem import Inputs, Problem, Provider, Verdict, check_a_few_rows, verify
+from attnscale.bench.gpu.providers import SUITES, Group, groups
+from attnscale.bench.gpu.results import ABOUT, Result, draw, header, lines, print_tables, rows_of
 from attnscale.bench.rows import Row, write_rows
 from attnscale.errors import reject
 from attnscale_kernels import interpreting
@@ -29,6 +34,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PACKAGES = ("attnscale", "torch", "triton", "flash-attn", "flash-attn-3", "nvidia-ml-py", "numpy", "matplotlib")
+# What torch knows of a card that decides about speed.
+PROPERTIES = (
+    "major", "minor", "gcnArchName", "multi_processor_count", "total_memory", "L2_cache_size", "clock_rate",
+    "memory_clock_rate", "memory_bus_width", "warp_size",
+)  # fmt: skip
+CARD = "card"  # stands for a provider in rows about the device itself
+
+Contender = tuple[Callable[[], Tensor], Result]  # what is timed, and its result without times
 
 
 def run(
@@ -52,7 +65,7 @@ def run(
     if bundle is not None and (bundle.is_dir() or bundle.suffix != ".zip"):
         reject("bundle", str(bundle), "a file that ends with .zip")
     if plots is not None or bundle is not None:
-        check_matplotlib()
+        need("matplotlib", "plots", "bench")  # before anything is measured
     if dry_run and not interpreting():  # which is decided before triton is first imported: so in another process
         return run_in_interpreter(["bench", "gpu", "--dry-run", *(f"--{name}={path}" for name, path in given.items())])
     profile, machine = the_interpreter(config) if dry_run else this_gpu(config)
@@ -62,8 +75,10 @@ def run(
     title = "dry run in triton's interpreter: numbers are checked, times mean nothing" if dry_run else machine.name
     _print_report(console, title, rows, machine, notes, dry_run)
     if bundle is not None:
+        report = io.StringIO()
+        _print_report(type(console)(file=report, width=100), title, rows, machine, notes, dry_run)
         texts = {
-            "report.txt": _as_text(lambda paper: _print_report(paper, title, rows, machine, notes, dry_run)),
+            "report.txt": report.getvalue(),
             "environment.json": environment(profile, machine),
             "doctor.txt": f"{diagnose()}\n",
         }
@@ -77,37 +92,27 @@ def run(
 def _measure(console: Console, profile: Profile, machine: Machine) -> tuple[list[Row], list[Note]]:
     from rich.progress import track
 
-    work = track(list(groups(profile)), "measuring", console=console, transient=True)
-    outcomes = [Session(group, profile, machine).measure() for group in work]
-    rows = [row for outcome in outcomes for row in outcome.rows]
-    return rows, [note for outcome in outcomes for note in outcome.notes]
-
-
-def _as_text(write: Callable[[Console], None]) -> str:
-    from rich.console import Console
-
-    paper = io.StringIO()
-    write(Console(file=paper, width=100))
-    return paper.getvalue()
+    rows: list[Row] = []
+    notes: list[Note] = []
+    for group in track(list(groups(profile)), "measuring", console=console, transient=True):
+        found, said = Session(group, profile, machine).measure()
+        rows += found
+        notes += said
+    return rows, notes
 
 
 def _print_report(
     console: Console, title: str, rows: list[Row], machine: Machine, notes: list[Note], dry_run: bool
 ) -> None:
-    print_tables(console, title, header(dry_run=dry_run), lines(rows, dry_run=dry_run), heading=3)
-    console.print(ABOUT, highlight=False)
-    _print_notes(console, machine, notes)
-
-
-def _print_notes(console: Console, machine: Machine, notes: list[Note]) -> None:
     from rich.markup import escape
 
+    print_tables(console, title, header(dry_run=dry_run), lines(rows, dry_run=dry_run), heading=3)
+    console.print(ABOUT, highlight=False)
     for text in machine.notes:
         console.print(escape(text), highlight=False)
-    where: dict[tuple[bool, str, str], list[str]] = {}
+    where: dict[tuple[bool, str, str], dict[str, None]] = {}  # places in order, each once
     for note in sorted(notes, key=lambda note: note.refused):
-        places = where.setdefault((note.refused, note.provider, note.reason), [])
-        places += [place for place in (f"{note.suite} {note.mode}",) if place not in places]
+        where.setdefault((note.refused, note.provider, note.reason), {})[f"{note.suite} {note.mode}"] = None
     for (refused, provider, reason), places in where.items():
         verb = "[red]refused[/]" if refused else "[dim]left out[/]"
         text = f"{provider} ({', '.join(places)}): {reason}"
@@ -129,6 +134,7 @@ def write_bundle(path: Path, csv: Path, pictures: Sequence[Path], texts: Mapping
 
 def environment(profile: Profile, machine: Machine) -> str:
     """Versions, the card and its state, and what was measured, as JSON; nothing that tells whose machine it is."""
+    card = torch.cuda.get_device_properties(machine.device) if machine.device.type == "cuda" else None
     found = {
         "versions": {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
@@ -137,7 +143,7 @@ def environment(profile: Profile, machine: Machine) -> str:
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "device": machine.name,
-        "properties": _properties(machine.device),
+        "properties": {name: getattr(card, name) for name in PROPERTIES if hasattr(card, name)},
         "telemetry": machine.clock.telemetry()._asdict(),
         "profile": asdict(profile),
         "notes": machine.notes,
@@ -152,13 +158,113 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _properties(device: torch.device) -> dict[str, object]:
-    """What torch knows of the card that decides about speed."""
-    if device.type != "cuda":
-        return {}
-    found = torch.cuda.get_device_properties(device)
-    names = (
-        "major", "minor", "gcnArchName", "multi_processor_count", "total_memory", "L2_cache_size", "clock_rate",
-        "memory_clock_rate", "memory_bus_width", "warp_size",
-    )  # fmt: skip
-    return {name: getattr(found, name) for name in names if hasattr(found, name)}
+class Note(NamedTuple):
+    """Why a provider was not measured; `refused` if its results were wrong."""
+
+    refused: bool
+    suite: str
+    provider: str
+    mode: str
+    reason: str
+
+
+class Session:
+    """Verifies and times the providers of one group, and notes why the others are left out."""
+
+    def __init__(self, group: Group, profile: Profile, machine: Machine) -> None:
+        self.group, self.profile, self.machine = group, profile, machine
+        self.backward = group.mode != "forward"
+        self.notes: list[Note] = []
+
+    def measure(self) -> tuple[list[Row], list[Note]]:
+        """Rows for every provider at every length, and notes about providers without any."""
+        rows: list[Row] = []
+        problems = self.group.problems(self.profile, self.machine.device)
+        small = problems[0].shrunk(self.profile.check_length)
+        found = {provider: self._check(provider, small) for provider in SUITES[self.group.suite].providers}
+        right = {provider: verdict for provider, verdict in found.items() if verdict is not None}
+        for problem in problems:
+            inputs = problem.inputs(backward=self.backward)
+            entered = [self._enter(provider, verdict, problem, inputs) for provider, verdict in right.items()]
+            rows += self._race(problem, [contender for contender in entered if contender is not None])
+        return rows, list(dict.fromkeys(self.notes))
+
+    def _check(self, provider: Provider, small: Problem) -> Verdict | None:
+        """The verdict of the comparison with fp64; None where the provider is left out."""
+        reason = provider.why_not(small, self.backward)
+        if reason is not None:
+            self._note(provider, reason)
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns about each of its kernels that it cannot use
+                verdict = verify(provider, small, backward=self.backward)
+        except Exception as error:  # a rival may fail in any way and is left out; a provider of ours may not
+            self._fail(provider, error)
+            return None
+        return verdict if self._accept(provider, verdict, small) else None
+
+    def _enter(self, provider: Provider, verdict: Verdict, problem: Problem, inputs: Inputs) -> Contender | None:
+        """The step of a provider that ran once at the size measured and was not grossly wrong, and its untimed result.
+
+        None where it is left out.
+        """
+        reason = provider.why_not(problem, self.backward)
+        if reason is not None:
+            self._note(provider, f"{reason} at {problem.keys} keys")
+            return None
+        try:
+            step = self._step_of(provider, problem, inputs)
+            output, peak = self.machine.clock.peak(step)
+            seen = check_a_few_rows(provider, problem, inputs, output)
+            if self.profile.warm_up:
+                self.machine.clock.seconds(step)  # the first warm-up, which refuses what cannot be timed
+        except torch.OutOfMemoryError:
+            self._note(provider, f"out of memory at {problem.keys} keys")
+            return None
+        except Exception as error:
+            self._fail(provider, error)
+            return None
+        result = Result(provider.name, [], peak, verdict.share, provider.row_numbers)
+        return (step, result) if self._accept(provider, seen, problem) else None
+
+    def _step_of(self, provider: Provider, problem: Problem, inputs: Inputs) -> Callable[[], Tensor]:
+        """Attention once, with backward or without gradients at all."""
+        attend = provider.prepare(problem)
+
+        def step() -> Tensor:
+            with torch.set_grad_enabled(self.backward):
+                output = attend(*inputs.leaves).output
+            if self.backward:
+                torch.autograd.grad(output, inputs.leaves, inputs.gradient)
+            return output.detach()
+
+        return step
+
+    def _race(self, problem: Problem, contenders: list[Contender]) -> list[Row]:
+        """Times of all contenders, interleaved, and the state of the card after the last round."""
+        profile, machine = self.profile, self.machine
+        steps = {result.provider: step for step, result in contenders}
+        samples = interleaved(steps, machine.clock, warm_up=profile.warm_up - 1, rounds=profile.rounds)
+        results = [result._replace(seconds=samples[result.provider]) for _, result in contenders]
+        labels = problem.label, machine.name, machine.version
+        suite, mode, baselines = self.group.suite, self.group.mode, SUITES[self.group.suite].baselines
+        state = [
+            Row(suite, CARD, mode, metric, problem.keys, number, number, number, *labels)
+            for metric, number in machine.clock.telemetry().known().items()
+        ]
+        return rows_of(suite, mode, problem, results, baselines, machine.card, labels) + state
+
+    def _accept(self, provider: Provider, verdict: Verdict, problem: Problem) -> bool:
+        if not verdict.right:
+            where = f"{problem.keys} keys, {problem.label}"
+            size = f"error {verdict.error:.2e} of {verdict.quantity} where {verdict.allowed:.2e} is allowed"
+            self._note(provider, f"{size} ({where})", refused=True)
+        return verdict.right
+
+    def _fail(self, provider: Provider, error: Exception) -> None:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        self._note(provider, f"{type(error).__name__}: {reason}", refused=provider.ours)
+
+    def _note(self, provider: Provider, reason: str, *, refused: bool = False) -> None:
+        self.notes.append(Note(refused, self.group.suite, provider.name, self.group.mode, reason))

@@ -1,15 +1,28 @@
-"""One attention problem of the benchmark with its inputs, and the providers that are compared on it."""
+"""One attention problem of the benchmark: providers that are compared on it, its work, and the check against fp64."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from attnscale.attention import attention_with_stats
 from attnscale.policies import build_policy
+from attnscale.statistics import StatsRequest
+
+BACKWARD = 2.5  # the backward pass makes five products of the size of the forward's two
+
+STATISTIC = 1e-3  # how far a statistic may be from the exact one, in nats
+OUTSIDE = 1e-3  # how far a β may be outside of its bounds, relative to them
+
+# At the size that is measured, a few rows are checked for gross mistakes only: offsets that overflow, tiles that are
+# left out. The largest error over the largest output.
+GROSS, ROWS = 0.05, 16
 
 
 class Inputs(NamedTuple):
@@ -46,6 +59,11 @@ class Problem:
         return self.queries == self.keys
 
     @property
+    def rule(self) -> dict[str, Any]:
+        """The arguments of attention for this problem."""
+        return {"is_causal": self.causal, "enable_gqa": True}
+
+    @property
     def label(self) -> str:
         """The configuration of a row."""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -60,18 +78,56 @@ class Problem:
         """Random tensors from a fixed seed."""
         generator = torch.Generator(self.device).manual_seed(self.keys)
         rows, slots = (self.batch, self.heads, self.queries, self.dim), (self.batch, self.kv_heads, self.keys, self.dim)
-        query, key, value, gradient = (
-            torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
-            for shape in (rows, slots, slots, rows)
-        )
-        query, key, value = (x.requires_grad_(backward) for x in (query, key, value))
-        return Inputs(query, key, value, gradient)
+        options: dict[str, Any] = {"generator": generator, "device": self.device, "dtype": self.dtype}
+        inputs = Inputs(*(torch.randn(shape, **options) for shape in (rows, slots, slots, rows)))
+        for leaf in inputs.leaves:
+            leaf.requires_grad_(backward)
+        return inputs
 
     def temperature(self) -> Tensor:
         """β [Tq] of the law, in fp32."""
         last = torch.arange(1, self.queries + 1, device=self.device)
         beta: Tensor = build_policy(self.law)(last if self.causal else torch.full_like(last, self.keys))
         return beta
+
+
+class Work(NamedTuple):
+    """Floating-point operations, and bytes that have to cross the memory bus at least once."""
+
+    flops: float
+    bytes: int
+
+
+class Card(NamedTuple):
+    """Peaks of a device: dense half-precision TFLOP/s and GB/s."""
+
+    tflops: float
+    bandwidth: float
+
+    def attainable(self, work: Work) -> float:
+        """The roofline: TFLOP/s that either the arithmetic or the memory allows.
+
+        >>> Card(tflops=1000, bandwidth=2000).attainable(Work(flops=1e9, bytes=10**7))
+        200.0
+        """
+        return min(self.tflops, self.bandwidth * work.flops / work.bytes / 1000)
+
+
+def work_of(problem: Problem, mode: str, row_numbers: int = 0) -> Work:
+    """Operations and traffic in a mode, "forward", "backward" or "forward+backward".
+
+    Each input is read once and each result written once: q, k, v and the output forward; backward those and the
+    gradient of the output are read, and dq, dk, dv written. `row_numbers` fp32 statistics are written for each row;
+    what backward reads of the rows is one number each. A head takes two products of 2·Tq·Tk·D operations, half of it
+    hidden where attention is causal.
+    """
+    rows, slots = problem.batch * problem.heads * problem.queries, problem.batch * problem.kv_heads * problem.keys
+    flops = 4.0 * rows * problem.keys * problem.dim / (2 if problem.causal else 1)
+    operand = (rows + slots) * problem.dim * problem.dtype.itemsize  # q and k: as large as out and v, dq and dk
+    forward = Work(flops, 2 * operand + 4 * row_numbers * rows)
+    backward = Work(BACKWARD * flops, 4 * operand + 4 * rows)
+    both = Work(forward.flops + backward.flops, forward.bytes + backward.bytes)
+    return {"forward": forward, "backward": backward, "forward+backward": both}[mode]
 
 
 class Answer(NamedTuple):
@@ -97,10 +153,6 @@ def by_law(problem: Problem, inputs: Inputs) -> Tensor:
     return problem.temperature()
 
 
-def always(problem: Problem, backward: bool) -> None:
-    """For providers that always run."""
-
-
 @dataclass(frozen=True)
 class Provider:
     """A way to compute attention.
@@ -108,7 +160,8 @@ class Provider:
     `temperature` gives the β, broadcasting to [B, H, Tq], that its rows have; `bounds` what it may be at least and at
     most, where it is found and not given. What is not `ours` may be missing or fail, and is left out then; ours must
     work. `row_numbers` statistics are written for each row. One that `rounds_scores` to the dtype cannot be as exact
-    as the others are in it: it is checked in fp32, and its error is the one found there.
+    as the others are in it: it is checked in fp32, and its error is the one found there. `why_not` gives the reason to
+    leave it out of a problem, with backward or without.
     """
 
     name: str
@@ -118,4 +171,113 @@ class Provider:
     ours: bool = False
     row_numbers: int = 0
     rounds_scores: bool = False
-    why_not: Callable[[Problem, bool], str | None] = always
+    why_not: Callable[[Problem, bool], str | None] = lambda problem, backward: None
+
+
+class Verdict(NamedTuple):
+    """The quantity whose error takes the largest share of what is allowed."""
+
+    quantity: str
+    error: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """False also where the error is no number."""
+        return self.error <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """The error over the allowed error; infinite where the error is NaN."""
+        return math.inf if math.isnan(self.error) else self.error / self.allowed
+
+
+def verify(provider: Provider, problem: Problem, *, backward: bool) -> Verdict:
+    """Compare output, statistics and gradients with fp64, on a small problem.
+
+    An error may be twice that of torch's own attention on logits as sharp, in the same dtype, and one rounding. A
+    provider that rounds its scores is asked for as much in fp32.
+    """
+    if provider.rounds_scores:
+        problem = replace(problem, dtype=torch.float32)
+    inputs = problem.inputs(backward=backward)
+    attend = provider.prepare(problem)
+    answer, gradients = _run(attend, inputs, backward)
+    beta = provider.temperature(problem, inputs).expand(problem.batch, problem.heads, -1)
+    exact = _exact(problem, inputs, beta, backward)
+    yardstick = _yardstick(problem, inputs, beta, backward)
+    verdicts = []
+    for name, value in {"output": answer.output, **gradients}.items():
+        rounding = exact[name].abs().max().item() * torch.finfo(value.dtype).eps / 2
+        verdicts.append(Verdict(name, _distance(value, exact[name]), 2 * yardstick[name] + rounding))
+    for name, value in answer.statistics.items():
+        verdicts.append(Verdict(name, _distance(value, exact[name]), STATISTIC))
+    if provider.bounds is not None:
+        low, high = provider.bounds(problem, inputs)
+        outside = torch.maximum((low - beta) / low, (beta - high) / high).max().item()
+        verdicts.append(Verdict("β", max(0.0, outside), OUTSIDE))
+    return max(verdicts, key=lambda verdict: verdict.share)
+
+
+def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, output: Tensor) -> Verdict:
+    """Compare a few rows of the last head of the last sequence, where offsets are largest, at the size measured."""
+    # Finding β exactly would take longer than everything else, and large scores in half precision are far off.
+    rounded = provider.rounds_scores and problem.dtype.itemsize < 4
+    if provider.bounds is not None or rounded:
+        finite = bool(torch.isfinite(output).all())
+        return Verdict("output", 0.0 if finite else math.nan, GROSS)
+    rows = torch.linspace(0, problem.queries - 1, min(ROWS, problem.queries), device=problem.device).long()
+    beta = provider.temperature(problem, inputs)[rows].double()
+    query, key, value = (x.detach()[-1, -1].double() for x in inputs.leaves)  # [T, D]
+    logits = (query[rows] * beta[:, None]) @ key.mT * problem.dim**-0.5
+    if problem.causal:
+        hidden = torch.arange(problem.keys, device=problem.device) > rows[:, None]
+        logits = logits.masked_fill(hidden, -torch.inf)
+    exact = logits.softmax(-1) @ value
+    return Verdict("output", _distance(output[-1, -1, rows], exact) / exact.abs().max().item(), GROSS)
+
+
+def _run(attend: Attention, inputs: Inputs, backward: bool) -> tuple[Answer, dict[str, Tensor]]:
+    """What a function gives, and gradients by name."""
+    with torch.set_grad_enabled(backward):
+        answer = attend(*inputs.leaves)
+    if not backward:
+        return answer, {}
+    found = torch.autograd.grad(answer.output, inputs.leaves, inputs.gradient)
+    return answer, dict(zip(("dq", "dk", "dv"), found, strict=True))
+
+
+def _exact(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -> dict[str, Tensor]:
+    """Everything in fp64; β [B, H, Tq] is a constant factor of q there, and not rounded."""
+    wide = Inputs(*(x.detach().double() for x in inputs))
+    for leaf in wide.leaves:
+        leaf.requires_grad_(backward)
+    options: dict[str, Any] = {**problem.rule, "backend": "reference", "request": StatsRequest(w_max=False)}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
+        output, stats = attention_with_stats(query * beta.double()[..., None], key, value, **options)
+        return Answer(output, {name: getattr(stats, name) for name in ("lse", "max_logit", "entropy")})
+
+    answer, gradients = _run(attend, wide, backward)
+    return {"output": answer.output, **answer.statistics, **gradients}
+
+
+def _yardstick(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -> dict[str, float]:
+    """Errors of torch's attention, given β·q as its query: so the rounding of that product is not counted."""
+    sharp = (inputs.query.detach() * beta[..., None]).to(problem.dtype).requires_grad_(backward)
+    sharp_inputs = inputs._replace(query=sharp)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
+        return Answer(F.scaled_dot_product_attention(query, key, value, **problem.rule))
+
+    answer, gradients = _run(attend, sharp_inputs, backward)
+    exact = _exact(problem, sharp_inputs, torch.ones_like(beta), backward)
+    tensors = {"output": answer.output, **gradients}
+    if backward:  # dq is β times the gradient of β·q
+        tensors["dq"], exact["dq"] = (x * beta[..., None] for x in (tensors["dq"], exact["dq"]))
+    return {name: _distance(value, exact[name]) for name, value in tensors.items()}
+
+
+def _distance(value: Tensor, exact: Tensor) -> float:
+    """The largest error; NaN where there is one."""
+    return float((value.detach().double() - exact.detach()).abs().max().item())

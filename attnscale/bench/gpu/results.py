@@ -1,71 +1,53 @@
-"""From seconds to rows: time, speed, least traffic, share of the roofline, memory, error, time over a baseline's."""
+"""What was measured as rows, as the printed table and as pictures."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnscale.bench.gpu.problem import Problem
+from attnscale._util.optional import need
+from attnscale.bench.gpu.machine import INTERPRETER
+from attnscale.bench.gpu.problem import Card, Problem, work_of
 from attnscale.bench.rows import Row, Spread, spread
 
-# The backward pass makes five products of the size of the forward's two.
-BACKWARD = 2.5
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Console
 
+SPEEDS = ("suite", "mode", "config", "n", "provider", "µs", "TFLOP/s", "GB/s", "roof", "MB", "over", "error")
+# The interpreter's times are those of numpy in a Python loop.
+CHECKS = ("suite", "mode", "config", "n", "provider", "error", "host ms, meaningless")
+ABOUT = (
+    "over: time over that of the fastest rival, whose own is 1.00, round by round; error: the largest, as a share of "
+    "what is allowed (twice that of torch's attention, and one rounding), above 1 there is no speed."
+)
 
-class Work(NamedTuple):
-    """Floating-point operations, and bytes that have to cross the memory bus at least once."""
+# More than any table needs.
+UNLIMITED = 10_000
 
-    flops: float
-    bytes: int
+COLOURS = {
+    "attnscale": "#dc2626",
+    "attnscale_split": "#be185d",
+    "sdpa_flash": "#2563eb",
+    "sdpa_cudnn": "#059669",
+    "sdpa_efficient": "#0891b2",
+    "sdpa_math": "#94a3b8",
+    "flash_attn_2": "#7c3aed",
+    "flash_attn_3": "#4c1d95",
+    "flex": "#d97706",
+    "eager": "#6b7280",
+    "none": "#94a3b8",
+    "lse+max": "#2563eb",
+    "entropy": "#059669",
+    "gap_adaptive": "#7c3aed",
+    "gap_adaptive_blockwise": "#d97706",
+}
+ROOFLINE = "roofline"
 
-
-class Card(NamedTuple):
-    """Peaks of a device: dense half-precision TFLOP/s and GB/s."""
-
-    tflops: float
-    bandwidth: float
-
-    def attainable(self, work: Work) -> float:
-        """The roofline: TFLOP/s that either the arithmetic or the memory allows.
-
-        >>> Card(tflops=1000, bandwidth=2000).attainable(Work(flops=1e9, bytes=10**7))
-        200.0
-        """
-        return min(self.tflops, self.bandwidth * work.flops / work.bytes / 1000)
-
-
-def work_of(problem: Problem, mode: str, row_numbers: int = 0) -> Work:
-    """Operations and traffic in a mode, "forward", "backward" or "forward+backward".
-
-    Each input is read once and each result written once: q, k, v and the output forward; backward those and the
-    gradient of the output are read, and dq, dk, dv written. `row_numbers` fp32 statistics are written for each row;
-    what backward reads of the rows is one number each.
-    """
-    forward = Work(_flops(problem), 2 * _row_bytes(problem) + 2 * _slot_bytes(problem) + _numbers(problem, row_numbers))
-    if mode == "forward":
-        return forward
-    rows, slots = 4 * _row_bytes(problem), 4 * _slot_bytes(problem)  # q, out, dout, dq · k, v, dk, dv
-    backward = Work(BACKWARD * _flops(problem), rows + slots + _numbers(problem, 1))
-    if mode == "backward":
-        return backward
-    return Work(forward.flops + backward.flops, forward.bytes + backward.bytes)
-
-
-def _flops(problem: Problem) -> float:
-    """Two products of 2·Tq·Tk·D a head, half of it hidden where attention is causal."""
-    full = 4.0 * problem.batch * problem.heads * problem.queries * problem.keys * problem.dim
-    return full / 2 if problem.causal else full
-
-
-def _row_bytes(problem: Problem) -> int:
-    return problem.batch * problem.heads * problem.queries * problem.dim * problem.dtype.itemsize
-
-
-def _slot_bytes(problem: Problem) -> int:
-    return problem.batch * problem.kv_heads * problem.keys * problem.dim * problem.dtype.itemsize
-
-
-def _numbers(problem: Problem, count: int) -> int:
-    return 4 * count * problem.batch * problem.heads * problem.queries
+# Names may not be nearer to each other than this, in heights of the panel.
+APART = 0.065
 
 
 class Result(NamedTuple):
@@ -110,12 +92,13 @@ def rows_of(
 def metrics(mode: str, problem: Problem, result: Result, card: Card | None) -> dict[str, Spread]:
     """Medians and quartiles by the name of the metric."""
     work = work_of(problem, mode, result.row_numbers)
-    time = spread(result.seconds)
+    median, low, high = spread(result.seconds)
+    rate = Spread(1 / median, 1 / high, 1 / low)  # of a speed, the quartiles are in the reverse order
     found = {
-        "us": _scaled(time, 1e6),
-        "tflops": _rate(work.flops / 1e12, time),
+        "us": _scaled(Spread(median, low, high), 1e6),
+        "tflops": _scaled(rate, work.flops / 1e12),
         "gb": _constant(work.bytes / 1e9),
-        "gb_per_s": _rate(work.bytes / 1e9, time),
+        "gb_per_s": _scaled(rate, work.bytes / 1e9),
         "error_share": _constant(result.error_share),
     }
     if result.peak is not None:
@@ -129,10 +112,211 @@ def _scaled(value: Spread, factor: float) -> Spread:
     return Spread(*(number * factor for number in value))
 
 
-def _rate(amount: float, time: Spread) -> Spread:
-    """Of a speed: its quartiles are in the reverse order of those of the time."""
-    return Spread(amount / time.median, amount / time.high, amount / time.low)
-
-
 def _constant(value: float) -> Spread:
     return Spread(value, value, value)
+
+
+def header(*, dry_run: bool) -> tuple[str, ...]:
+    """The names of the columns."""
+    return CHECKS if dry_run else SPEEDS
+
+
+def lines(rows: Sequence[Row], *, dry_run: bool) -> Iterator[tuple[str, ...]]:
+    """Cells for each column, in the order of the rows."""
+    found: dict[tuple[str, str, str, int, str], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row.kernel, row.mode, row.config, row.x, row.provider), {})[row.metric] = row.y
+    for (suite, mode, config, n, provider), numbers in found.items():
+        if "us" not in numbers:  # about the card
+            continue
+        where = suite, mode, short(config), str(n), provider
+        error = f"{numbers['error_share']:.2f}"
+        if dry_run:
+            yield *where, error, f"{numbers['us'] / 1000:.0f}"
+        else:
+            yield *where, *_speeds(numbers), error
+
+
+def _speeds(numbers: dict[str, float]) -> tuple[str, ...]:
+    share, peak = numbers.get("roofline_share"), numbers.get("peak_mb")
+    over = next((value for metric, value in numbers.items() if metric.startswith("time_over_")), None)
+    return (
+        f"{numbers['us']:.1f}",
+        f"{numbers['tflops']:.1f}",
+        f"{numbers['gb_per_s']:.0f}",
+        "" if share is None else f"{share:.0%}",
+        "" if peak is None else f"{peak:.0f}",
+        "" if over is None else f"{over:.2f}",
+    )
+
+
+def short(config: str) -> str:
+    """Head dimension and dtype: what a table has room for."""
+    return " ".join(part for part in config.split() if part.startswith("D=") or "float" in part)
+
+
+def print_tables(
+    console: Console, title: str, columns: tuple[str, ...], cells: Iterable[tuple[str, ...]], *, heading: int
+) -> None:
+    """A table for each change in the first `heading` columns, which stand above it; the next one says repeats once."""
+    from rich import box
+    from rich.markup import escape
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    console.print(escape(title), highlight=False, soft_wrap=True)
+    options = console.options.update(width=UNLIMITED)
+    for shared, lines in itertools.groupby(cells, key=lambda line: line[:heading]):
+        name = escape(" · ".join(part for part in shared if part))
+        table = Table(title=name, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+        held = [line[heading:] for line in lines]
+        for index, column in enumerate(columns[heading:]):
+            numbers = all(line[index][:1].isdigit() or not line[index] for line in held)
+            table.add_column(column, justify="right" if numbers else "left", no_wrap=True)
+        said = ""
+        for first, *rest in held:
+            table.add_row("" if first == said else escape(first), *map(escape, rest))
+            said = first
+        table.width = Measurement.get(console, options, table).maximum
+        console.print(table, crop=False, soft_wrap=True)
+
+
+class Chart(NamedTuple):
+    """One file: a metric of a suite over the length, a panel for each mode, head dimension and dtype.
+
+    A provider that is `beside` the question would only flatten the others.
+    """
+
+    suite: str
+    metric: str
+    title: str
+    unit: str
+    beside: str = ""
+
+
+CHARTS = (
+    Chart("attention", "tflops", "Attention", "TFLOP/s"),
+    Chart("statistics", "time_over_none", "What statistics of every row cost", "time over that without", "eager"),
+    Chart(
+        "adaptive",
+        "time_over_attnscale",
+        "What an adaptive temperature costs",
+        "time over a law of the length",
+        "gap_adaptive_blockwise",
+    ),
+    Chart("decode", "gb_per_s", "One query against a cache", "GB/s"),
+)
+
+
+class Curve(NamedTuple):
+    """A line of a panel: lengths, and the median with its quartiles at each."""
+
+    name: str
+    x: list[int]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write a PNG for each suite that was measured, and say which."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for chart in CHARTS:
+        chosen = [row for row in rows if row.kernel == chart.suite and row.provider != chart.beside]
+        if any(row.metric == chart.metric for row in chosen):
+            written.append(folder / f"{chart.suite}.png")
+            _draw_chart(chart, chosen, written[-1])
+    return written
+
+
+def curves_of(rows: Sequence[Row], metric: str) -> list[Curve]:
+    """A curve for each provider; and the roofline, where speeds are known as a share of it."""
+    curves = []
+    for name in COLOURS:
+        points = sorted((row for row in rows if (row.provider, row.metric) == (name, metric)), key=lambda row: row.x)
+        if points:
+            columns = ([getattr(row, column) for row in points] for column in ("x", "y", "low", "high"))
+            curves.append(Curve(name, *columns))
+    speeds = {(row.provider, row.x): row.y for row in rows if row.metric == metric}
+    shares = [row for row in rows if row.metric == "roofline_share"]
+    if shares and not metric.startswith("time_over"):
+        roof = {row.x: speeds[row.provider, row.x] / row.y for row in shares}
+        lengths = sorted(roof)
+        heights = [roof[length] for length in lengths]
+        curves.append(Curve(ROOFLINE, lengths, heights, heights, heights))
+    return curves
+
+
+def _draw_chart(chart: Chart, rows: list[Row], path: Path) -> None:
+    """Modes from left to right and configurations downwards; configurations from left to right if there is one mode."""
+    matplotlib, figures = need("matplotlib", "plots", "bench"), need("matplotlib.figure", "plots", "bench")
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    configs = list(dict.fromkeys(short(row.config) for row in rows))
+    across, down = (len(modes), len(configs)) if len(modes) > 1 else (len(configs), 1)
+    style: dict[Any, Any] = {"font.size": 9.5, "axes.edgecolor": "#9ca3af"}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = figures.Figure(figsize=(5.6 * across, 0.9 + 3.3 * down), layout="constrained")
+        panels = figure.subplots(down, across, squeeze=False).flat
+        for axes, (config, mode) in zip(panels, itertools.product(configs, modes), strict=True):
+            inside = [row for row in rows if row.mode == mode and short(row.config) == config]
+            _draw_panel(axes, chart, curves_of(inside, chart.metric))
+            axes.set_title(f"{mode}   {config}", loc="left", fontsize=10, color="#374151")
+        device = rows[0].device
+        figure.suptitle(f"{chart.title}\n{device}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+        if device == INTERPRETER:
+            figure.supxlabel("dry run in triton's interpreter: these are not speeds of a GPU", color="#dc2626")
+        figure.savefig(path, dpi=160)
+
+
+def _draw_panel(axes: Axes, chart: Chart, curves: list[Curve]) -> None:
+    """A line for each provider with a band between its quartiles."""
+    for curve in curves:
+        colour, roofline = COLOURS.get(curve.name, "#9ca3af"), curve.name == ROOFLINE
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(
+            curve.x,
+            curve.y,
+            color=colour,
+            linewidth=2.6 if curve.name == "attnscale" else 1.7,
+            linestyle=":" if roofline else "-",
+            marker="" if roofline else "o",
+            markersize=3.5,
+        )
+    lengths = sorted({x for curve in curves for x in curve.x})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_in_thousands(length) for length in lengths])
+    axes.minorticks_off()
+    highest, lowest = max(max(curve.high) for curve in curves), min(min(curve.low) for curve in curves)
+    if chart.metric.startswith("time_over"):  # what matters is the distance from 1
+        axes.set_ylim(min(0.95, 0.98 * lowest), max(1.25, 1.04 * highest))
+    else:
+        axes.set_ylim(0, 1.08 * highest)
+    axes.set_xlabel("keys, n")
+    axes.set_ylabel(chart.unit)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    _name_lines(axes, curves)
+
+
+def _name_lines(axes: Axes, curves: list[Curve]) -> None:
+    """Write each name right of the panel, at the height of the line's last point, moved apart where they meet."""
+    bottom, top = axes.get_ylim()
+    ends = sorted(((curve.y[-1] - bottom) / (top - bottom), curve.name) for curve in curves)
+    places = [place for place, _ in ends]
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + APART)
+    limit = 1.0
+    for index in reversed(range(len(places))):  # back down from the top, as far as they push each other
+        places[index] = min(places[index], limit)
+        limit = places[index] - APART
+    for place, (_, name) in zip(places, ends, strict=True):
+        weight = "bold" if name == "attnscale" else "normal"
+        colour = COLOURS.get(name, "#9ca3af")
+        axes.text(1.02, place, name, color=colour, transform=axes.transAxes, va="center", fontweight=weight)
+
+
+def _in_thousands(length: int) -> str:
+    """How lengths are usually named: 16384 is 16k."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

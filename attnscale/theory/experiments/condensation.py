@@ -10,17 +10,13 @@ import torch
 
 from attnscale.attention import attention_with_stats
 from attnscale.statistics import RowStats, StatsRequest, row_statistics
-from attnscale.theory import condensation, families, poisson_dirichlet
-from attnscale.theory.estimates import Estimate, mean, slope, spread
-from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.files import GREY, line_style, new_figure
+from attnscale.theory import condensation, families
+from attnscale.theory.estimates import Estimate, deviation, mean, slope
+from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, collect, line_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-Rows = list[dict[str, Any]]
 
 DIFFUSE = (0.25, 0.5, 0.75)
 TEMPERATURES = (*DIFFUSE, 1.0, 1.5, 2.0)  # t = β/β_c
@@ -28,6 +24,7 @@ DOUBLED = sorted({*TEMPERATURES, *(2 * t for t in TEMPERATURES)})  # Σ w² = Z(
 SIGNALS = [0.1 * step for step in range(4, 19)]  # scores of the signal key, in units of σ √(2 ln n)
 REQUEST = StatsRequest(entropy=False)
 CHUNK = 1 << 19  # scores held at once
+SMALL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": GREY}
 
 
 class Sizes(NamedTuple):
@@ -40,6 +37,10 @@ class Sizes(NamedTuple):
     attention_keys: int
     batches: int
 
+    def rows_of(self, n: int) -> int:
+        """Rows of n keys."""
+        return self.rows if n <= 2**12 else self.long_rows
+
 
 QUICK = Sizes([2**power for power in range(8, 15, 2)], 1024, 512, 2**12, 1024, 24)
 FULL = Sizes([2**power for power in range(8, 19, 2)], 2048, 256, 2**16, 4096, 48)
@@ -48,18 +49,15 @@ FULL = Sizes([2**power for power in range(8, 19, 2)], 2048, 256, 2**16, 4096, 48
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Measure E ln w_max, E w_max, E Σ w² and the spread of ln Z over n and t, a signal key, and unscaled scores."""
     sizes = QUICK if quick else FULL
-    total = len(sizes.lengths) + 2
-    crossover: Rows = []
-    for step, n in enumerate(sizes.lengths):
-        _report(progress, step, total, f"crossover, n = {n}")
-        crossover += _crossover(n, rows=sizes.rows if n <= 2**12 else sizes.long_rows, seed=step)
-    _report(progress, total - 2, total, "retrieval")
-    retrieval = _retrieval(sizes.signal_keys, sizes.long_rows)
-    _report(progress, total - 1, total, "attention without d^(−1/2)")
-    unscaled = _unscaled(sizes.attention_keys, sizes.batches)
-    _report(progress, total, total, "done")
-    poisson = _poisson_rows(sizes.rows)
-    data = {"crossover": crossover, "retrieval": retrieval, "unscaled": unscaled, "poisson": poisson}
+    steps = [
+        (f"crossover, n = {n}", "crossover", partial(_crossover, n, sizes.rows_of(n), seed))
+        for seed, n in enumerate(sizes.lengths)
+    ]
+    steps.append(("retrieval", "retrieval", partial(_retrieval, sizes.signal_keys, sizes.long_rows)))
+    steps.append(("attention without d^(−1/2)", "unscaled", partial(_unscaled, sizes.attention_keys, sizes.batches)))
+    data = collect(steps, progress)
+    crossover, retrieval, unscaled = data.values()
+    poisson = data["poisson"] = _poisson_rows(sizes.rows)
     comparisons = [*_slopes(crossover), *_largest(crossover), *_of_limit(poisson)]
     return Experiment(
         "condensation",
@@ -72,11 +70,6 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
         },
         (partial(draw_crossover, rows=crossover),),
     )
-
-
-def _report(progress: Progress | None, done: int, total: int, label: str) -> None:
-    if progress is not None:
-        progress(done, total, label)
 
 
 def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]:
@@ -98,7 +91,7 @@ def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]
 def _crossover(n: int, rows: int, seed: int) -> Rows:
     critical = condensation.critical_beta(n)
     stats = dict(zip(DOUBLED, _measure(n, rows, seed, [t * critical for t in DOUBLED]), strict=True))
-    found = []
+    found = Rows()
     for t in TEMPERATURES:
         here, doubled = stats[t], stats[2 * t]
         squares = torch.exp(doubled.lse - 2 * here.lse)
@@ -110,7 +103,7 @@ def _crossover(n: int, rows: int, seed: int) -> Rows:
                 **_pair("mean_ln_w_max", condensation.mean_ln_w_max(n, t), mean(here.w_max.log())),
                 **_pair("mean_w_max", condensation.mean_w_max(n, t), mean(here.w_max)),
                 **_pair("sum_of_squares", condensation.participation_ratio(n, t * critical), mean(squares)),
-                **_pair("spread", condensation.log_partition_spread(n, t * critical), spread(here.lse)),
+                **_pair("spread", condensation.log_partition_spread(n, t * critical), deviation(here.lse)),
                 "highest_bound": (here.lse - here.max_logit).max().item() / math.log(n),
             }
         )
@@ -119,16 +112,13 @@ def _crossover(n: int, rows: int, seed: int) -> Rows:
 
 def _poisson_rows(rows: int) -> Rows:
     """Rows of the limit itself, scores −ln Γ_k at β = t, for which the law of w_max has a closed form."""
-    found = []
+    found = Rows()
     for t in (2.0, 3.0, 4.0):
-        generator = torch.Generator().manual_seed(7)
-        arrivals = (
-            torch.empty(rows, 2048, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
-        )
+        arrivals = families.arrival_times(rows, 2048, torch.Generator().manual_seed(7))
         w_max = row_statistics(-arrivals.log(), t, request=REQUEST).w_max
         half = mean((w_max > 0.5).double())
-        largest = _pair("mean_w_max", poisson_dirichlet.mean_largest(t), mean(w_max))
-        found.append({"t": t, **largest, **_pair("more_than_half", poisson_dirichlet.chance_of_more(0.5, t), half)})
+        largest = _pair("mean_w_max", condensation.w_max_limit(t), mean(w_max))
+        found.append({"t": t, **largest, **_pair("more_than_half", condensation.chance_of_more(0.5, t), half)})
     return found
 
 
@@ -137,7 +127,7 @@ def _retrieval(n: int, rows: int) -> Rows:
     critical = condensation.critical_beta(n)
     temperatures = (0.5, 1.0, 2.0)
     noise = _measure(n - 1, rows, 100, [t * critical for t in temperatures])
-    found = []
+    found = Rows()
     for t, stats in zip(temperatures, noise, strict=True):
         beta = t * critical
         for share in SIGNALS:
@@ -162,7 +152,7 @@ def _retrieval(n: int, rows: int) -> Rows:
 
 def _unscaled(n: int, batches: int) -> Rows:
     """Attention at β = 1 with and without d^(−1/2), one query with |q|² = d and n Gaussian keys in each batch."""
-    found = []
+    found = Rows()
     for d in (4, 16, 64, 256):
         generator = torch.Generator().manual_seed(d)
         query = torch.randn(batches, 1, 1, d, generator=generator, dtype=torch.float64, device=generator.device)
@@ -189,10 +179,10 @@ def _line(quantity: str, parameters: str, row: dict[str, Any], name: str) -> Com
 def _slopes(rows: Rows) -> list[Comparison]:
     lines = []
     for t in DIFFUSE:
-        chosen = [row for row in rows if row["t"] == t]
-        x = [math.log(row["n"]) for row in chosen]
-        exact = slope(x, [row["mean_ln_w_max_predicted"] for row in chosen])
-        found = slope(x, [row["mean_ln_w_max"] for row in chosen], [row["mean_ln_w_max_error"] for row in chosen])
+        chosen = rows.where(t=t)
+        x = [math.log(n) for n in chosen.column("n")]
+        exact = slope(x, chosen.column("mean_ln_w_max_predicted"))
+        found = slope(x, chosen.column("mean_ln_w_max"), chosen.column("mean_ln_w_max_error"))
         where = f"t={t}, n={chosen[0]['n']}…{chosen[-1]['n']}, limit {condensation.w_max_exponent(t):.4g}"
         lines.append(Comparison("slope of E ln w_max in ln n", where, exact.value, *found))
     return lines
@@ -200,9 +190,8 @@ def _slopes(rows: Rows) -> list[Comparison]:
 
 def _largest(rows: Rows) -> list[Comparison]:
     names = {"mean_w_max": "E w_max", "sum_of_squares": "E Σ w²", "spread": "std ln Z"}
-    n = max(row["n"] for row in rows)
-    chosen = [row for row in rows if row["n"] == n]
-    return [_line(text, f"t={row['t']}, n={n}", row, name) for name, text in names.items() for row in chosen]
+    n = max(rows.column("n"))
+    return [_line(text, f"t={row['t']}, n={n}", row, name) for name, text in names.items() for row in rows.where(n=n)]
 
 
 def _of_limit(rows: Rows) -> list[Comparison]:
@@ -212,17 +201,17 @@ def _of_limit(rows: Rows) -> list[Comparison]:
 
 def _of_signal(rows: Rows) -> list[Comparison]:
     chosen = [row for row in rows if math.isclose(row["share"], 1.0)]
-    where = "m=σ√(2 ln n), n={n}"
-    lines = [_line("E w_* of a signal", f"t={row['t']}, {where.format(**row)}", row, "weight") for row in chosen]
-    return [*lines, _line("P(signal is largest)", where.format(**chosen[0]), chosen[0], "wins")]
+    where = f"m=σ√(2 ln n), n={chosen[0]['n']}"
+    lines = [_line("E w_* of a signal", f"t={row['t']}, {where}", row, "weight") for row in chosen]
+    return [*lines, _line("P(signal is largest)", where, chosen[0], "wins")]
 
 
 def _of_dimension(rows: Rows) -> list[Comparison]:
-    chosen = [row for row in rows if row["d"] in (16, 256)]
     lines = []
-    for row in chosen:
-        quantity = f"E w_max {'with' if row['scaled'] else 'without'} d^(−1/2)"
-        lines.append(_line(quantity, f"d={row['d']}, n={row['n']}", row, "mean_w_max"))
+    for row in rows:
+        if row["d"] in (16, 256):
+            quantity = f"E w_max {'with' if row['scaled'] else 'without'} d^(−1/2)"
+            lines.append(_line(quantity, f"d={row['d']}, n={row['n']}", row, "mean_w_max"))
     return lines
 
 
@@ -235,22 +224,21 @@ def crossover_figure(rows: Rows) -> Figure:
 
 def draw_crossover(axes: Axes, rows: Rows) -> None:
     """Typical w_max against n, a series per t: measured, exact at finite n, and the limit of the slope."""
-    for place, t in enumerate(_values(rows, "t")):
-        chosen = [row for row in rows if row["t"] == t]
-        n = [row["n"] for row in chosen]
-        style = line_style(place)
-        axes.plot(n, [math.exp(row["mean_ln_w_max_predicted"]) for row in chosen], color=style["color"], linewidth=1.3)
-        measured = [math.exp(row["mean_ln_w_max"]) for row in chosen]
-        axes.plot(n, measured, style["marker"], color=style["color"], markersize=5.5)
+    for place, t, chosen in rows.series("t"):
+        n, colour = chosen.column("n"), line_style(place)["color"]
+        exact, measured = (
+            [math.exp(value) for value in chosen.column(name)] for name in ("mean_ln_w_max_predicted", "mean_ln_w_max")
+        )
+        axes.plot(n, exact, color=colour, linewidth=1.3)
+        axes.plot(n, measured, line_style(place)["marker"], color=colour, markersize=5.5)
         shift = {2.0: 0, 1.5: -7}.get(t, -3)  # these two would touch
         axes.annotate(f"t = {t:g}", (n[-1], measured[-1]), xytext=(7, shift), textcoords="offset points", fontsize=8.5)
         if t < 1:
-            start = math.exp(chosen[0]["mean_ln_w_max_predicted"])
-            power = [start * (x / n[0]) ** condensation.w_max_exponent(t) for x in n]
-            axes.plot(n, power, color=style["color"], linewidth=1, linestyle=(0, (1, 2)))
+            power = [exact[0] * (x / n[0]) ** condensation.w_max_exponent(t) for x in n]
+            axes.plot(n, power, color=colour, linewidth=1, linestyle=(0, (1, 2)))
     axes.set(xscale="log", yscale="log", xlabel="keys n", ylabel="largest weight, exp E ln w_max")
     axes.set_xscale("log", base=2)
-    axes.set_xlim(right=2.0 ** (math.log2(max(row["n"] for row in rows)) + 1.6))
+    axes.set_xlim(right=2.0 ** (math.log2(max(rows.column("n"))) + 1.6))
     axes.set_title("Condensation at β = t·√(2 ln n)/σ", loc="left", fontsize=10)
     for label, look in (("measured", "ok"), ("exact at n", "-k"), ("slope −(1−t)²", ":k")):
         axes.plot([], [], look, markersize=5, linewidth=1.2, label=label)
@@ -261,27 +249,25 @@ def order_figure(rows: Rows) -> Figure:
     """E w_max, E Σ w² and the spread of ln Z against t, with their limits."""
     figure, panels = new_figure(columns=3, size=(4.2, 3.7))
     limit_t = [1.02 + 0.02 * step for step in range(50)]
-    texts = {
-        "mean_w_max": ("E w_max", [poisson_dirichlet.mean_largest(t) for t in limit_t]),
-        "sum_of_squares": ("E Σ w²", [condensation.participation_limit(t) for t in limit_t]),
-        "spread": ("standard deviation of ln Z, nats", [condensation.log_partition_spread_limit(t) for t in limit_t]),
-    }
-    lengths = _values(rows, "n")
-    for axes, (name, (label, limit)) in zip(panels, texts.items(), strict=True):
-        for place, n in enumerate((lengths[0], lengths[len(lengths) // 2], lengths[-1])):
-            chosen = [row for row in rows if row["n"] == n]
-            t, style = [row["t"] for row in chosen], line_style(place + 1)
-            axes.plot(t, [row[f"{name}_predicted"] for row in chosen], color=style["color"], linewidth=1)
-            errors = [2 * row[f"{name}_error"] for row in chosen]
-            look = {"fmt": style["marker"], "color": style["color"], "markersize": 5}
-            axes.errorbar(t, [row[name] for row in chosen], errors, label=f"n = {n}", **look)
-        axes.plot([0, 1, *limit_t], [0, 0, *limit], color="black", linestyle=(0, (5, 2)), label="n → ∞")
+    columns = (
+        ("mean_w_max", "E w_max", condensation.w_max_limit),
+        ("sum_of_squares", "E Σ w²", condensation.participation_limit),
+        ("spread", "standard deviation of ln Z, nats", condensation.log_partition_spread_limit),
+    )
+    lengths = rows.distinct("n")
+    for axes, (name, label, limit) in zip(panels, columns, strict=True):
+        for place, n in enumerate((lengths[0], lengths[len(lengths) // 2], lengths[-1]), start=1):
+            chosen = rows.where(n=n)
+            chosen.line(axes, "t", f"{name}_predicted", place, linestyle="solid", linewidth=1)
+            chosen.error_bars(axes, "t", place, name, f"{name}_error", label=f"n = {n}")
+        limits = [0, 0, *map(limit, limit_t)]
+        axes.plot([0, 1, *limit_t], limits, color="black", linestyle=(0, (5, 2)), label="n → ∞")
         axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
         axes.set(xlabel="t = β/β_c", ylabel=label)
         axes.legend(loc="upper left", frameon=False, fontsize=8.5)
     end = 1.1 / condensation.critical_beta(lengths[-1])
     panels[2].plot([0, end], [0, 1.1], color=GREY, linewidth=1)
-    panels[2].annotate(f"bound βσ, n = {lengths[-1]}", (end, 1.1), xytext=(4, -4), **_small())
+    panels[2].annotate(f"bound βσ, n = {lengths[-1]}", (end, 1.1), xytext=(4, -4), **SMALL)
     panels[0].set_title("markers: measured ± 2 standard errors; thin lines: exact", loc="left", fontsize=10)
     return figure
 
@@ -289,45 +275,31 @@ def order_figure(rows: Rows) -> Figure:
 def retrieval_figure(retrieval: Rows, unscaled: Rows) -> Figure:
     """The weight of a signal key against its score, its chance to win, and w_max with and without d^(−1/2)."""
     figure, (weight, wins, dimension) = new_figure(columns=3, size=(4.2, 3.7))
-    for place, t in enumerate(_values(retrieval, "t")):
-        chosen = [row for row in retrieval if row["t"] == t]
-        share, style = [row["share"] for row in chosen], line_style(place + 1)
+    for place, t, chosen in retrieval.series("t"):
         threshold = chosen[0]["threshold"] / condensation.critical_beta(chosen[0]["n"])
-        weight.plot(share, [row["weight_predicted"] for row in chosen], color=style["color"], linewidth=1.2)
-        measured = [row["weight"] for row in chosen]
-        weight.plot(share, measured, style["marker"], color=style["color"], markersize=5, label=f"t = {t:g}")
+        chosen.line(weight, "share", "weight_predicted", place + 1, linestyle="solid", linewidth=1.2)
+        chosen.points(weight, "share", "weight", place + 1, label=f"t = {t:g}")
+        style = line_style(place + 1)
         weight.plot([threshold], [1.06], marker=style["marker"], color="white", markeredgecolor=style["color"])
     weight.set(ylabel="E weight of the signal key", ylim=(-0.03, 1.12), xlabel="score of the signal, m/(σ√(2 ln n))")
     weight.legend(loc="center left", frameon=False, fontsize=8.5)
     weight.set_title("open markers: threshold of each t", loc="left", fontsize=10)
-    share = [row["share"] for row in chosen]
-    wins.plot(share, [row["wins_predicted"] for row in chosen], color="black", linewidth=1.2, label="Φ(m/σ)ⁿ⁻¹")
-    wins.plot(share, [row["wins"] for row in chosen], "ok", markersize=5, label="measured")
+    chosen.line(wins, "share", "wins_predicted", 0, linewidth=1.2, label="Φ(m/σ)ⁿ⁻¹")
+    chosen.points(wins, "share", "wins", 0, label="measured")
     wins.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-    wins.annotate("m = σ√(2 ln n)", (1, 0.3), xytext=(5, 0), **_small())
+    wins.annotate("m = σ√(2 ln n)", (1, 0.3), xytext=(5, 0), **SMALL)
     wins.set(ylabel="P(signal has the largest score)", xlabel="score of the signal, m/(σ√(2 ln n))")
     wins.legend(loc="upper left", frameon=False, fontsize=8.5)
     wins.set_title(f"n = {chosen[0]['n']}", loc="left", fontsize=10)
-    for place, scaled in enumerate((True, False)):
-        some = [row for row in unscaled if row["scaled"] == scaled]
-        style, d = line_style(place + 1), [row["d"] for row in some]
-        dimension.plot(d, [row["mean_w_max_predicted"] for row in some], color=style["color"], linewidth=1.2)
-        measured, errors = [row["mean_w_max"] for row in some], [2 * row["mean_w_max_error"] for row in some]
+    for place, scaled, chosen in unscaled.series("scaled"):
+        chosen.line(dimension, "d", "mean_w_max_predicted", place + 1, linestyle="solid", linewidth=1.2)
         label = "q·k/√d" if scaled else "q·k"
-        dimension.errorbar(d, measured, errors, fmt=style["marker"], color=style["color"], markersize=5, label=label)
+        chosen.error_bars(dimension, "d", place + 1, "mean_w_max", "mean_w_max_error", label=label)
     critical = unscaled[0]["critical_d"]
     dimension.axvline(critical, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-    dimension.annotate("d = 2 ln n", (critical, 0.9), xytext=(5, 0), **_small())
+    dimension.annotate("d = 2 ln n", (critical, 0.9), xytext=(5, 0), **SMALL)
     dimension.set(xlabel="head dimension d", ylabel="E w_max at β = 1", ylim=(-0.03, 1.03))
     dimension.set_xscale("log", base=2)
     dimension.legend(loc="center right", frameon=False, fontsize=8.5)
     dimension.set_title(f"n = {unscaled[0]['n']}, |q|² = d", loc="left", fontsize=10)
     return figure
-
-
-def _values(rows: Rows, column: str) -> list[Any]:
-    return list(dict.fromkeys(row[column] for row in rows))
-
-
-def _small() -> dict[str, Any]:
-    return {"textcoords": "offset points", "fontsize": 8.5, "color": GREY}

@@ -10,19 +10,15 @@ import torch
 from torch import Tensor
 
 from attnscale.statistics import StatsRequest, row_statistics
-from attnscale.theory import families, gaps
+from attnscale.theory import families, gap_counting
 from attnscale.theory.estimates import Estimate, median, slope
-from attnscale.theory.experiment import Comparison, Experiment, Progress
+from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, line_style, new_figure
 from attnscale.theory.families import Family
-from attnscale.theory.files import GREY, line_style, new_figure
-from attnscale.theory.gaps import ContactPoint
+from attnscale.theory.gap_counting import ContactPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-Rows = list[dict[str, Any]]
 
 CRITICALITIES = [2 ** (step / 2) for step in range(-10, 9)]  # r = β/Λ
 REQUEST = StatsRequest(lse=False, max_logit=False)
@@ -51,15 +47,13 @@ FULL = Sizes([2**power for power in range(6, 17, 2)], 1 << 24, 4096, 64, 8192)
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Measure Λ and its point of contact over n for every family, and the weights of the same rows at β = rΛ."""
     sizes = QUICK if quick else FULL
-    laws: Rows = []
-    transition: Rows = []
-    certified: Rows = []
+    laws, transition, certified = Rows(), Rows(), Rows()
     fits: dict[str, tuple[Family, list[ContactPoint]]] = {}
     members = _members()
     for step, (label, family) in enumerate(members.items()):
         if progress is not None:
             progress(step, len(members), label)
-        ratio = median(gaps.limit_ratio(family, 4000, torch.Generator().manual_seed(1)))
+        ratio = median(gap_counting.limit_ratio(family, 4000, torch.Generator().manual_seed(1)))
         contacts = []
         for n in sizes.lengths:
             generator = torch.Generator().manual_seed(n)
@@ -114,7 +108,7 @@ def _contacts(family: Family, n: int, sizes: Sizes, generator: torch.Generator) 
     parts, kept = [], None
     for start in range(0, rows, chunk):
         scores = family.sample(n, min(chunk, rows - start), generator)
-        parts.append(gaps.contact_point(scores))
+        parts.append(gap_counting.contact_point(scores))
         kept = scores[: sizes.transition_rows] if kept is None else kept
     joined = ContactPoint(*(torch.cat(column) for column in zip(*parts, strict=True)))
     return joined, torch.empty(0, device="cpu") if kept is None else kept
@@ -143,7 +137,7 @@ def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tu
     rows = len(scores)
     accumulation, rank = contact.accumulation[:rows], contact.rank[:rows]
     best = scores.topk(2, dim=-1).values
-    places, points = [], []
+    places, points = Rows(), Rows()
     for r in CRITICALITIES:
         beta = r * accumulation
         stats = row_statistics(scores, beta, request=REQUEST)
@@ -170,9 +164,11 @@ def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tu
 def _violations(r: float, n: int, rank: Tensor, w_max: Tensor, entropy: Tensor, separation: Tensor) -> int:
     """In how many rows a bound fails by more than rounding."""
     if r > 1:
-        wrong = (w_max < gaps.certificate(r, n) * (1 - ROUNDING)) | (entropy > gaps.entropy_bound(r))
+        wrong = (w_max < gap_counting.certificate(r, n) * (1 - ROUNDING)) | (entropy > gap_counting.entropy_bound(r))
     elif r < 1:
-        wrong = (w_max > gaps.converse(r, rank) * (1 + ROUNDING)) | (separation > gaps.separation_bound(r))
+        wrong = (w_max > gap_counting.converse(r, rank) * (1 + ROUNDING)) | (
+            separation > gap_counting.separation_bound(r)
+        )
     else:
         return 0
     return int(wrong.sum())
@@ -180,20 +176,18 @@ def _violations(r: float, n: int, rank: Tensor, w_max: Tensor, entropy: Tensor, 
 
 def _exponents(fits: dict[str, tuple[Family, list[ContactPoint]]], lengths: list[int]) -> tuple[Rows, list[Comparison]]:
     """ξ_Λ, ξ_α and ξ_Δ by family, and lines for the powers of ln n and, on the sphere, of n."""
-    rows, lines = [], []
+    rows, lines = Rows(), []
     for label, (family, contacts) in fits.items():
-        found = gaps.fit_exponents(lengths, contacts)
+        found = gap_counting.fit_exponents(lengths, contacts)
         rows.append(_exponent_row(label, lengths, found))
+        where = f"{label}, n={lengths[0]}…{lengths[-1]}"
         if isinstance(family, families.Sphere):
             power = _median_slope([math.log(n) for n in lengths], contacts)
             rows[-1] |= {"power": power.value, "power_error": power.error}
-            where = f"{label}, n={lengths[0]}…{lengths[-1]}"
             lines.append(Comparison("power of n of median Λ", where, 2 / (family.d - 1), *power))
         elif family.exponent is not None and not family.random:
-            where = f"{label}, n={lengths[0]}…{lengths[-1]}"
-            lines.append(
-                Comparison("ξ_Λ", where, family.exponent, found.accumulation.value, _error(found.accumulation))
-            )
+            xi = found.accumulation
+            lines.append(Comparison("ξ_Λ", where, family.exponent, xi.value, _error(xi)))
     return rows, lines
 
 
@@ -201,9 +195,9 @@ def _long_gaussian(rows: int) -> tuple[dict[str, Any], Comparison]:
     """ξ_Λ of the median over Gaussian rows so long that only their best scores can be drawn."""
     family = families.Gaussian()
     generator = torch.Generator().manual_seed(2)
-    contacts = [gaps.contact_point(family.sample_best(n, rows, BEST, generator)) for n in LONG]
+    contacts = [gap_counting.contact_point(family.sample_best(n, rows, BEST, generator)) for n in LONG]
     found = _median_slope([math.log(math.log(n)) for n in LONG], contacts)
-    row = _exponent_row("gaussian, best scores", LONG, gaps.fit_exponents(LONG, contacts))
+    row = _exponent_row("gaussian, best scores", LONG, gap_counting.fit_exponents(LONG, contacts))
     row |= {"xi_median": found.value, "xi_median_error": found.error}
     return row, Comparison("ξ_Λ of the median", "gaussian, n=2^16…2^40", 0.5, *found)
 
@@ -213,7 +207,7 @@ def _median_slope(x: list[float], contacts: list[ContactPoint]) -> Estimate:
     return slope(x, [point.value for point in points], [point.error for point in points])
 
 
-def _exponent_row(label: str, lengths: list[int], found: gaps.Exponents) -> dict[str, Any]:
+def _exponent_row(label: str, lengths: list[int], found: gap_counting.Exponents) -> dict[str, Any]:
     return {
         "family": label,
         "n": f"{lengths[0]}…{lengths[-1]}",
@@ -226,14 +220,11 @@ def _exponent_row(label: str, lengths: list[int], found: gaps.Exponents) -> dict
 
 
 def _of_laws(laws: Rows) -> list[Comparison]:
-    n = max(row["n"] for row in laws)
+    n = max(laws.column("n"))
     lines = []
-    for row in laws:
-        if row["n"] == n:
-            found = Estimate(row["median"], row["median_error"])
-            lines.append(
-                Comparison("median Λ", f"{row['family']}, n={n}", row["predicted"], found.value, _error(found))
-            )
+    for row in laws.where(n=n):
+        error = _error(Estimate(row["median"], row["median_error"]))
+        lines.append(Comparison("median Λ", f"{row['family']}, n={n}", row["predicted"], row["median"], error))
     return lines
 
 
@@ -243,29 +234,28 @@ def _error(found: Estimate) -> float | None:
 
 
 def _of_transition(places: Rows) -> list[Comparison]:
-    n = max(row["n"] for row in places)
+    n = max(places.column("n"))
     lines = []
-    for row in places:
-        if row["n"] == n and row["family"] in ("simplex", "cluster") and row["r"] in (0.5, 1.0, 2.0):
-            exact = gaps.two_level_entropy(n, row["r"]) / math.log(n)
-            lines.append(
-                Comparison("entropy/ln n", f"{row['family']}, r={row['r']:g}, n={n}", exact, row["entropy_share"])
-            )
-    broken = sum(row["violations"] for row in places)
-    return [*lines, Comparison("rows that break a bound", "all families, n and r", 0.0, float(broken))]
+    for row in places.where(n=n):
+        if row["family"] in ("simplex", "cluster") and row["r"] in (0.5, 1.0, 2.0):
+            exact = gap_counting.two_level_entropy(n, row["r"]) / math.log(n)
+            where = f"{row['family']}, r={row['r']:g}, n={n}"
+            lines.append(Comparison("entropy/ln n", where, exact, row["entropy_share"]))
+    broken = float(sum(places.column("violations")))
+    return [*lines, Comparison("rows that break a bound", "all families, n and r", 0.0, broken)]
 
 
 def laws_figure(rows: Rows) -> Figure:
     """Λ against n with the law of each family, and measured over predicted."""
     figure, (curves, ratios) = new_figure(columns=2, size=(5.6, 4.4))
     draw_laws(curves, rows)
-    for place, family in enumerate(_values(rows, "family")):
-        chosen = [row for row in rows if row["family"] == family]
-        style = line_style(place)
-        shares = [row["median"] / row["predicted"] for row in chosen]
-        errors = [2 * row["median_error"] / row["predicted"] for row in chosen]
-        look = {"color": style["color"], "marker": style["marker"], "linestyle": style["linestyle"]}
-        ratios.errorbar([row["n"] for row in chosen], shares, errors, markersize=5, linewidth=1.1, **look)
+    for place, _, chosen in rows.series("family"):
+        shares = Rows(
+            {"n": row["n"], "y": row["median"] / row["predicted"], "error": row["median_error"] / row["predicted"]}
+            for row in chosen
+        )
+        look = {"linewidth": 1.1, "linestyle": line_style(place)["linestyle"]}
+        shares.error_bars(ratios, "n", place, "y", "error", **look)
     ratios.axhline(1, color="black", linewidth=1)
     ratios.set_xscale("log", base=2)
     ratios.set(xlabel="keys n", ylabel="median Λ, measured/predicted")
@@ -275,16 +265,13 @@ def laws_figure(rows: Rows) -> Figure:
 
 def draw_laws(axes: Axes, rows: Rows) -> None:
     """Median Λ of each family against n: markers measured, lines predicted."""
-    for place, family in enumerate(_values(rows, "family")):
-        chosen = [row for row in rows if row["family"] == family]
-        style, n = line_style(place), [row["n"] for row in chosen]
-        look = {"color": style["color"], "linestyle": style["linestyle"], "linewidth": 1.2}
-        axes.plot(n, [row["predicted"] for row in chosen], **look)
-        axes.plot(n, [row["median"] for row in chosen], style["marker"], color=style["color"], markersize=5)
-        axes.plot([], [], marker=style["marker"], markersize=5, label=family, **look)
+    for place, family, chosen in rows.series("family"):
+        chosen.line(axes, "n", "predicted", place, linewidth=1.2)
+        chosen.points(axes, "n", "median", place)
+        axes.plot([], [], markersize=5, linewidth=1.2, label=family, **line_style(place))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(top=200 * max(row["median"] for row in rows))  # room for the legend
+    axes.set_ylim(top=200 * max(rows.column("median")))  # room for the legend
     axes.set(xlabel="keys n", ylabel="accumulation scale Λ, 1/score")
     axes.set_title("Λ: median measured (markers), its law (lines)", loc="left", fontsize=10)
     axes.legend(loc="upper left", frameon=False, fontsize=7.5, ncols=2, handlelength=3)
@@ -298,12 +285,10 @@ def transition_figure(rows: Rows) -> Figure:
     draw_transition(separation, rows, quantity="separation", legend=None)
     raw.set_title("over β: each family for itself", loc="left", fontsize=10)
     limit = [2 ** (-5 + step / 8) for step in range(40)]
-    bounds = [(r, gaps.separation_bound(r)) for r in limit if r < 1]
-    shown = [(r, bound) for r, bound in bounds if bound <= 1]
+    shown = [(r, gap_counting.separation_bound(r)) for r in limit if r < 1 and gap_counting.separation_bound(r) <= 1]
     separation.plot(*zip(*shown, strict=True), color=GREY, linewidth=1.2)
-    separation.annotate(
-        "bound r/(e(1−r))", shown[-9], xytext=(-92, 2), textcoords="offset points", fontsize=8, color=GREY
-    )
+    look: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": GREY}
+    separation.annotate("bound r/(e(1−r))", shown[-9], xytext=(-92, 2), **look)
     return figure
 
 
@@ -311,24 +296,17 @@ def draw_transition(
     axes: Axes, rows: Rows, quantity: str = "entropy_share", over: str = "r", legend: Corner | None = "upper left"
 ) -> None:
     """A statistic of the weights against β/Λ or β: thin for the shortest rows, with markers for the longest."""
-    lengths = _values(rows, "n")
-    for place, family in enumerate(_values(rows, "family")):
-        style = line_style(place)
-        for n in (lengths[0], lengths[-1]):
-            chosen = [row for row in rows if row["family"] == family and row["n"] == n]
-            x, y = [row[over] for row in chosen], [row[quantity] for row in chosen]
-            if n == lengths[-1]:
-                look = {"marker": style["marker"], "markersize": 4, "linewidth": 1.3, "markevery": (place % 3, 3)}
-                axes.plot(x, y, color=style["color"], linestyle=style["linestyle"], label=family, **look)
-            else:
-                axes.plot(x, y, color=style["color"], linewidth=0.6, alpha=0.7)
+    lengths = rows.distinct("n")
+    for place, family, chosen in rows.series("family"):
+        thin, bold = (chosen.where(n=n) for n in (lengths[0], lengths[-1]))
+        thin.line(axes, over, quantity, place, linestyle="solid", linewidth=0.6, alpha=0.7)
+        look = line_style(place) | {"markersize": 4, "linewidth": 1.3, "markevery": (place % 3, 3)}
+        bold.line(axes, over, quantity, place, label=family, **look)
     axes.set_xscale("log", base=10 if over == "beta" else 2)
     if over == "r":
         axes.axvline(1, color="black", linewidth=1, linestyle=(0, (4, 3)))
-    labels = {"entropy_share": "entropy/ln n", "separation": "w₁ − w₂"}
-    axes.set(
-        xlabel="β/Λ" if over == "r" else "β, 1/score", ylabel=f"{labels[quantity]}, median of rows", ylim=(-0.03, 1.03)
-    )
+    label = {"entropy_share": "entropy/ln n", "separation": "w₁ − w₂"}[quantity]
+    axes.set(xlabel="β/Λ" if over == "r" else "β, 1/score", ylabel=f"{label}, median of rows", ylim=(-0.03, 1.03))
     title = f"bold n = 2^{round(math.log2(lengths[-1]))}, thin n = 2^{round(math.log2(lengths[0]))}"
     axes.set_title(f"over β/Λ: {title}" if over == "r" else title, loc="left", fontsize=10)
     if legend is not None:
@@ -338,36 +316,25 @@ def draw_transition(
 def bounds_figure(rows: Rows) -> Figure:
     """Rows against what β/Λ guarantees: w_max above, w_max below, and entropy above."""
     figure, (above, below, entropy) = new_figure(columns=3, size=(4.2, 3.8))
-    for place, family in enumerate(_values(rows, "family")):
-        style = line_style(place)
-        look = {
-            "marker": style["marker"],
-            "color": style["color"],
-            "linestyle": "none",
-            "markersize": 3.5,
-            "alpha": 0.5,
-        }
-        high = [row for row in rows if row["family"] == family and row["r"] > 1]
-        low = [row for row in rows if row["family"] == family and row["r"] < 1]
-        above.plot([row["r"] for row in high], [row["w_max"] for row in high], label=family, **look)
-        below.plot([row["rank"] ** (row["r"] - 1) for row in low], [row["w_max"] for row in low], **look)
-        entropy.plot([row["r"] for row in high], [max(row["entropy"], 1e-6) for row in high], **look)
+    for place, family, chosen in rows.series("family"):
+        look = {"markersize": 3.5, "alpha": 0.5}
+        high = Rows(row | {"entropy": max(row["entropy"], 1e-6)} for row in chosen if row["r"] > 1)
+        low = Rows(row | {"bound": row["rank"] ** (row["r"] - 1)} for row in chosen if row["r"] < 1)
+        high.points(above, "r", "w_max", place, label=family, **look)
+        low.points(below, "bound", "w_max", place, **look)
+        high.points(entropy, "r", "entropy", place, **look)
     r = [2 ** (0.05 + step / 20) for step in range(80)]
-    above.plot(r, [gaps.certificate(x) for x in r], color="black", linewidth=1.6)
+    above.plot(r, [gap_counting.certificate(x) for x in r], color="black", linewidth=1.6)
     above.set(xlabel="β/Λ", ylabel="w_max", ylim=(0, 1.03))
     above.set_title("w_max ≥ 1/ζ(β/Λ), the line", loc="left", fontsize=10)
     ends = [1e-6, 1]
     below.plot(ends, ends, color="black", linewidth=1.6)
     below.set(xscale="log", yscale="log", xlabel="k*^−(1−β/Λ)", ylabel="w_max")
     below.set_title("β < Λ: w_max is at most the line", loc="left", fontsize=10)
-    entropy.plot(r, [gaps.entropy_bound(x) for x in r], color="black", linewidth=1.6)
+    entropy.plot(r, [gap_counting.entropy_bound(x) for x in r], color="black", linewidth=1.6)
     entropy.set(yscale="log", xlabel="β/Λ", ylabel="entropy, nats", ylim=(5e-7, 1e3))
     entropy.set_title("β > Λ: entropy is at most the line", loc="left", fontsize=10)
     for axes in (above, entropy):
         axes.set_xscale("log", base=2)
     above.legend(loc="lower right", frameon=False, fontsize=7, ncols=2)
     return figure
-
-
-def _values(rows: Rows, column: str) -> list[Any]:
-    return list(dict.fromkeys(row[column] for row in rows))

@@ -1,28 +1,39 @@
-"""Gaussian tokens (seed 004, figures 1 and 2), the bounds of theorems 2.3 and 2.5, and appendices C and D."""
+"""Gaussian tokens: phases over (ρ, γ), the bounds of theorems 2.3 and 2.5, the middle phase, and Gaussian spacings.
+
+Figures 1 and 2, theorems and appendices C and D of "Critical Attention Scaling in Long-Context Transformers"
+(arXiv:2510.05554).
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from attnscale.attention import attention_with_stats
 from attnscale.statistics import StatsRequest, row_statistics
-from attnscale.theory import bounds, families, phase, poisson_dirichlet, simplex, spacings, tokens
+from attnscale.theory import bounds, condensation, families, gap_counting, phase, simplex
 from attnscale.theory.estimates import mean
-from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.files import COLOURS, DASHES, GREY, MARKERS, new_figure
+from attnscale.theory.experiments import (
+    DASHES,
+    REFERENCE,
+    Comparison,
+    Experiment,
+    Progress,
+    Rows,
+    collect,
+    line_style,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 # Assumption 3 with groups of n^τ tokens: far cosine, near cosine, τ.
 FAR, NEAR, TAU = 0.1, 0.8, 0.5
-
-Rows = list[dict[str, Any]]
 LABELS = {
     "angle_ratio": "λ: angle after / before one layer (Eq. 26)",
     "jacobian_norm": "η: ‖∇X'‖²/(nd) (Eq. 27)",
@@ -50,68 +61,49 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     sizes = QUICK if quick else FULL
     generator = torch.Generator().manual_seed(4)
     lines: list[Comparison] = []
-    data: dict[str, list[dict[str, Any]]] = {}
-    dims = sizes.dims
-    steps = [(f"sweep over (ρ, γ), d = {d}", d) for d in dims]
-    rest = (
-        ("bounds of theorems 2.3 and 2.5", "bounds", _bounds),
-        ("middle phase", "middle_phase", _middle_phase),
-        ("Gaussian spacings", "spacings", _spacings),
-    )
-    total = len(steps) + len(rest)
-    data["sweep"] = []
-    for done, (title, d) in enumerate(steps):
-        if progress is not None:
-            progress(done, total, title)
-        data["sweep"] += _sweep(sizes, d, generator, lines)
-    for done, (title, name, step) in enumerate(rest):
-        if progress is not None:
-            progress(len(steps) + done, total, title)
-        data[name] = step(sizes, generator, lines)
-    if progress is not None:
-        progress(total, total, "done")
-    sweep = data["sweep"]
-    drawn = {
-        "angle_ratio": lambda: draw_sweep(sweep, "angle_ratio"),
-        "jacobian_norm": lambda: draw_sweep(sweep, "jacobian_norm"),
-        "bounds": lambda: draw_bounds(data["bounds"]),
-        "middle_phase": lambda: draw_middle_phase(data["middle_phase"]),
-        "spacings": lambda: draw_spacings(data["spacings"]),
+    steps = [(f"sweep over (ρ, γ), d = {d}", "sweep", partial(_sweep, sizes, d, generator, lines)) for d in sizes.dims]
+    steps.append(("bounds of theorems 2.3 and 2.5", "bounds", partial(_bounds, sizes, generator, lines)))
+    steps.append(("middle phase", "middle_phase", partial(_middle_phase, sizes, lines)))
+    steps.append(("Gaussian spacings", "spacings", partial(_spacings, sizes, generator, lines)))
+    data = collect(steps, progress)
+    figures = {name: partial(draw_sweep, data["sweep"], name) for name in LABELS} | {
+        "bounds": partial(draw_bounds, data["bounds"]),
+        "middle_phase": partial(draw_middle_phase, data["middle_phase"]),
+        "spacings": partial(draw_spacings, data["spacings"]),
     }
-    largest = [row for row in sweep if row["d"] == dims[-1]]
-    return Experiment("phase", lines, data, drawn, (lambda axes: draw_strip_panel(axes, largest),))
+    largest = data["sweep"].where(d=sizes.dims[-1])
+    return Experiment("phase", lines, data, figures, (partial(draw_strip_panel, rows=largest),))
 
 
-def _sweep(sizes: Sizes, d: int, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _sweep(sizes: Sizes, d: int, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     n, cells = sizes.n, sizes.cells
     rhos = [0.9 * (step + 0.5) / cells for step in range(cells)]
     gammas = [5.0 * (step + 0.5) / cells for step in range(cells)]
     points = list(phase.sweep(n, d, rhos, gammas, generator, draws=sizes.draws))
-    x, beta = tokens.almost_simplex(n, d, 0.5, generator), 3.0 * math.log(n)
+    x, beta = phase.gaussian_tokens(n, d, 0.5, generator), 3.0 * math.log(n)
     eta, error = phase.jacobian_norm(x, beta, 16, generator)
     where = f"d={d} n={n} ρ=0.5 γ=3"
-    lines.append(
-        Comparison("η, Hutchinson against the closed form", where, phase.closed_jacobian_norm(x, beta), eta, error)
-    )
+    closed = phase.closed_jacobian_norm(x, beta)
+    lines.append(Comparison("η, Hutchinson against the closed form", where, closed, eta, error))
     if d >= n:  # below, cosines scatter too much for the transition to be that of the simplex
         predicted = simplex.angle_ratio(n, 0.5, beta)
         lines.append(Comparison("λ, against the simplex", where, predicted, phase.angle_ratio(x, beta)))
     # Each draw has a z₀ of its own: the tokens of one draw share it, and with it their length.
-    draws = [tokens.almost_simplex(1, d, 0.5, generator) for _ in range(2000)]
+    draws = [phase.gaussian_tokens(1, d, 0.5, generator) for _ in range(2000)]
     inverse = torch.cat(draws).square().sum(-1).reciprocal() * (1.0 - 1.0 / d)
     predicted = (1.0 - 1.0 / d) * d / (d - 2.0)  # E 1/‖x‖² = d/(d−2) for N(0, I/d)
     lines.append(Comparison("η for γ → ∞, mean over draws", f"d={d}", predicted, *mean(inverse)))
-    return [{"n": n, "d": d, **point._asdict()} for point in points]
+    return Rows({"n": n, "d": d, **point._asdict()} for point in points)
 
 
-def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """min cosine, distance from the identity and η over γ, each with its bound; d is large enough for Assumption 2."""
     n, d, rho, alpha = sizes.n, 4 * sizes.n, 0.5, 0.5
-    x = tokens.almost_simplex(n, d, rho, generator)
+    x = phase.gaussian_tokens(n, d, rho, generator)
     x = x * (0.8 + 0.4 * torch.rand(n, 1, generator=generator, dtype=x.dtype, device=generator.device))
-    given, y = bounds.spread(x), phase.directions(x)
+    given, y = bounds.token_range(x), phase.directions(x)
     off = ~torch.eye(n, dtype=torch.bool, device=x.device)
-    found: list[dict[str, Any]] = []
+    found = Rows()
     for step in range(1, 25):
         gamma = step * 0.25
         beta = gamma * math.log(n)
@@ -128,25 +120,25 @@ def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -
             | {"eta_lower": bounds.jacobian_lower_bound(given, beta)}
         )
     checks = {
-        "min ⟨y'_i, y'_j⟩ ≥ bound": [row["cosine"] >= row["cosine_bound"] for row in found],
-        "the same with residual": [row["residual_cosine"] >= row["residual_cosine_bound"] for row in found],
-        "max ‖ATT(y_i) − y_i‖ ≤ bound": [row["moved"] <= row["moved_bound"] for row in found],
-        "η ≤ upper bound": [row["eta"] <= row["eta_upper"] for row in found],
-        "η ≥ lower bound": [row["eta"] >= row["eta_lower"] for row in found],
+        "min ⟨y'_i, y'_j⟩ ≥ bound": ("cosine_bound", "cosine"),
+        "the same with residual": ("residual_cosine_bound", "residual_cosine"),
+        "max ‖ATT(y_i) − y_i‖ ≤ bound": ("moved", "moved_bound"),
+        "η ≤ upper bound": ("eta", "eta_upper"),
+        "η ≥ lower bound": ("eta_lower", "eta"),
     }
     where = f"n={n} d={d}, share of {len(found)} values of γ"
-    lines += [Comparison(name, where, 1.0, sum(holds) / len(holds)) for name, holds in checks.items()]
+    for name, (less, more) in checks.items():
+        lines.append(Comparison(name, where, 1.0, sum(row[less] <= row[more] for row in found) / len(found)))
     return found
 
 
-def _middle_phase(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _middle_phase(sizes: Sizes, lines: list[Comparison]) -> Rows:
     """The share of a row's weight on itself, on near and on far tokens: groups of √n tokens, through attention."""
     n, size = sizes.group**2, sizes.group
-    y = tokens.groups(n, size, FAR, NEAR)
-    members = torch.eye(n // size, dtype=y.dtype, device=y.device).repeat_interleave(
-        size, 0
-    )  # value: which group a token is in
-    found = []
+    y = phase.grouped_tokens(n, size, FAR, NEAR)
+    members = torch.eye(n // size, dtype=y.dtype, device=y.device).repeat_interleave(size, 0)  # a token's group
+    edges = phase.phase_edges(TAU, (FAR, FAR), (NEAR, NEAR))
+    found = Rows()
     for step in range(1, 25):
         gamma = step * 0.2
         beta = gamma * math.log(n)
@@ -158,55 +150,52 @@ def _middle_phase(sizes: Sizes, generator: torch.Generator, lines: list[Comparis
         found.append(
             {"n": n, "gamma": gamma, "own": own, "near": group - own, "far": 1.0 - group}
             | {f"{name}_exact": value for name, value in exact._asdict().items()}
+            | edges._asdict()
         )
         if step in (2, 10, 24):
             where = f"n={n} γ={gamma:g} τ={TAU:g}"
             lines.append(Comparison("share of near tokens", where, exact.near, group - own))
-    edges = phase.phase_edges(TAU, (FAR, FAR), (NEAR, NEAR))
     at = 0.5 * (edges.near_above + edges.near_below)
-    far_n = 10**12
-    mass = phase.row_mass(far_n, 10**6 - 1, FAR, NEAR, at * math.log(far_n))
+    mass = phase.row_mass(10**12, 10**6 - 1, FAR, NEAR, at * math.log(10**12))
     lines.append(Comparison("limit of the share of near tokens", f"n=10¹² γ={at:.3g}", 1.0, mass.near))
-    for row in found:
-        row.update(edges._asdict())
     return found
 
 
-def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """Gaps of the largest Gaussian scores, and the largest weight: as printed, in the limit, and measured."""
     n, rows, draws = sizes.scores, sizes.rows, 25 * sizes.rows
     scores = families.sample("gaussian", n, rows, generator)
     top = scores.topk(17, dim=-1).values
-    found: list[dict[str, Any]] = []
-    scale = spacings.quantile(n)
+    found = Rows()
+    scale = gap_counting.gaussian_quantile(n)
     for k in (2, 3, 5, 9, 17):
         gap = scale * (top[:, 0] - top[:, k - 1])
-        exact = scale * spacings.mean_gap(n, k)
+        exact = scale * gap_counting.mean_gap(n, k)
         found.append(
-            {"kind": "gap", "n": n, "x": k, "printed": k - 1.0, "limit": spacings.mean_gap_limit(k), "exact": exact}
-            | {"measured": float(gap.mean()), "standard_error": mean(gap).error}
+            {"kind": "gap", "n": n, "x": k, "printed": k - 1.0, "limit": gap_counting.mean_gap_limit(k), "exact": exact}
+            | mean(gap).columns()
         )
         if k in (2, 9):
             lines.append(Comparison("t_n·E(a₁ − a_k)", f"n={n} k={k}", exact, *mean(gap)))
     for t in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
         weights = row_statistics(scores, t * math.sqrt(2.0 * math.log(n))).w_max
         found.append(
-            {"kind": "weight", "n": n, "x": t, "measured": float(weights.mean()), "standard_error": mean(weights).error}
-            | {"printed": float(spacings.printed_top_weight(t, draws, generator).mean())}
-            | {"limit": poisson_dirichlet.mean_largest(t) if t > 1.0 else 0.0}
+            {"kind": "weight", "n": n, "x": t}
+            | mean(weights).columns()
+            | {"printed": float(gap_counting.printed_top_weight(t, draws, generator).mean())}
+            | {"limit": condensation.w_max_limit(t) if t > 1.0 else 0.0}
         )
     return found
 
 
 def draw_sweep(rows: Rows, column: str) -> Figure:
-    """A panel per dimension over (ρ, γ) with the curve γ = 1/(1−ρ): figures 1 and 2 of seed 004."""
-    dims = list(dict.fromkeys(row["d"] for row in rows))
-    figure, panels = new_figure(columns=len(dims), size=(3.6, 3.5))
-    for axes, d in zip(panels, dims, strict=True):
-        mesh = _heat_map(axes, [row for row in rows if row["d"] == d], column)
-        axes.set_title(f"d = {d}, n = {rows[0]['n']}")
-        if axes is not panels[0]:
-            axes.set_ylabel("")
+    """A panel per dimension over (ρ, γ) with the curve γ = 1/(1−ρ): figures 1 and 2 of the paper."""
+    figure, panels = new_figure(columns=len(rows.distinct("d")), size=(3.6, 3.5))
+    for place, d, part in rows.series("d"):
+        mesh = _heat_map(panels[place], part, column)
+        panels[place].set_title(f"d = {d}, n = {rows[0]['n']}")
+        if place:
+            panels[place].set_ylabel("")
     panels[0].legend(loc="upper left", fontsize=8, framealpha=0.9)
     figure.colorbar(mesh, ax=panels, label=LABELS[column], extend="max" if column == "jacobian_norm" else "neither")
     return figure
@@ -223,7 +212,6 @@ def draw_strip_panel(axes: Axes, rows: Rows) -> None:
 def draw_bounds(rows: Rows) -> Figure:
     """Measured values with the bounds of theorems 2.3 and 2.5 on either side."""
     figure, panels = new_figure(columns=3, size=(4.3, 3.8))
-    gammas = [row["gamma"] for row in rows]
     curves: tuple[tuple[int, str, str, int], ...] = (
         (0, "cosine", "measured, α = 0", 0),
         (0, "cosine_bound", "lower bound, α = 0", 1),
@@ -235,13 +223,12 @@ def draw_bounds(rows: Rows) -> Figure:
         (2, "eta_upper", "upper bound", 1),
         (2, "eta_lower", "lower bound", 3),
     )
-    for place, column, label, index in curves:
-        points = [(gamma, row[column]) for gamma, row in zip(gammas, rows, strict=True) if row[column] > 0.0]
-        style = {"color": COLOURS[index], "linestyle": DASHES[index], "marker": MARKERS[index], "markersize": 3.5}
-        panels[place].plot(*zip(*points, strict=True), label=label, **style)
+    for panel, column, label, place in curves:
+        points = [(row["gamma"], row[column]) for row in rows if row[column] > 0.0]
+        panels[panel].plot(*zip(*points, strict=True), label=label, markersize=3.5, **line_style(place))
     for axes in panels:
         for edge in ("below", "above"):
-            axes.axvline(rows[0][edge], color=GREY, linewidth=0.9, linestyle=DASHES[2])
+            axes.axvline(rows[0][edge], **REFERENCE)
         axes.set_xlabel("γ = β/ln n; dotted: 1/(1−ρ₁) and 1/(1−ρ₂)")
     panels[0].set(ylabel="smallest cosine after one layer", title="Contraction, Eq. 10", ylim=(0, 1.05))
     panels[1].set(ylabel="largest ‖ATT(y_i) − y_i‖", title="Identity, Eq. 11", yscale="log")
@@ -255,15 +242,12 @@ def draw_bounds(rows: Rows) -> Figure:
 def draw_middle_phase(rows: Rows) -> Figure:
     """Who gets the weight of a row as γ grows: all, the near ones, the token itself."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
-    gammas = [row["gamma"] for row in rows]
-    for index, (name, label) in enumerate(
-        (("far", "far tokens"), ("near", "near tokens"), ("own", "the token itself"))
-    ):
-        exact = [row[f"{name}_exact"] for row in rows]
-        axes.plot(gammas, exact, color=COLOURS[index], linestyle=DASHES[index])
-        axes.plot(gammas, [row[name] for row in rows], MARKERS[index], color=COLOURS[index], markersize=5, label=label)
+    names = {"far": "far tokens", "near": "near tokens", "own": "the token itself"}
+    for place, (name, label) in enumerate(names.items()):
+        rows.line(axes, "gamma", f"{name}_exact", place)
+        rows.points(axes, "gamma", name, place, label=label)
     for edge in ("near_above", "near_below"):
-        axes.axvline(rows[0][edge], color=GREY, linewidth=0.9, linestyle=DASHES[2])
+        axes.axvline(rows[0][edge], **REFERENCE)
     axes.set(xlabel="γ = β/ln n; dotted: the edges of Lemma C.1", ylabel="share of the row's weight")
     axes.set_title(f"Groups of √n near tokens, n = {rows[0]['n']}; lines: closed form")
     axes.legend(frameon=False, loc="center right")
@@ -274,14 +258,10 @@ def draw_spacings(rows: Rows) -> Figure:
     """Gaps and largest weight of Gaussian scores: what appendix D prints, and what is."""
     figure, panels = new_figure(columns=2, size=(4.9, 3.8))
     for axes, kind in zip(panels, ("gap", "weight"), strict=True):
-        part = [row for row in rows if row["kind"] == kind]
-        x = [row["x"] for row in part]
-        axes.plot(x, [row["printed"] for row in part], color=COLOURS[2], linestyle=DASHES[1], label="as printed")
-        axes.plot(x, [row["limit"] for row in part], color=COLOURS[1], linestyle=DASHES[0], label="limit, gaps E_k/k")
-        axes.errorbar(
-            x, [row["measured"] for row in part], [2 * row["standard_error"] for row in part],
-            color=COLOURS[0], marker="o", markersize=5, linestyle="none", label=f"measured, n = {part[0]['n']}",
-        )  # fmt: skip
+        part = rows.where(kind=kind)
+        part.line(axes, "x", "printed", 2, linestyle=DASHES[1], label="as printed")
+        part.line(axes, "x", "limit", 1, linestyle="solid", label="limit, gaps E_k/k")
+        part.error_bars(axes, "x", 0, label=f"measured, n = {part[0]['n']}")
     panels[0].set(xlabel="rank k", ylabel="t_n·E(a₁ − a_k)", title="Gaps of the largest scores, Eq. 117")
     panels[1].set(xlabel="t = β/√(2 ln n)", ylabel="E w_max", title="Largest weight, Eq. 118", ylim=(0, 1))
     panels[0].legend(frameon=False, loc="upper left")

@@ -1,93 +1,85 @@
-"""Tokens on a simplex (seed 004, Assumption 1): closed forms against attention, their limits, and many layers."""
+"""Tokens on a simplex: closed forms against attention, their limits, and many layers.
+
+Assumption 1 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import accumulation_scale
-from attnscale.theory import phase, simplex, tokens
-from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.files import COLOURS, DASHES, GREY, MARKERS, new_figure
+from attnscale.theory import phase, simplex
+from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, collect, line_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
 
 CASES = ((0.3, 1.0, 1.0, 0.0), (0.5, 2.0, 2.0, 0.5), (0.6, 0.5, 4.0, 1.5))  # ρ, q, γ, α
 RHO = 0.5
 LENGTHS = (10**3, 10**6, 10**9, 10**12)
 
-Rows = list[dict[str, Any]]
-
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
     """Compare the closed forms with this package's attention, with their limits, and iterate them over layers."""
     lines: list[Comparison] = []
-    data: dict[str, list[dict[str, Any]]] = {}
     steps = (
-        ("closed forms against attention", "closed_forms", _closed_forms),
-        ("finite n against the limit", "limits", _limits),
-        ("many layers", "layers", _layers),
-        ("layers until collapse", "lifetime", _lifetime),
+        ("closed forms against attention", "closed_forms", partial(_closed_forms, quick, lines)),
+        ("finite n against the limit", "limits", partial(_limits, lines)),
+        ("many layers", "layers", partial(_layers, quick, lines)),
+        ("layers until collapse", "lifetime", partial(_lifetime, quick, lines)),
     )
-    for done, (title, name, step) in enumerate(steps):
-        if progress is not None:
-            progress(done, len(steps), title)
-        data[name] = step(quick, lines)
-    if progress is not None:
-        progress(len(steps), len(steps), "done")
-    drawn = {
-        "limits": lambda: draw_limits(data["limits"]),
-        "layers": lambda: draw_layers(data["layers"], data["lifetime"]),
+    data = collect(steps, progress)
+    figures = {
+        "limits": partial(draw_limits, data["limits"]),
+        "layers": partial(draw_layers, data["layers"], data["lifetime"]),
     }
-    return Experiment("simplex", lines, data, drawn)
+    return Experiment("simplex", lines, data, figures)
 
 
-def _closed_forms(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _closed_forms(quick: bool, lines: list[Comparison]) -> Rows:
     n, small = (128, 16) if quick else (512, 32)
     found = []
     for rho, q, gamma, alpha in CASES:
-        x, beta = tokens.simplex(n, n, rho, q), gamma * math.log(n)
+        x, beta = phase.simplex_tokens(n, n, rho, q), gamma * math.log(n)
         after = phase.layer(x, beta, alpha)
-        cosine = float(phase.directions(after)[:2].prod(0).sum())
+        cosine, norm = float(phase.directions(after)[:2].prod(0).sum()), float(after[0].square().sum())
         stats = phase.layer_statistics(x, beta, StatsRequest(lse=False, max_logit=False))
         y = phase.directions(x)
-        few, low = tokens.simplex(small, small + 3, rho, q), gamma * math.log(small)
+        scale = float(accumulation_scale(y @ y.T).median())
+        few, low = phase.simplex_tokens(small, small + 3, rho, q), gamma * math.log(small)
+        exact = phase.exact_jacobian_norm(few, low)
         eta, error = phase.jacobian_norm(x, beta, 16, torch.Generator().manual_seed(0))
-        where = f"ρ={rho:g} q={q:g} γ={gamma:g}"
-        rows: list[tuple[str, str, float, float, float | None]] = [
-            ("⟨y'_i, y'_j⟩", f"{where} α={alpha:g} n={n}", simplex.output_cosine(n, rho, beta, q, alpha), cosine, None),
-            ("‖x'_i‖²", f"{where} α={alpha:g} n={n}", simplex.output_norm(n, rho, beta, q, alpha),
-             float(after[0].square().sum()), None),
-            ("w_max = A_ii", f"{where} n={n}", simplex.weights(n, rho, beta).own, float(stats.w_max.mean()), None),
-            ("entropy", f"{where} n={n}", simplex.entropy(n, rho, beta), float(stats.entropy.mean()), None),
-            ("Λ = ln n/(1−ρ)", f"{where} n={n}", simplex.critical_beta(n, rho),
-             float(accumulation_scale(y @ y.T).median()), None),
-            ("η, torch.func", f"{where} n={small}", simplex.jacobian_norm(small, small + 3, rho, low, q),
-             phase.exact_jacobian_norm(few, low), None),
-            ("η, Hutchinson", f"{where} n={n}", simplex.jacobian_norm(n, n, rho, beta, q), eta, error),
-        ]  # fmt: skip
-        lines += [Comparison(*row) for row in rows]
-        found += [Comparison(*row)._asdict() for row in rows]
-    return [{key: value for key, value in row.items() if value is not None} for row in found]
+        case = f"ρ={rho:g} q={q:g} γ={gamma:g}"
+        where, whole = f"{case} n={n}", f"{case} α={alpha:g} n={n}"
+        found += [
+            Comparison("⟨y'_i, y'_j⟩", whole, simplex.output_cosine(n, rho, beta, q, alpha), cosine),
+            Comparison("‖x'_i‖²", whole, simplex.output_norm(n, rho, beta, q, alpha), norm),
+            Comparison("w_max = A_ii", where, simplex.weights(n, rho, beta).own, float(stats.w_max.mean())),
+            Comparison("entropy", where, simplex.entropy(n, rho, beta), float(stats.entropy.mean())),
+            Comparison("Λ = ln n/(1−ρ)", where, simplex.critical_beta(n, rho), scale),
+            Comparison(
+                "η, torch.func", f"{case} n={small}", simplex.jacobian_norm(small, small + 3, rho, low, q), exact
+            ),
+            Comparison("η, Hutchinson", where, simplex.jacobian_norm(n, n, rho, beta, q), eta, error),
+        ]
+    lines += found
+    return Rows(line._asdict() for line in found)
 
 
-def _limits(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _limits(lines: list[Comparison]) -> Rows:
     """Both quantities over γ at growing n, and the approach to each phase's limit."""
     critical = 1.0 / (1.0 - RHO)
-    found = []
+    found = Rows()
     for n in LENGTHS:
-        for step in range(81):
-            ratio = 0.5 + step / 80
+        for ratio in (0.5 + step / 80 for step in range(81)):
             beta = ratio * critical * math.log(n)
-            found.append(
-                {"n": n, "ratio": ratio, "cosine": simplex.output_cosine(n, RHO, beta)}
-                | {"jacobian": simplex.jacobian_norm(n, n, RHO, beta)}
-            )
+            cosine, jacobian = simplex.output_cosine(n, RHO, beta), simplex.jacobian_norm(n, n, RHO, beta)
+            found.append({"n": n, "ratio": ratio, "cosine": cosine, "jacobian": jacobian})
     for ratio in (0.75, 1.0, 1.25):
         gamma, n = ratio * critical, LENGTHS[-1]
         beta, where = gamma * math.log(n), f"ρ={RHO:g} γ/γ_c={ratio:g} n=d=10¹²"
@@ -98,19 +90,16 @@ def _limits(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
     return found
 
 
-def _layers(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _layers(quick: bool, lines: list[Comparison]) -> Rows:
     """1 − ρ through layers, in closed form for n = 1000; and the end-to-end Jacobian, measured on n tokens."""
     n, most = 1000, 30
-    found = []
-    for ratio in (0.8, 1.0, 1.5, 2.0):
+    found = Rows()
+    for ratio, alpha in ((0.8, 0.0), (1.0, 0.0), (1.5, 0.0), (2.0, 0.0), (0.8, 1.0)):
         beta = ratio * simplex.critical_beta(n, RHO)
-        for layer, state in enumerate(simplex.trajectory(n, RHO, beta, most)):
-            found.append({"n": n, "ratio": ratio, "alpha": 0.0, "layer": layer, "apart": state.apart, "q": state.q})
-    beta = 0.8 * simplex.critical_beta(n, RHO)
-    for layer, state in enumerate(simplex.trajectory(n, RHO, beta, most, alpha=1.0)):
-        found.append({"n": n, "ratio": 0.8, "alpha": 1.0, "layer": layer, "apart": state.apart, "q": state.q})
+        for layer, state in enumerate(simplex.trajectory(n, RHO, beta, most, alpha=alpha)):
+            found.append({"n": n, "ratio": ratio, "alpha": alpha, "layer": layer, "apart": state.apart, "q": state.q})
     tokens_used = 64 if quick else 256
-    x = tokens.simplex(tokens_used, tokens_used, RHO)
+    x = phase.simplex_tokens(tokens_used, tokens_used, RHO)
     for ratio in (0.8, 2.5):
         beta = ratio * simplex.critical_beta(tokens_used, RHO)
         apart = simplex.trajectory(tokens_used, RHO, beta, 3)[-1].apart
@@ -124,8 +113,8 @@ def _layers(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
     return found
 
 
-def _lifetime(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
-    found = []
+def _lifetime(quick: bool, lines: list[Comparison]) -> Rows:
+    found = Rows()
     for ratio in (1.5, 1.75):
         for power in range(2, 9):
             n = 10**power
@@ -143,13 +132,9 @@ def _lifetime(quick: bool, lines: list[Comparison]) -> list[dict[str, Any]]:
 def draw_limits(rows: Rows) -> Figure:
     """Output cosine and Jacobian norm over γ for growing n: steps in the making."""
     figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
-    for index, n in enumerate(dict.fromkeys(row["n"] for row in rows)):
-        part = [row for row in rows if row["n"] == n]
+    for place, n, part in rows.series("n"):
         for axes, column in ((left, "cosine"), (right, "jacobian")):
-            axes.plot(
-                [row["ratio"] for row in part], [row[column] for row in part],
-                color=COLOURS[index], linestyle=DASHES[index], label=f"n = 10^{round(math.log10(n))}",
-            )  # fmt: skip
+            part.line(axes, "ratio", column, place, label=f"n = 10^{round(math.log10(n))}")
     left.plot([0.5, 1, 1, 1.5], [1, 1, 0.5, 0.5], color=GREY, linewidth=1.2, zorder=0)
     right.plot([0.5, 1, 1, 1.5], [0, 0, 1, 1], color=GREY, linewidth=1.2, zorder=0)
     left.plot([1.0], [0.8], "o", color=GREY, markersize=6)
@@ -165,22 +150,16 @@ def draw_layers(layers: Rows, lifetime: Rows) -> Figure:
     """1 − ρ through layers, and how many layers a supercritical configuration lasts."""
     figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
     keys = dict.fromkeys((row["ratio"], row["alpha"]) for row in layers)
-    for index, (ratio, alpha) in enumerate(keys):
-        part = [row for row in layers if (row["ratio"], row["alpha"]) == (ratio, alpha) and row["apart"] > 1e-9]
+    for place, (ratio, alpha) in enumerate(keys):
+        part = Rows(row for row in layers.where(ratio=ratio, alpha=alpha) if row["apart"] > 1e-9)
         label = f"γ/γ_c = {ratio:g}" + (f", residual α = {alpha:g}" if alpha else "")
-        left.plot(
-            [row["layer"] for row in part], [row["apart"] for row in part], color=COLOURS[index],
-            linestyle=DASHES[index], marker=MARKERS[index], markersize=4, label=label,
-        )  # fmt: skip
+        part.line(left, "layer", "apart", place, label=label, markersize=4, marker=line_style(place)["marker"])
     left.set(yscale="log", ylim=(1e-8, 2), xlabel="layers", ylabel="1 − cosine between tokens")
     left.set_title(f"Simplex of n = {layers[0]['n']} tokens, same β in every layer")
     left.legend(frameon=False, fontsize=8, loc="lower right")
-    for index, ratio in enumerate(dict.fromkeys(row["ratio"] for row in lifetime)):
-        part = [row for row in lifetime if row["ratio"] == ratio]
-        lengths = [row["n"] for row in part]
-        right.plot(lengths, [row["predicted"] for row in part], color=COLOURS[index], linestyle=DASHES[index])
-        counted = [row["counted"] for row in part]
-        right.plot(lengths, counted, MARKERS[index], color=COLOURS[index], label=f"γ/γ_c = {ratio:g}")
+    for place, ratio, part in lifetime.series("ratio"):
+        part.line(right, "n", "predicted", place)
+        part.points(right, "n", "counted", place, markersize=6, label=f"γ/γ_c = {ratio:g}")
     right.set(xscale="log", yscale="log", xlabel="n", ylabel="layers until 1 − ρ has halved")
     right.set_title("Lines: n^(γ(1−ρ)−1)/(2ρ(1−ρ)β)")
     right.legend(frameon=False, loc="upper left")

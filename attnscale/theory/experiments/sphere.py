@@ -1,30 +1,38 @@
-"""Keys on the sphere (seed 001): three regimes, the Poisson limit, what sets the scale, and where it fails."""
+"""Keys on the sphere: three regimes, the Poisson limit, what sets the scale, and where it fails."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.attention import attention_with_stats
-from attnscale.theory import poisson, sphere
+from attnscale.theory import sphere
 from attnscale.theory.estimates import mean, median, slope
-from attnscale.theory.experiment import Comparison, Experiment, Progress
-from attnscale.theory.files import COLOURS, DASHES, GREY, MARKERS, new_figure
+from attnscale.theory.experiments import (
+    DASHES,
+    GREY,
+    REFERENCE,
+    Comparison,
+    Experiment,
+    Progress,
+    Rows,
+    collect,
+    line_style,
+    new_figure,
+)
 from attnscale.theory.phase import directions
-from attnscale.theory.sphere import KeyDensity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 ORDERED = 12  # how many of the ordered weights are shown
 HEAT_TILT = 1.5  # concentration of the density that the heat step sharpens
-
-Rows = list[dict[str, Any]]
 
 
 class Sizes(NamedTuple):
@@ -42,12 +50,11 @@ FULL = Sizes(2**14, 400, 20000, 24, (2**8, 2**10, 2**12, 2**14))
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
-    """Compare every regime of seed 001 with simulated rows; quick takes fewer rows and shorter contexts."""
+    """Compare every regime with simulated rows; quick takes fewer rows and shorter contexts."""
     sizes = QUICK if quick else FULL
     generator = torch.Generator().manual_seed(1)
     lines: list[Comparison] = []
-    data: dict[str, list[dict[str, Any]]] = {}
-    steps = (
+    tables = (
         ("ordered weights at λ = 1", "weights", _critical),
         ("largest weight against λ", "regimes", _regimes),
         ("bias and fluctuations below β*", "subcritical", _subcritical),
@@ -55,92 +62,71 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
         ("densities alike and unlike at the query", "local_exponent", _local_exponent),
         ("growing dimension", "dimension", _dimension),
     )
-    for done, (title, name, step) in enumerate(steps):
-        if progress is not None:
-            progress(done, len(steps), title)
-        data[name] = step(sizes, generator, lines)
-    if progress is not None:
-        progress(len(steps), len(steps), "done")
-    drawn = {
-        "weights": lambda: draw_weights(data["weights"]),
-        "regimes": lambda: draw_regimes(data["regimes"], data["subcritical"]),
-        "local_exponent": lambda: draw_local_exponent(data["local_exponent"]),
-        "dimension": lambda: draw_dimension(data["dimension"]),
+    data = collect([(title, name, partial(step, sizes, generator, lines)) for title, name, step in tables], progress)
+    figures = {
+        "weights": partial(draw_weights, data["weights"]),
+        "regimes": partial(draw_regimes, data["regimes"], data["subcritical"]),
+        "local_exponent": partial(draw_local_exponent, data["local_exponent"]),
+        "dimension": partial(draw_dimension, data["dimension"]),
     }
-    return Experiment("sphere", lines, data, drawn)
+    return Experiment("sphere", lines, data, figures)
 
 
-def _critical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _critical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """At β = β*: ordered weights, entropy and output against the Poisson limit."""
     n, rows, draws = sizes.n, 2 * sizes.rows, sizes.draws
-    found = []
+    found = Rows()
     for d in (3, 4, 5):
         law = sphere.uniform_law(d)
         beta = law.critical_beta(n)
-        limit = poisson.draw_limit(1.0, law.exponent, draws, generator)
-        top, entropies, radial, tangential, largest = [], [], [], [], []
+        limit = sphere.draw_limit(1.0, law.exponent, draws, generator)
+        parts: list[tuple[Tensor, ...]] = []
         for keys in sphere.batches(sphere.uniform(d), n, rows, generator):
-            read = sphere.read(keys, beta)
+            output, w_max, _ = sphere.attention_to(keys, beta)
             best = keys[..., 0].topk(ORDERED, dim=-1).values
             # The largest weight is that of the package; the others follow from their scores.
-            top.append(read.w_max[:, None] * (beta * (best - best[:, :1])).exp())
-            largest.append(read.w_max)
-            entropies.append(read.entropy)
-            radial.append(beta * (1.0 - read.output[:, 0]))
-            tangential.append(beta * read.output[:, 1:].square().sum(-1))
+            top = w_max[:, None] * (beta * (best - best[:, :1])).exp()
+            parts.append((top, w_max, beta * (1.0 - output[:, 0]), beta * output[:, 1:].square().sum(-1)))
+        ordered, largest, radial, tangential = map(torch.cat, zip(*parts, strict=True))
         where = f"d={d} n={n} λ=1"
-        w_max = torch.cat(largest)
-        _compare(lines, "E w_max, Poisson limit", where, poisson.mean_largest_weight(1.0, law.exponent), w_max)
-        _compare(lines, "E w_max, integral at this n", where, poisson.mean_largest_weight_at(n, d, beta), w_max)
-        _compare(lines, "β*·E(1 − ⟨q, output⟩)", where, float(limit.radial.mean()), torch.cat(radial))
-        _compare(lines, "β*·E‖tangential output‖²", where, float(limit.tangential.mean()), torch.cat(tangential))
-        ordered = torch.cat(top)
+        _compare(lines, "E w_max, Poisson limit", where, sphere.mean_largest_weight(1.0, law.exponent), largest)
+        _compare(lines, "E w_max, integral at this n", where, sphere.mean_largest_weight_at(n, d, beta), largest)
+        _compare(lines, "β*·E(1 − ⟨q, output⟩)", where, float(limit.radial.mean()), radial)
+        _compare(lines, "β*·E‖tangential output‖²", where, float(limit.tangential.mean()), tangential)
         for rank in range(ORDERED):
-            measured = ordered[:, rank]
-            found.append(
-                {"d": d, "n": n, "rank": rank + 1, "limit": float(limit.weights[:, rank].mean())}
-                | {"measured": float(measured.mean()), "standard_error": mean(measured).error}
-            )
+            row = {"d": d, "n": n, "rank": rank + 1, "limit": float(limit.weights[:, rank].mean())}
+            found.append(row | mean(ordered[:, rank]).columns())
     return found
 
 
-def _regimes(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _regimes(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """E w_max from below to above β*, and the rate at which one key takes all."""
     n, rows = sizes.n // 2, sizes.rows
     ratios = [2.0**power for power in range(-5, 6)]
-    found = []
+    found = Rows()
     for d in (3, 5):
         law = sphere.uniform_law(d)
-        largest: dict[float, list[Tensor]] = {ratio: [] for ratio in ratios}
-        for keys in sphere.batches(sphere.uniform(d), n, rows, generator):
-            for ratio in ratios:
-                largest[ratio].append(sphere.read(keys, ratio * law.critical_beta(n)).w_max)
-        for ratio in ratios:
-            w_max = torch.cat(largest[ratio])
-            limit = poisson.mean_largest_weight(ratio, law.exponent)
-            found.append(
-                {"d": d, "n": n, "ratio": ratio, "limit": limit, "measured": float(w_max.mean())}
-                | {"standard_error": mean(w_max).error, "deficit": sphere.supercritical_deficit(ratio, law.exponent)}
-            )
-        deficit = 1.0 - torch.cat(largest[32.0])
+        betas = [ratio * law.critical_beta(n) for ratio in ratios]
+        readouts = sphere.simulate_at(sphere.uniform(d), n, betas, rows, generator)
+        for ratio, readout in zip(ratios, readouts, strict=True):
+            limit = sphere.mean_largest_weight(ratio, law.exponent)
+            row = {"d": d, "n": n, "ratio": ratio, "limit": limit, **mean(readout.w_max).columns()}
+            found.append(row | {"deficit": sphere.supercritical_deficit(ratio, law.exponent)})
+        deficit = 1.0 - readouts[-1].w_max
         predicted = sphere.supercritical_deficit(32.0, law.exponent)
         _compare(lines, "E(1 − w_max) = ln 2·κΓ(2−1/κ)/λ", f"d={d} n={n} λ=32", predicted, deficit)
     return found
 
 
-def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """Below β*: the radial bias (d−1)/(2β), and Gaussian fluctuations of the tangential part."""
     n, rows = sizes.n, sizes.rows
-    found = []
+    found = Rows()
     for d in (3, 5):
         ladder = [2.0**power for power in range(1, 8)]
         betas = [beta for beta in ladder if beta < 0.3 * sphere.critical_beta(n, d)]
-        parts: dict[float, list[Tensor]] = {beta: [] for beta in betas}
-        for keys in sphere.batches(sphere.uniform(d), n, rows, generator):
-            for beta in betas:
-                parts[beta].append(sphere.read(keys, beta).output)
-        for beta in betas:
-            output = torch.cat(parts[beta])
+        outputs = [found.output for found in sphere.simulate_at(sphere.uniform(d), n, betas, rows, generator)]
+        for beta, output in zip(betas, outputs, strict=True):
             squares = output[:, 1:].square().mean(-1)
             predicted = sphere.subcritical_variance(n, d, beta)
             found.append(
@@ -148,16 +134,16 @@ def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Compariso
                 | {"bias_exact": 1.0 - sphere.mean_cosine(d, beta), "bias_first_order": (d - 1) / (2.0 * beta)}
                 | {"variance": float(squares.mean()), "variance_predicted": predicted}
             )
-        chosen = betas[-2]
-        output = torch.cat(parts[chosen])
+        chosen, output = betas[-2], outputs[-2]
         where = f"d={d} n={n} β={chosen:g}"
         _compare(lines, "1 − ⟨q, output⟩ = 1 − A_d(β)", where, 1.0 - sphere.mean_cosine(d, chosen), 1.0 - output[:, 0])
         variance = sphere.subcritical_variance(n, d, chosen)
         _compare(lines, "tangential variance", where, variance, output[:, 1:].square().mean(-1))
         kurtosis = output[:, 1:].flatten() / math.sqrt(variance)
-        _compare(lines, "4th moment of the fluctuation (Gaussian: 3)", where, 3.0, kurtosis**4 / _second(kurtosis) ** 2)
+        moments = kurtosis**4 / float(kurtosis.square().mean()) ** 2
+        _compare(lines, "4th moment of the fluctuation (Gaussian: 3)", where, 3.0, moments)
     concentration, cosine, beta = 3.0, 0.5, 40.0
-    read = sphere.attend(sphere.tilted(concentration, cosine), n, beta, rows, generator)
+    read = sphere.simulate(sphere.tilted(concentration, cosine), n, beta, rows, generator)
     query, centre = sphere.tilted_centre(1.0), sphere.tilted_centre(cosine)
     gradient = concentration * (centre - cosine * query)
     first_order = sphere.subcritical_output(query, gradient, beta)
@@ -169,28 +155,28 @@ def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Compariso
     return found
 
 
-def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """Tokens drawn from a density f and moved by attention to keys from f: harmonics grow as f − Δf/β has them."""
     n, tokens, batches = sizes.n // 2, 2 * sizes.rows, sizes.heat_batches
     density, centre = sphere.tilted(HEAT_TILT, 1.0), sphere.tilted_centre(1.0)
-    betas, harmonics = (20.0, 40.0, 80.0), {1: _degree_one, 2: _degree_two}
+    betas = (20.0, 40.0, 80.0)
     growth: dict[tuple[float, int], list[tuple[Tensor, Tensor]]] = {}
     for _ in range(batches):
         keys, queries = density.draw(1, n, generator), density.draw(1, tokens, generator)
         for beta in betas:
             moved = attention_with_stats(queries, keys, keys, scale=beta).output
             expected = beta * queries + HEAT_TILT * centre  # the direction of the output for n → ∞
-            for degree, harmonic in harmonics.items():
-                means = [harmonic(directions(x)[0, :, 0]).mean() for x in (moved, expected, queries)]
+            for degree in (1, 2):
+                means = [_harmonic(degree, directions(x)[0, :, 0]).mean() for x in (moved, expected, queries)]
                 growth.setdefault((beta, degree), []).append((means[0] - means[2], means[1] - means[2]))
-    found = []
+    found = Rows()
     for (beta, degree), pairs in growth.items():
         start = sphere.tilted_harmonic(HEAT_TILT, degree)
         measured, exact = (torch.stack(column) / start for column in zip(*pairs, strict=True))
         first_order = sphere.heat_growth(3, degree, beta) - 1.0
         found.append(
             {"degree": degree, "beta": beta, "first_order": first_order, "infinite_n": float(exact.mean())}
-            | {"measured": float(measured.mean()), "standard_error": mean(measured).error}
+            | mean(measured).columns()
         )
         if beta == betas[-1]:
             where = f"ℓ={degree} β={beta:g} n={n}"
@@ -198,27 +184,28 @@ def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> 
     return found
 
 
-def _local_exponent(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _local_exponent(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """E w_max at the β* of uniform keys: densities that differ far away only, and one that differs at the query."""
     lengths, rows = sizes.lengths, sizes.rows
     d = 5
     uniform = sphere.uniform(d)
     densities = [uniform, sphere.far_keys_at(d, -1.0), sphere.far_keys_at(d, 0.0)]
     densities.append(sphere.partly_on_subsphere(d, 3, 0.5))
-    found = []
+    found = Rows()
     for density in densities:
         distances, errors = [], []
         for n in lengths:
-            own, reference = _largest(
-                density, n, rows, generator, density.law.critical_beta(n), uniform.law.critical_beta(n)
-            )
-            limit = poisson.mean_largest_weight(1.0, density.law.exponent)
+            betas = [law.critical_beta(n) for law in (density.law, uniform.law)]
+            own, reference = (found.w_max for found in sphere.simulate_at(density, n, betas, rows, generator))
+            limit = sphere.mean_largest_weight(1.0, density.law.exponent)
             found.append(
                 {"density": density.name, "exponent": density.law.exponent, "n": n, "limit": limit}
                 | {"at_own_scale": float(own.mean()), "own_error": mean(own).error}
                 | {"at_uniform_scale": float(reference.mean()), "uniform_error": mean(reference).error}
             )
-            nearest = median(_nearest(density, n, rows, generator))
+            # 1 − ⟨q, k⟩ of the nearest key scales as 1/β*.
+            batches = sphere.batches(density, n, rows, generator)
+            nearest = median(torch.cat([1.0 - keys[..., 0].amax(-1) for keys in batches]))
             distances.append(math.log(nearest.value))
             errors.append(nearest.error / nearest.value)
         fit = slope([math.log(n) for n in lengths], distances, errors)
@@ -228,18 +215,18 @@ def _local_exponent(sizes: Sizes, generator: torch.Generator, lines: list[Compar
     return found
 
 
-def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> list[dict[str, Any]]:
+def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
     """E w_max at β* against d at a fixed n: the power law of caps holds only while (nC_d)^(−2/(d−1)) is small."""
     n, rows = sizes.lengths[-2], sizes.rows // 2
-    found = []
+    found = Rows()
     for d in (3, 5, 9, 17, 33, 65):
         law = sphere.uniform_law(d)
         beta = law.critical_beta(n)
-        w_max = sphere.attend(sphere.uniform(d), n, beta, rows, generator).w_max
-        at_n = poisson.mean_largest_weight_at(n, d, beta)
+        w_max = sphere.simulate(sphere.uniform(d), n, beta, rows, generator).w_max
+        at_n = sphere.mean_largest_weight_at(n, d, beta)
         found.append(
-            {"d": d, "n": n, "beta": beta, "limit": poisson.mean_largest_weight(1.0, law.exponent), "at_n": at_n}
-            | {"measured": float(w_max.mean()), "standard_error": mean(w_max).error}
+            {"d": d, "n": n, "beta": beta, "limit": sphere.mean_largest_weight(1.0, law.exponent), "at_n": at_n}
+            | mean(w_max).columns()
             | {"gaussian_beta": math.sqrt(2.0 * d * math.log(n)), "uniform_weight": 1.0 / n}
         )
         if d in (17, 65):
@@ -247,27 +234,9 @@ def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]
     return found
 
 
-def _largest(density: KeyDensity, n: int, rows: int, generator: torch.Generator, *betas: float) -> list[Tensor]:
-    """w_max of the same rows at several β."""
-    parts = [[sphere.read(keys, beta).w_max for beta in betas] for keys in sphere.batches(density, n, rows, generator)]
-    return [torch.cat(column) for column in zip(*parts, strict=True)]
-
-
-def _nearest(density: KeyDensity, n: int, rows: int, generator: torch.Generator) -> Tensor:
-    """1 − ⟨q, k⟩ of the nearest key: it scales as 1/β*."""
-    return torch.cat([1.0 - keys[..., 0].amax(-1) for keys in sphere.batches(density, n, rows, generator)])
-
-
-def _degree_one(cosine: Tensor) -> Tensor:
-    return cosine
-
-
-def _degree_two(cosine: Tensor) -> Tensor:
-    return 1.5 * cosine.square() - 0.5
-
-
-def _second(values: Tensor) -> float:
-    return float(values.square().mean())
+def _harmonic(degree: int, cosine: Tensor) -> Tensor:
+    """The Legendre polynomial of degree 1 or 2."""
+    return cosine if degree == 1 else 1.5 * cosine.square() - 0.5
 
 
 def _compare(lines: list[Comparison], quantity: str, parameters: str, predicted: float, values: Tensor) -> None:
@@ -277,11 +246,7 @@ def _compare(lines: list[Comparison], quantity: str, parameters: str, predicted:
 def draw_weights(rows: Rows) -> Figure:
     """Ordered weights at the critical scale against the Poisson limit."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
-    for index, d in enumerate(_values(rows, "d")):
-        part = [row for row in rows if row["d"] == d]
-        ranks = [row["rank"] for row in part]
-        axes.plot(ranks, [row["limit"] for row in part], color=COLOURS[index], linestyle=DASHES[index])
-        _points(axes, ranks, part, index, f"d = {d}, n = {part[0]['n']}")
+    _against_limit(axes, rows, "rank")
     axes.set(yscale="log", xlabel="rank k of the key", ylabel="mean weight")
     axes.set_ylim(1e-5, 1)
     axes.set_title("Ordered weights at β = β*; lines: Poisson limit")
@@ -292,25 +257,19 @@ def draw_weights(rows: Rows) -> Figure:
 def draw_regimes(regimes: Rows, subcritical: Rows) -> Figure:
     """The largest weight through the transition, and bias against fluctuation below it."""
     figure, (left, right) = new_figure(columns=2, size=(5.2, 4.0))
-    for index, d in enumerate(_values(regimes, "d")):
-        part = [row for row in regimes if row["d"] == d]
-        ratios = [row["ratio"] for row in part]
-        left.plot(ratios, [row["limit"] for row in part], color=COLOURS[index], linestyle=DASHES[index])
-        _points(left, ratios, part, index, f"d = {d}, n = {part[0]['n']}")
+    _against_limit(left, regimes, "ratio")
     left.axvline(1.0, color=GREY, linewidth=0.8)
     left.set(xscale="log", xlabel="λ = β/β*", ylabel="E w_max", title="Through the transition; lines: Poisson limit")
     left.legend(frameon=False, loc="upper left")
-    for index, d in enumerate(_values(subcritical, "d")):
-        part = [row for row in subcritical if row["d"] == d]
-        betas = [row["beta"] for row in part]
-        for name, measured, predicted, place in (
-            ("bias 1 − ⟨q, out⟩", "bias", "bias_exact", 2 * index),
-            ("tangential deviation", "variance", "variance_predicted", 2 * index + 1),
-        ):
-            power = 0.5 if measured == "variance" else 1.0
-            right.plot(betas, [row[predicted] ** power for row in part], color=COLOURS[place], linestyle=DASHES[place])
-            points = [row[measured] ** power for row in part]
-            right.plot(betas, points, MARKERS[place], color=COLOURS[place], label=f"{name}, d = {d}", markersize=5)
+    quantities = (
+        ("bias 1 − ⟨q, out⟩", "bias", "bias_exact", 1.0),
+        ("tangential deviation", "variance", "variance_predicted", 0.5),
+    )
+    for index, d, part in subcritical.series("d"):
+        for place, (name, measured, predicted, power) in enumerate(quantities, start=2 * index):
+            shown = Rows(row | {column: row[column] ** power for column in (measured, predicted)} for row in part)
+            shown.line(right, "beta", predicted, place)
+            shown.points(right, "beta", measured, place, label=f"{name}, d = {d}")
     right.set(xscale="log", yscale="log", xlabel="β", ylabel="distance of the output from the query")
     right.set_title("Below β*: points measured, lines predicted")
     right.set_ylim(bottom=4e-4)
@@ -321,30 +280,22 @@ def draw_regimes(regimes: Rows, subcritical: Rows) -> Figure:
 def draw_local_exponent(rows: Rows) -> Figure:
     """The scale of uniform keys fits what is uniform at the query, and nothing else."""
     figure, panels = new_figure(columns=2, size=(5.2, 4.0))
-    for axes, measured, error, title in (
-        (panels[0], "at_uniform_scale", "uniform_error", "at β* of uniform keys, (n·C₅)^(1/2)"),
-        (panels[1], "at_own_scale", "own_error", "at β* of the density's own local law"),
+    for axes, columns, title in (
+        (panels[0], ("at_uniform_scale", "uniform_error"), "at β* of uniform keys, (n·C₅)^(1/2)"),
+        (panels[1], ("at_own_scale", "own_error"), "at β* of the density's own local law"),
     ):
-        for index, name in enumerate(_values(rows, "density")):
-            part = [row for row in rows if row["density"] == name]
+        for place, name, part in rows.series("density"):
             # Densities that agree lie on top of each other: a small shift keeps each visible.
-            lengths = [row["n"] * 1.08**index for row in part]
-            points = [{"measured": row[measured], "standard_error": row[error]} for row in part]
-            _points(axes, lengths, points, index, str(name), line=True)
+            shifted = Rows(row | {"n": row["n"] * 1.08**place} for row in part)
+            look = {"capsize": 2, "linestyle": line_style(place)["linestyle"]}
+            shifted.error_bars(axes, "n", place, *columns, label=name, **look)
         for limit, exponent in sorted({(row["limit"], row["exponent"]) for row in rows}):
-            axes.axhline(limit, color=GREY, linewidth=0.9, linestyle=DASHES[2])
-            axes.annotate(
-                f"limit for κ = {exponent:g}",
-                (lengths[0], limit),
-                xytext=(20, 3 if exponent < 2 else -11),
-                textcoords="offset points",
-                color=GREY,
-                fontsize=8,
-            )
+            axes.axhline(limit, **REFERENCE)
+            shift = 3 if exponent < 2 else -11
+            look = {"xytext": (20, shift), "textcoords": "offset points", "color": GREY, "fontsize": 8}
+            axes.annotate(f"limit for κ = {exponent:g}", (shifted[0]["n"], limit), **look)
         axes.set(xscale="log", xlabel="n", ylabel="E w_max", title=title, ylim=(0, 0.8))
-        ticks = _values(rows, "n")
-        axes.set_xticks(ticks, [str(n) for n in ticks])
-        axes.minorticks_off()
+        _label_ticks(axes, rows.distinct("n"))
     panels[0].legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     return figure
 
@@ -352,34 +303,26 @@ def draw_local_exponent(rows: Rows) -> Figure:
 def draw_dimension(rows: Rows) -> Figure:
     """Where the limit stops to describe a context of given length."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
-    dims = [row["d"] for row in rows]
-    axes.plot(dims, [row["limit"] for row in rows], color=COLOURS[2], linestyle=DASHES[1], label="Poisson limit, n → ∞")
-    label = f"integral at n = {rows[0]['n']}"
-    axes.plot(dims, [row["at_n"] for row in rows], color=COLOURS[1], linestyle=DASHES[0], label=label)
-    _points(axes, dims, rows, 0, "measured")
-    axes.axhline(rows[0]["uniform_weight"], color=GREY, linewidth=0.9, linestyle=DASHES[2])
-    axes.annotate("1/n", (dims[0], rows[0]["uniform_weight"]), xytext=(0, 3), textcoords="offset points", color=GREY)
+    dims, uniform = rows.column("d"), rows[0]["uniform_weight"]
+    rows.line(axes, "d", "limit", 2, linestyle=DASHES[1], label="Poisson limit, n → ∞")
+    rows.line(axes, "d", "at_n", 1, linestyle="solid", label=f"integral at n = {rows[0]['n']}")
+    rows.error_bars(axes, "d", 0, label="measured", capsize=2)
+    axes.axhline(uniform, **REFERENCE)
+    axes.annotate("1/n", (dims[0], uniform), xytext=(0, 3), textcoords="offset points", color=GREY)
     axes.set(xscale="log", yscale="log", xlabel="dimension d", ylabel="E w_max at β = β*", ylim=(1e-6, 1))
-    axes.set_xticks(dims, [str(d) for d in dims])
-    axes.minorticks_off()
+    _label_ticks(axes, dims)
     axes.set_title("At a fixed n the limit holds for small d only")
     axes.legend(frameon=False, loc="upper right")
     return figure
 
 
-def _points(axes: Axes, x: list[Any], rows: Rows, index: int, label: str, line: bool = False) -> None:
-    axes.errorbar(
-        x,
-        [row["measured"] for row in rows],
-        [2 * row["standard_error"] for row in rows],
-        color=COLOURS[index],
-        marker=MARKERS[index],
-        markersize=5,
-        capsize=2,
-        label=label,
-        linestyle=DASHES[index] if line else "none",
-    )
+def _against_limit(axes: Axes, rows: Rows, column: str) -> None:
+    """Measured values over a column, and the limit as a line, a series per dimension."""
+    for place, d, part in rows.series("d"):
+        part.line(axes, column, "limit", place)
+        part.error_bars(axes, column, place, label=f"d = {d}, n = {part[0]['n']}", capsize=2)
 
 
-def _values(rows: Rows, column: str) -> list[Any]:
-    return list(dict.fromkeys(row[column] for row in rows))
+def _label_ticks(axes: Axes, ticks: Sequence[int]) -> None:
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()

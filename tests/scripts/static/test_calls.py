@@ -20,10 +20,9 @@ from attnscale_kernels.tiles import (
 )
 from attnscale_kernels.visibility import Visibility
 from scripts.static.calls import BLOCK, MASKED, RULES, WINDOW, Passes, Sequence, passes, sequences
-from scripts.static.counts import Counts
+from scripts.static.counts import Counts, Phases
 from scripts.static.per_score import edge, over_all_hot, per_score, per_visible_score, with_the_rest
-from scripts.static.phases import Phases
-from scripts.static.table import Row
+from scripts.static.table import KernelRow
 from scripts.static.variants import phases_of
 
 
@@ -117,9 +116,9 @@ def test_blocks_of_a_mask_are_hot_and_all_else_costs_nothing() -> None:
     assert passes("block-sparse", 4096, (128, 64), classified=False) == Passes(0, 0, 32 * 64, 8 * 4 * 8)
 
 
-def row(name: str, **phases: Counts) -> Row:
+def row(name: str, **phases: Counts) -> KernelRow:
     """A forward over tiles of 128 rows and 64 keys with 8 warps: 32 scores a thread."""
-    return Row("forward", name, "bf16", 64, "sm_80", (128, 64), 8, 3, 200, 0, 1, 0, 1, 1, Phases(**phases))
+    return KernelRow("forward", name, "bf16", 64, "sm_80", (128, 64), 8, 3, 200, 0, 1, 0, 1, 1, Phases(**phases))
 
 
 CAUSAL = row("causal, plain", hot=Counts(total=320), after=Counts(total=640))

@@ -32,7 +32,7 @@ from scripts.static.targets import TARGETS, blocks_per_unit
 def test_registers_and_threads_leave_room_for_as_many_blocks_as_is_published(
     target: str, registers: int, threads: int, blocks: int
 ) -> None:
-    warps = threads // (64 if target == "gfx942" else 32)
+    warps = threads // TARGETS[target].resources.warp_size
 
     assert blocks_per_unit(TARGETS[target].limits, registers=registers, warps=warps) == blocks
 

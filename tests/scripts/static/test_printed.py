@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from scripts.static.__main__ import main
-from scripts.static.counts import Counts
-from scripts.static.phases import Phases
+from scripts.static.counts import Counts, Phases
 from scripts.static.printed import HEADER, static_lines
-from scripts.static.table import Row
+from scripts.static.table import KernelRow
 from scripts.static.targets import TARGETS
 
 
-def compiled_row(name: str, **numbers: object) -> Row:
+def compiled_row(name: str, **numbers: object) -> KernelRow:
     fields = {
         "family": "forward",
         "name": name,
@@ -30,7 +29,7 @@ def compiled_row(name: str, **numbers: object) -> Row:
         "tile_bytes": 2 * 64 * 128 * 2,
     }
     phases = Phases(hot=Counts(mma=16, ex2=32, fp32=200, total=400), after=Counts(mma=16, ex2=32, fp32=300, total=500))
-    return Row(**{**fields, "phases": phases, **numbers})
+    return KernelRow(**{**fields, "phases": phases, **numbers})
 
 
 def test_the_table_shows_what_was_compiled_and_what_statistics_add() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scripts.static.compiling import cubin_usage, gcn_usage
-from scripts.static.counts import classify, count
+from scripts.static.counts import Phases, Structure, classify, count, find_phases
 from scripts.static.loops import loop_nest, parse_gcn, parse_sass
-from scripts.static.phases import Phases, Structure, find_phases
 
 
 def sass(*lines: str) -> str:

@@ -3,6 +3,11 @@
 N(t) counts the keys within t of the best, itself included, and Λ = sup ln N(t)/t = max_k ln k/Δ_k: Definition 4.4 of "A
 Unified Framework for Critical Scaling of Inverse Temperature in Self-Attention". All bounds here hold for every row, at
 every n; r = β/Λ.
+
+Gaussian rows (Appendix D of "Critical Attention Scaling in Long-Context Transformers", arXiv:2510.05554): the gap
+between the k-th largest score and the next is E_k/k in units of 1/t_n, with independent exponential E_k (Rényi), so the
+k-th largest lies Σ_(i<k) E_i/i ≈ ln k below the first. The paper prints Σ E_i ≈ k (Eq. 117), with which the largest
+weight would be of order one at every temperature; see the errata.
 """
 
 from __future__ import annotations
@@ -13,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale._util.checks import read_int
 from attnscale.errors import reject
 from attnscale.statistics.gaps import find_contact
 from attnscale.theory.estimates import Estimate, mean, slope
-from attnscale.theory.families import CorrelatedGaussian, Family, Gaussian, Sphere
+from attnscale.theory.families import CorrelatedGaussian, Family, Gaussian, Sphere, arrival_times
 
 
 class ContactPoint(NamedTuple):
@@ -85,7 +91,7 @@ def limit_ratio(family: Family, rows: int, generator: torch.Generator, ranks: in
     """
     if not family.random:
         return torch.ones(rows, dtype=torch.float64, device="cpu")
-    arrivals = torch.empty(rows, ranks, dtype=torch.float64, device="cpu").exponential_(generator=generator).cumsum(-1)
+    arrivals = arrival_times(rows, ranks, generator)
     if isinstance(family, Sphere):
         scores = -(arrivals ** (2 / (family.d - 1)))
     elif isinstance(family, (Gaussian, CorrelatedGaussian)):
@@ -105,9 +111,8 @@ def certificate(r: float, n: float = math.inf) -> float:
     """
     _above(r)
     if n == math.inf:
-        return 1 / float(
-            torch.special.zeta(torch.tensor(r, dtype=torch.float64, device="cpu"), torch.tensor(1.0, device="cpu"))
-        )
+        zeta = torch.special.zeta(torch.tensor(r, dtype=torch.float64, device="cpu"), torch.tensor(1.0, device="cpu"))
+        return 1 / float(zeta)
     return 1 / (torch.arange(1, int(n) + 1, dtype=torch.float64, device="cpu") ** -r).sum().item()
 
 
@@ -155,6 +160,57 @@ def two_level_entropy(n: float, r: float) -> float:
     tail = math.log(n - 1) - r * math.log(n)  # ln of the weight of all others relative to the first
     lse = math.log1p(math.exp(tail)) if tail < 0 else tail + math.log1p(math.exp(-tail))
     return lse + math.exp(tail - lse) * r * math.log(n)
+
+
+def gaussian_quantile(n: int) -> float:
+    """t_n = Φ⁻¹(1 − 1/n) ~ √(2 ln n), the scale of the gaps: they are about 1/t_n.
+
+    >>> round(gaussian_quantile(1000), 4)
+    3.0902
+    """
+    n = read_int("n", n, "an int >= 2", least=2)
+    return float(-torch.special.ndtri(torch.tensor(1.0 / n, dtype=torch.float64, device="cpu")))
+
+
+def mean_gap(n: int, k: int) -> float:
+    """E(a₁ − a_k) for the largest and the k-th largest of n independent N(0, 1), exact.
+
+    The mean of the j-th spacing is C(n, j)·∫ Φ^(n−j)·(1−Φ)^j dx; the integral is a trapezoidal sum, which converges
+    exponentially for such integrands.
+
+    >>> round(mean_gap(2, 2), 10) == round(2 / math.sqrt(math.pi), 10)
+    True
+    """
+    k = read_int("k", k, f"an int from 2 to n={n}", least=2, most=n)
+    x = torch.linspace(-12.0, 40.0, 8001, dtype=torch.float64, device="cpu")
+    below, above = torch.special.log_ndtr(x), torch.special.log_ndtr(-x)
+    total = 0.0
+    for j in range(1, k):
+        choose = math.lgamma(n + 1) - math.lgamma(j + 1) - math.lgamma(n - j + 1)
+        total += float((choose + (n - j) * below + j * above).exp().sum() * (x[1] - x[0]))
+    return total
+
+
+def mean_gap_limit(k: int) -> float:
+    """lim t_n·E(a₁ − a_k) = 1 + 1/2 + … + 1/(k−1); the paper's Eq. 117 would give k − 1.
+
+    >>> mean_gap_limit(4)
+    1.8333333333333333
+    """
+    return sum(1.0 / j for j in range(1, k))
+
+
+def printed_top_weight(t: float, draws: int, generator: torch.Generator, terms: int = 200) -> Tensor:
+    """The largest weight at β = t·√(2 ln n) as Eq. 118 prints it, [draws]: with gaps E₁ + … + E_(k−1), for comparison.
+
+    With the true gaps E₁ + E₂/2 + … + E_(k−1)/(k−1) the sum is finite only for t > 1, with the mean
+    `condensation.w_max_limit`; for t ≤ 1 the largest weight tends to 0.
+
+    >>> printed_top_weight(1.0, 4, torch.Generator().manual_seed(0)).shape
+    torch.Size([4])
+    """
+    gaps = arrival_times(draws, terms, generator)
+    return (1.0 + (-t * gaps).exp().sum(-1)).reciprocal()
 
 
 def _above(r: float) -> None:
