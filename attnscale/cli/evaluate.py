@@ -63,9 +63,10 @@ def _evaluate(console: Console, options: argparse.Namespace) -> int:
 def _demo(console: Console, options: argparse.Namespace) -> int:
     from attnscale.cli.evaluation_table import show_evaluation
     from attnscale.cli.progress import shown_progress
+    from attnscale.lab.evaluation import demo_evaluation, evaluate
 
     with shown_progress(console) as progress:
-        folder = importlib.import_module("attnscale.lab.demo").run(options.output, progress, options.quick)
+        folder = evaluate(demo_evaluation(options.output, options.quick), progress)
     return show_evaluation(console, folder, report=True)
 
 

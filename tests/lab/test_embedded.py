@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnscale.lab.demo import demo_evaluation
-from attnscale.lab.evaluation import evaluate
-from attnscale.lab.models import ModelFolder
-from attnscale.lab.tables import RESULTS
+from attnscale.lab.evaluation import demo_evaluation, evaluate
+from attnscale.lab.inputs import ModelFolder
+from attnscale.lab.results import RESULTS
 from scripts.training.embedded import Training, train
 
 FOLDER = ModelFolder.at("embedded", "float32").path

@@ -1,7 +1,8 @@
-"""Sequences for retrieval: needles (a key and its value) hidden in text, and questions for some of them at the end."""
+"""Sequences of tokens: windows of a text, needles (a key and its value) hidden in it, and associative recall."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -138,3 +139,46 @@ def _assemble(
         tokens += answer
     depths = torch.tensor([places[i] / max(1, len(text)) for i in order], device="cpu")
     return Retrieval(torch.tensor(tokens, device="cpu"), found, depths)
+
+
+def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
+    """Multi-query associative recall (arXiv:2312.04927): pairs of key and value first, then each key again, spread out.
+
+    Keys are of the first half of the vocabulary, values of the second; the value after a repeated key is the answer.
+    """
+    half = len(vocabulary) // 2
+    if not 1 <= num_kv_pairs <= half or 4 * num_kv_pairs > length:
+        reject("num_kv_pairs", num_kv_pairs, f"1 to {min(half, length // 4)} at input_seq_len={length}")
+    symbols = torch.tensor(list(vocabulary), device="cpu")
+    keys = symbols[torch.randperm(half, generator=generator, device=generator.device)[:num_kv_pairs]]
+    values = symbols[
+        half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), generator=generator, device=generator.device)
+    ]
+    tokens = symbols[torch.randint(len(vocabulary), (length,), generator=generator, device=generator.device)]
+    pairs = torch.stack([keys, values], -1)
+    tokens[: 2 * num_kv_pairs] = pairs.flatten()
+    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, generator=generator, device=generator.device)[
+        :num_kv_pairs
+    ]
+    places = 2 * num_kv_pairs + 2 * slots.sort().values
+    order = torch.randperm(num_kv_pairs, generator=generator, device=generator.device)
+    tokens[places], tokens[places + 1] = keys[order], values[order]
+    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length)
+
+
+def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:
+    """`number` pieces of length + 1 tokens, evenly spread over a text [N]; overlapping ones are refused."""
+    if len(tokens) < number * (length + 1):
+        reject(
+            "text",
+            f"{len(tokens)} tokens",
+            f"at least {number * (length + 1)}, for {number} windows of {length} tokens that do not overlap",
+        )
+    stride = (len(tokens) - length - 1) / max(1, number - 1)
+    return [tokens[round(i * stride) : round(i * stride) + length + 1] for i in range(number)]
+
+
+def seeded(*parts: object) -> Generator:
+    """A generator for a cell: the same for all policies and models, so that differences between them are paired."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
