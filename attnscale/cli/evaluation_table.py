@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from attnscale.report.evaluation_data import HeadStatistics, Result
+    from attnscale.report.evaluation_data import HeadRow, ResultRow
 
 QUANTITIES = {"w_max": "w_max", "entropy": "entropy", "accumulation_8": "Λ", "criticality": "β/Λ"}
 INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
@@ -51,13 +51,13 @@ def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
 
 def read_lines(folder: Path) -> dict[str, list[Line]]:
     """Lines by task, lengths upwards and `constant` first; perplexity stands beside each task."""
-    from attnscale.report.evaluation_data import BITS, PERPLEXITY, read_evaluation
+    from attnscale.report.evaluation_data import PROSE, read_evaluation
 
     data = read_evaluation(folder)
-    prose = data.whole(PERPLEXITY, BITS)
+    prose = data.whole(PROSE)
     tables: dict[str, list[Line]] = {}
-    for task in data.retrieval_tasks or [PERPLEXITY]:
-        answers = data.whole(task, "accuracy")
+    for task in data.retrieval_tasks or [PROSE]:
+        answers = data.whole(task) if task in data.retrieval_tasks else {}
         tables[task] = [
             _line(place, answers.get(place), prose.get(place), data.heads_at.get((task, place[0], place[1]), []))
             for place in itertools.product(data.policies, data.lengths)
@@ -67,14 +67,12 @@ def read_lines(folder: Path) -> dict[str, list[Line]]:
     return tables
 
 
-def _line(
-    place: tuple[str, int], answers: Result | None, prose: Result | None, heads: Sequence[HeadStatistics]
-) -> Line:
+def _line(place: tuple[str, int], answers: ResultRow | None, prose: ResultRow | None, heads: Sequence[HeadRow]) -> Line:
     """Quantities are medians over models, layers and heads; the standard error is that of the bootstrap's interval."""
     error = None
     if answers is not None and answers.low is not None and answers.high is not None:
         error = (answers.high - answers.low) / INTERVAL
-    known = [[head.values[name] for head in heads if name in head.values] for name in QUANTITIES]
+    known = [[getattr(head, name) for head in heads if getattr(head, name) is not None] for name in QUANTITIES]
     return Line(
         place[1],
         place[0],
