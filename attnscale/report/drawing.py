@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnscale._util.optional import need
 from attnscale.diagnostics.views.display import COLOURS as HEAT
-from attnscale.report.chart import COLOURS, Chart, Place, Point, Series, Style
+from attnscale.report.chart import COLOURS, MARKERS, Chart, Place, Point, Series, Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 PIXELS = 200  # per inch: 9 inches are 1800 pixels, twice what GitHub shows
-SYMBOLS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "plus": "P", "cross": "X"}
+SYMBOLS = dict(zip(MARKERS, "os^DvPXd", strict=True))  # of matplotlib
 QUIET = "#46505e"
 LOOK = {
     "font.size": 11.0,
@@ -213,7 +213,8 @@ def png(*charts: Chart) -> bytes:
         for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
             _plot(axes, chart)
         lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
-        figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=min(6, len(lines)))
+        rows = -(-len(lines) // 5)
+        figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=-(-len(lines) // rows))
         figure.savefig(file, format="png", dpi=PIXELS, facecolor="white", bbox_inches="tight", pad_inches=0.1)
     return file.getvalue()
 
@@ -233,7 +234,7 @@ def _plot(axes: Axes, chart: Chart) -> None:
             color=colour,
             linestyle=(dash if one.style.dash else "-") if one.joined else "none",
             linewidth=1.8,
-            marker=SYMBOLS.get(one.style.marker, "|"),
+            marker=SYMBOLS[one.style.marker],
             markersize=5.5,
             markeredgecolor="white",
             markeredgewidth=0.6,
@@ -251,6 +252,7 @@ def _plot(axes: Axes, chart: Chart) -> None:
         own.set_ticks([], minor=True)
     line: dict[str, Any] = {"color": QUIET, "linewidth": 1.0, "linestyle": "--"}
     note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9.5, "color": QUIET}
+    note["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for label, x in chart.vertical_marks():
         axes.axvline(x, **line)
         side = "right" if chart.x.share(x) > 0.5 else "left"
