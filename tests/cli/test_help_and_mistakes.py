@@ -174,7 +174,7 @@ def test_a_mistake_gets_one_line_and_exit_code_two(
 def test_an_interrupt_gets_one_line_and_says_whether_the_work_can_go_on(
     words: list[str], more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("attnscale.lab.evaluation.evaluate", interrupted)
