@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,10 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from attnscale.report.evaluation_data import HeadRow, ResultRow
-
 QUANTITIES = {"w_max": "w_max", "entropy": "entropy", "accumulation_8": "Λ", "criticality": "β/Λ"}
-INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
 ABOUT = (
     "accuracy: share of right answers ± standard error. Of the rows that predict: medians over layers and heads of the "
     "largest weight, the entropy (nats), Λ and the criticality β/Λ."
@@ -116,37 +112,33 @@ def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
 
 
 def read_lines(folder: Path) -> dict[str, list[Line]]:
-    """Lines by task, lengths upwards and `constant` first; perplexity stands beside each task."""
+    """Lines by task, lengths upwards and `constant` first; perplexity stands beside each task.
+
+    Quantities are medians over models, layers and heads; the standard error is that of the bootstrap.
+    """
     from attnscale.report.evaluation_data import PROSE, read_evaluation
 
     data = read_evaluation(folder)
     prose = data.whole(PROSE)
     tables: dict[str, list[Line]] = {}
     for task in data.retrieval_tasks or [PROSE]:
-        answers = data.whole(task) if task in data.retrieval_tasks else {}
-        tables[task] = [
-            _line(place, answers.get(place), prose.get(place), data.heads_at.get((task, place[0], place[1]), []))
-            for place in itertools.product(data.policies, data.lengths)
-            if place in answers or place in prose
-        ]
-        tables[task].sort(key=lambda line: line.length)
+        answers = data.whole(task) if task != PROSE else {}
+        tables[task] = lines = []
+        for length, policy in itertools.product(data.lengths, data.policies):
+            answered, written = answers.get((policy, length)), prose.get((policy, length))
+            heads = data.heads_at.get((task, policy, length), [])
+            known = [[getattr(head, name) for head in heads if getattr(head, name) is not None] for name in QUANTITIES]
+            if answered is not None or written is not None:
+                line = Line(
+                    length,
+                    policy,
+                    None if answered is None else answered.value,
+                    None if answered is None else answered.standard_error,
+                    None if written is None else written.value,
+                    tuple(statistics.median(numbers) if numbers else None for numbers in known),
+                )
+                lines.append(line)
     return tables
-
-
-def _line(place: tuple[str, int], answers: ResultRow | None, prose: ResultRow | None, heads: Sequence[HeadRow]) -> Line:
-    """Quantities are medians over models, layers and heads; the standard error is that of the bootstrap's interval."""
-    error = None
-    if answers is not None and answers.low is not None and answers.high is not None:
-        error = (answers.high - answers.low) / INTERVAL
-    known = [[getattr(head, name) for head in heads if getattr(head, name) is not None] for name in QUANTITIES]
-    return Line(
-        place[1],
-        place[0],
-        None if answers is None else answers.value,
-        error,
-        None if prose is None else prose.value,
-        tuple(statistics.median(numbers) if numbers else None for numbers in known),
-    )
 
 
 def _table(task: str, lines: list[Line]) -> Table:

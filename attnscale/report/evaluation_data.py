@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from attnscale.errors import ArgumentError, reject
+from attnscale.lab.results import INTERVAL
 from attnscale.lab.tasks import ACCURACY, TASKS, Perplexity
 
 RESULTS, STATISTICS, COST, RUN = "results.csv", "statistics.csv", "cost.csv", "run.json"
@@ -34,6 +35,10 @@ class ResultRow(NamedTuple):
     difference: float | None
     difference_low: float | None
     difference_high: float | None
+
+    @property
+    def standard_error(self) -> float | None:
+        return None if self.low is None or self.high is None else (self.high - self.low) / INTERVAL
 
 
 class HeadRow(NamedTuple):
@@ -112,7 +117,7 @@ class EvaluationData:
         models = self.run.get("models")
         known = models.values() if isinstance(models, dict) else ()
         lengths = [model.get("trained_length") for model in known if isinstance(model, dict)]
-        return max((length for length in lengths if isinstance(length, int) and length > 0), default=None)
+        return max((length for length in lengths if isinstance(length, int) and 0 < length < 2**53), default=None)
 
     @cached_property
     def heads_at(self) -> dict[tuple[str, str, int], list[HeadRow]]:
@@ -188,11 +193,12 @@ def _read_run(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found = json.loads(text)
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} is not JSON: {error}") from error
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
-        reject(str(path), found, "an object such as `attnscale evaluate` writes")
+        reject(str(path), text.strip(), "a JSON object such as `attnscale evaluate` writes")
     return found

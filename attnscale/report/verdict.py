@@ -56,7 +56,7 @@ def _constant(data: EvaluationData) -> str:
     policies = data.run.get("policies")
     known = policies.get(CONSTANT) if isinstance(policies, dict) else None
     beta = known.get("beta", 1) if isinstance(known, dict) else 1
-    return f"β = {beta:g}" if isinstance(beta, (int, float)) else CONSTANT
+    return f"β = {beta:g}" if isinstance(beta, (int, float)) and abs(beta) < 1e9 else CONSTANT
 
 
 def _retrieval(data: EvaluationData, task: str, retrieval: dict[int, list[ResultRow]], best: ResultRow) -> str:

@@ -84,8 +84,8 @@ BAD = {
     "line 2 of .*as many fields": {"results.csv": HEADER + "recall,accuracy\n"},
     "line 2 of .*statistics.csv": {"results.csv": HEADER + ROW, "statistics.csv": f"{HEADS}\nx,y,z\n"},
     "expected the columns .*'beta'": {"results.csv": HEADER + ROW, "statistics.csv": "task,model\nx,y\n"},
-    "run.json is not JSON": {"results.csv": HEADER + ROW, "run.json": "{"},
-    "expected an object": {"results.csv": HEADER + ROW, "run.json": "[]"},
+    "run.json='{' is not accepted: expected a JSON object": {"results.csv": HEADER + ROW, "run.json": "{"},
+    r"run.json='\[\]' is not accepted: expected a JSON object": {"results.csv": HEADER + ROW, "run.json": "[]"},
 }
 
 
