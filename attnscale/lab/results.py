@@ -28,7 +28,7 @@ RESAMPLES = 2000
 CONSTANT = "constant"
 
 # Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
-Samples = Mapping[str, tuple[Tensor, Tensor]]
+Samples = Mapping[str, tuple[Tensor, ...]]
 
 INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
 
@@ -187,15 +187,13 @@ def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
             pairs.setdefault(group, {}).setdefault(policy, {}).setdefault(model, []).append(pair)
     return {
         group: {
-            policy: {model: _tensors(some) for model, some in models.items()} for policy, models in policies.items()
+            policy: {
+                model: torch.tensor(some, dtype=torch.float64, device="cpu").unbind(1) for model, some in models.items()
+            }
+            for policy, models in policies.items()
         }
         for group, policies in pairs.items()
     }
-
-
-def _tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    tops, bottoms = torch.tensor(pairs, dtype=torch.float64, device="cpu").unbind(1)
-    return tops, bottoms
 
 
 def _statistics(cells: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -29,7 +29,7 @@ class NeedleFormat:
     """How needles and questions are written: templates with {key} and {value}, made of symbols of an alphabet.
 
     >>> bytes_ = NeedleFormat("<{key}{value}", "<{key}", alphabet="ab", key_symbols=2, value_symbols=1)
-    >>> bytes_.most_keys, bytes_.key(2), bytes_.question.format(key="ab")
+    >>> bytes_.most_keys, bytes_.word(2, 2), bytes_.question.format(key="ab")
     (4, 'ba', '<ab')
     """
 
@@ -55,15 +55,8 @@ class NeedleFormat:
         """How many different keys there are."""
         return int(len(self.alphabet) ** self.key_symbols)
 
-    def key(self, number: int) -> str:
-        """The key of a number below `most_keys`."""
-        return self._word(number, self.key_symbols)
-
-    def value(self, number: int) -> str:
-        """The value of a number."""
-        return self._word(number, self.value_symbols)
-
-    def _word(self, number: int, symbols: int) -> str:
+    def word(self, number: int, symbols: int) -> str:
+        """A key or a value: a number in the digits of the alphabet."""
         base = len(self.alphabet)
         return "".join(self.alphabet[number // base**place % base] for place in reversed(range(symbols)))
 
@@ -97,47 +90,33 @@ def hide_needles(
     """
     if not 1 <= needles <= style.most_keys:
         reject("needles", needles, f"1 to {style.most_keys}, the number of different keys")
-    keys = torch.randperm(style.most_keys, generator=generator, device=generator.device)[:needles].tolist()
-    values = torch.randint(
-        len(style.alphabet) ** style.value_symbols, (needles,), generator=generator, device=generator.device
-    ).tolist()
-    written = [
-        encode(style.needle.format(key=style.key(k), value=style.value(v))) for k, v in zip(keys, values, strict=True)
-    ]
-    order = torch.randperm(needles, generator=generator, device=generator.device)[:asked].tolist()
-    questions = [encode(style.question.format(key=style.key(keys[i]))) for i in order]
-    answers = [encode(style.answer.format(value=style.value(values[i]))) for i in order]
-    room = length - sum(map(len, written)) - sum(map(len, questions)) - sum(map(len, answers))
+    drawn: dict[str, Any] = {"generator": generator, "device": generator.device}
+    keys = [style.word(key, style.key_symbols) for key in torch.randperm(style.most_keys, **drawn)[:needles].tolist()]
+    numbers = torch.randint(len(style.alphabet) ** style.value_symbols, (needles,), **drawn).tolist()
+    values = [style.word(number, style.value_symbols) for number in numbers]
+    written = [encode(style.needle.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)]
+    order = torch.randperm(needles, **drawn)[:asked].tolist()
+    questions = [encode(style.question.format(key=keys[i])) for i in order]
+    answers = [encode(style.answer.format(value=values[i])) for i in order]
+    room = length - sum(len(part) for part in (*written, *questions, *answers))
     if room < needles:
         reject("length", length, f"at least {length - room + needles} tokens for {needles} needles, {asked} questions")
     if text.numel() < room:
         reject("text", f"{text.numel()} tokens", f"at least {room} tokens of text for a length of {length}")
-    start = int(torch.randint(text.numel() - room + 1, (1,), generator=generator, device=generator.device))
-    places = torch.randperm(room, generator=generator, device=generator.device)[:needles]
-    return _assemble(text[start : start + room].tolist(), written, places.tolist(), questions, answers, order)
-
-
-def _assemble(
-    text: list[int],
-    needles: Sequence[list[int]],
-    places: list[int],
-    questions: Sequence[list[int]],
-    answers: Sequence[list[int]],
-    order: list[int],
-) -> Retrieval:
+    start = int(torch.randint(text.numel() - room + 1, (1,), **drawn))
+    body, places = text[start : start + room].tolist(), torch.randperm(room, **drawn)[:needles].tolist()
     tokens: list[int] = []
     last = 0
-    for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
-        tokens += text[last:place] + needle
+    for place, needle in sorted(zip(places, written, strict=True), key=lambda pair: pair[0]):
+        tokens += body[last:place] + needle
         last = place
-    tokens += text[last:]
-    width = max(map(len, answers))
-    found = torch.full((len(answers), width), -1, device="cpu")
+    tokens += body[last:]
+    found = torch.full((len(answers), max(map(len, answers))), -1, device="cpu")
     for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         tokens += question
         found[row, : len(answer)] = torch.arange(len(tokens), len(tokens) + len(answer), device="cpu")
         tokens += answer
-    depths = torch.tensor([places[i] / max(1, len(text)) for i in order], device="cpu")
+    depths = torch.tensor([places[i] / max(1, room) for i in order], device="cpu")
     return Retrieval(torch.tensor(tokens, device="cpu"), found, depths)
 
 
@@ -149,19 +128,15 @@ def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], g
     half = len(vocabulary) // 2
     if not 1 <= num_kv_pairs <= half or 4 * num_kv_pairs > length:
         reject("num_kv_pairs", num_kv_pairs, f"1 to {min(half, length // 4)} at input_seq_len={length}")
+    drawn: dict[str, Any] = {"generator": generator, "device": generator.device}
     symbols = torch.tensor(list(vocabulary), device="cpu")
-    keys = symbols[torch.randperm(half, generator=generator, device=generator.device)[:num_kv_pairs]]
-    values = symbols[
-        half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), generator=generator, device=generator.device)
-    ]
-    tokens = symbols[torch.randint(len(vocabulary), (length,), generator=generator, device=generator.device)]
-    pairs = torch.stack([keys, values], -1)
-    tokens[: 2 * num_kv_pairs] = pairs.flatten()
-    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, generator=generator, device=generator.device)[
-        :num_kv_pairs
-    ]
+    keys = symbols[torch.randperm(half, **drawn)[:num_kv_pairs]]
+    values = symbols[half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), **drawn)]
+    tokens = symbols[torch.randint(len(vocabulary), (length,), **drawn)]
+    tokens[: 2 * num_kv_pairs] = torch.stack([keys, values], -1).flatten()
+    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, **drawn)[:num_kv_pairs]
     places = 2 * num_kv_pairs + 2 * slots.sort().values
-    order = torch.randperm(num_kv_pairs, generator=generator, device=generator.device)
+    order = torch.randperm(num_kv_pairs, **drawn)
     tokens[places], tokens[places + 1] = keys[order], values[order]
     return Retrieval(tokens, (places + 1)[:, None], 2 * order / length)
 
