@@ -32,10 +32,20 @@ Samples = Mapping[str, tuple[Tensor, ...]]
 
 INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
 
-_TO_CONSTANT = ("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high")
-RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_TO_CONSTANT, "samples")
-STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
-COST = ("task", "model", "policy", "length", "seconds", "peak_mb")
+_VALUES = (
+    "value",
+    "low",
+    "high",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+)
+RESULT_COLUMNS = ("task", "metric", "model", "policy", "length", "bin", *_VALUES, "samples")
+STATISTIC_COLUMNS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
+COST_COLUMNS = ("task", "model", "policy", "length", "seconds", "peak_mb")
 
 Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
 Group = tuple[str, str, int, str]  # task, metric, length, bin
@@ -158,17 +168,17 @@ def write_tables(output: Path, cells: Sequence[Cell]) -> None:
     The results are also written as JSON, in the conventions of lm-evaluation-harness.
     """
     results = summarise(_samples(cells))
-    write_table(output / "results.csv", RESULTS, results)
+    write_table(output / "results.csv", RESULT_COLUMNS, results)
     write_harness_json(output, results)
-    write_table(output / "statistics.csv", STATISTICS, _statistics(cells))
+    write_table(output / "statistics.csv", STATISTIC_COLUMNS, _statistics(cells))
     costs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, key, stored in cells:
         costs.setdefault((key["task"], model, policy, key["length"]), []).append(stored)
     rows = [
-        dict(zip(COST, (*place, *(_middle(stored, name) for name in COST[4:])), strict=True))
+        dict(zip(COST_COLUMNS, (*place, *(_middle(stored, name) for name in COST_COLUMNS[4:])), strict=True))
         for place, stored in costs.items()
     ]
-    write_table(output / "cost.csv", COST, rows)
+    write_table(output / "cost.csv", COST_COLUMNS, rows)
 
 
 def _middle(stored: list[dict[str, Any]], name: str) -> float:
@@ -207,7 +217,7 @@ def _statistics(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 place = (key["task"], model, policy, int(length), entry["layer"], entry["head"])
                 found.setdefault(place, []).append(entry)
     return [
-        dict(zip(STATISTICS, place, strict=False))
+        dict(zip(STATISTIC_COLUMNS, place, strict=False))
         | {"rows": sum(entry["rows"] for entry in entries)}
         | {name: float(statistics.median(entry[name] for entry in entries)) for name in QUANTITIES}
         for place, entries in found.items()

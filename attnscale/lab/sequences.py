@@ -121,7 +121,9 @@ def hide_needles(
 
 
 def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
-    """Multi-query associative recall (arXiv:2312.04927): pairs of key and value first, then each key again, spread out.
+    """Multi-query associative recall: pairs of key and value first, then each key again, spread out.
+
+    The task of "Zoology: Measuring and Improving Recall in Efficient Language Models" (arXiv:2312.04927).
 
     Keys are of the first half of the vocabulary, values of the second; the value after a repeated key is the answer.
     """

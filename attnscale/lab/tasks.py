@@ -212,7 +212,7 @@ class MultiNeedle(Needle):
 
 @dataclass(frozen=True)
 class Recall(RetrievalTask):
-    """Multi-query associative recall of random tokens (Zoology, arXiv:2312.04927)."""
+    """Multi-query associative recall of random tokens."""
 
     num_kv_pairs: int
 

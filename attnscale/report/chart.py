@@ -13,7 +13,7 @@ MINUS = "\N{MINUS SIGN}"
 
 # The palette of Okabe and Ito, without yellow, which does not show on white. In the page the first is the colour of
 # text, and the dark theme has lighter ones (evaluation.css).
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2))
 MARKERS = ("circle", "square", "triangle", "diamond", "down", "plus", "cross", "bar")
 
@@ -134,7 +134,7 @@ def style(index: int) -> Style:
     >>> style(0)
     Style(colour=0, marker='circle', dash=())
     """
-    return Style(index % len(COLOURS), MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
+    return Style(index % len(PALETTE), MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 
 
 Place = tuple[float, float]

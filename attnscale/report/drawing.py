@@ -11,8 +11,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from attnscale._util.optional import need
-from attnscale.diagnostics.views.display import COLOURS as HEAT
-from attnscale.report.chart import COLOURS, MARKERS, Chart, Place, Point, Series, Style
+from attnscale.diagnostics.views.display import COLOURS
+from attnscale.report.chart import MARKERS, PALETTE, Chart, Place, Point, Series, Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,9 +191,9 @@ def _cut(label: str) -> str:
 
 
 def _viridis(share: float) -> str:
-    place = share * (len(HEAT) - 1)
-    left = min(int(place), len(HEAT) - 2)
-    ends = [[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in HEAT[left : left + 2]]
+    place = share * (len(COLOURS) - 1)
+    left = min(int(place), len(COLOURS) - 2)
+    ends = [[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in COLOURS[left : left + 2]]
     mixed = (round(one + (place - left) * (other - one)) for one, other in zip(*ends, strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
@@ -221,7 +221,7 @@ def png(*charts: Chart) -> bytes:
 
 def _plot(axes: Axes, chart: Chart) -> None:
     for one in chart.series:
-        colour, dash = COLOURS[one.style.colour], (0, tuple(part / 2 for part in one.style.dash))
+        colour, dash = PALETTE[one.style.colour], (0, tuple(part / 2 for part in one.style.dash))
         if band := one.band():
             places, low, high = zip(*band, strict=True)
             axes.fill_between(places, low, high, color=colour, alpha=0.13, linewidth=0)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from attnscale.diagnostics.views.display import COLOURS, short_names
+from attnscale.lab.results import CONSTANT
 from attnscale.lab.tasks import TASKS
 from attnscale.report.chart import (
     Axis,
@@ -24,7 +25,7 @@ from attnscale.report.chart import (
     short,
     style,
 )
-from attnscale.report.evaluation_data import ARGMAX, CONSTANT, PROSE, EvaluationData
+from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData
 
 # Of statistics.csv: the title of a chart, and its axis with the unit.
 HEAD_QUANTITIES = {
@@ -37,10 +38,10 @@ MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # of stat
 
 Curves = dict[str, list[Point]]  # by policy, in the order of the folder
 Head = tuple[str, int]
-Text = Callable[[float], str]
+Format = Callable[[float], str]
 
 
-def texts(task: str) -> tuple[Text, Text]:
+def texts(task: str) -> tuple[Format, Format]:
     """How the metric of a task, and a difference of it, are written."""
     return (percent, points) if TASKS[task].metrics[0].higher_is_better else (bits, bits)
 
@@ -282,7 +283,7 @@ def _over_length(
     title: str,
     found: Curves,
     y: Axis,
-    text: Text,
+    text: Format,
     x: Axis | None = None,
     marks: Sequence[Mark] = (),
 ) -> Chart:
@@ -306,7 +307,7 @@ def _style(data: EvaluationData, policy: str) -> Style:
     return style(data.policies.index(policy))
 
 
-def _interval(low: float | None, high: float | None, text: Text) -> str:
+def _interval(low: float | None, high: float | None, text: Format) -> str:
     return "" if low is None or high is None else f" ({text(low)} to {text(high)})"
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from attnscale.errors import ArgumentError, reject
-from attnscale.lab.results import INTERVAL
+from attnscale.lab.results import CONSTANT, INTERVAL
 from attnscale.lab.tasks import ACCURACY, TASKS, Perplexity
 
 RESULTS, STATISTICS, COST, RUN = "results.csv", "statistics.csv", "cost.csv", "run.json"
-PROSE, PROSE_METRIC = Perplexity.name, Perplexity.metrics[0].name
-CONSTANT, ARGMAX, ALL = "constant", "argmax", "all"
+PROSE = Perplexity.name
+ARGMAX, ALL = "argmax", "all"
 
 
 class ResultRow(NamedTuple):

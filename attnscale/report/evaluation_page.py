@@ -14,8 +14,8 @@ from attnscale.report.drawing import grid, svg, swatch
 from attnscale.report.evaluation_charts import (
     HEAD_QUANTITIES,
     MAPS,
+    Format,
     Head,
-    Text,
     criticality_chart,
     head_chart,
     head_maps,
@@ -279,14 +279,14 @@ def _listed(found: object) -> str:
     return ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items())
 
 
-def _value(row: ResultRow | None, text: Text) -> str:
+def _value(row: ResultRow | None, text: Format) -> str:
     if row is None:
         return ""
     around = "" if row.low is None or row.high is None else f" ({text(row.low)} to {text(row.high)})"
     return f'{text(row.value)}<span class="quiet">{around}</span>'
 
 
-def _difference(row: ResultRow | None, text: Text) -> str:
+def _difference(row: ResultRow | None, text: Format) -> str:
     if row is None or row.difference is None:
         return ""
     value = f"{'+' if row.difference > 0 else ''}{text(row.difference)}"

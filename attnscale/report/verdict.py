@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attnscale.lab.results import CONSTANT
 from attnscale.report.chart import bits, percent, points, short
-from attnscale.report.evaluation_data import ARGMAX, CONSTANT, PROSE, EvaluationData, ResultRow
+from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData, ResultRow
 
 NOTICED = 0.0005  # bits per byte; less is shown as 0.00
 
