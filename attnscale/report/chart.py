@@ -15,7 +15,7 @@ MINUS = "\N{MINUS SIGN}"
 # text, and the dark theme has lighter ones (evaluation.css).
 PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2))
-MARKERS = ("circle", "square", "triangle", "diamond", "down", "plus", "cross", "bar")
+MARKERS = "os^DvPXd"  # as matplotlib calls them
 
 
 def short(value: float, digits: int = 3) -> str:
@@ -132,7 +132,7 @@ def style(index: int) -> Style:
     """The style of the policy at a place in the list; `constant` is at 0, solid and black.
 
     >>> style(0)
-    Style(colour=0, marker='circle', dash=())
+    Style(colour=0, marker='o', dash=())
     """
     return Style(index % len(PALETTE), MARKERS[index % len(MARKERS)], DASHES[index % len(DASHES)])
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnscale._util.optional import need
 from attnscale.diagnostics.views.display import COLOURS
-from attnscale.report.chart import MARKERS, PALETTE, Chart, Place, Point, Series, Style
+from attnscale.report.chart import PALETTE, Chart, Place, Point, Series, Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,19 +22,18 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 14, 38, 46.0  # above the frame: a line for the u
 LETTER, LINE = 7.0, 14.0  # width and height of a letter of the labels
 FAR = 40  # from the margin: a line to a name there would cross the chart
 LONGEST = 14  # letters of a label at the end of a line; the legend has the whole name
-SHAPES = {
-    "circle": "M-4 0A4 4 0 1 1 4 0A4 4 0 1 1-4 0Z",
-    "square": "M-4-4H4V4H-4Z",
-    "triangle": "M0-5L5 4H-5Z",
-    "diamond": "M0-5.5L5.5 0L0 5.5L-5.5 0Z",
-    "down": "M0 5L5-4H-5Z",
-    "plus": "M-1.7-5H1.7V-1.7H5V1.7H1.7V5H-1.7V1.7H-5V-1.7H-1.7Z",
-    "cross": "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
-    "bar": "M-1.5-6H1.5V6H-1.5Z",
+SHAPES = {  # of the markers, around their point
+    "o": "M-4 0A4 4 0 1 1 4 0A4 4 0 1 1-4 0Z",
+    "s": "M-4-4H4V4H-4Z",
+    "^": "M0-5L5 4H-5Z",
+    "D": "M0-5.5L5.5 0L0 5.5L-5.5 0Z",
+    "v": "M0 5L5-4H-5Z",
+    "P": "M-1.7-5H1.7V-1.7H5V1.7H1.7V5H-1.7V1.7H-5V-1.7H-1.7Z",
+    "X": "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
+    "d": "M-1.5-6H1.5V6H-1.5Z",
 }
 
 PIXELS = 200  # per inch: 9 inches are 1800 pixels, twice what GitHub shows
-SYMBOLS = dict(zip(MARKERS, "os^DvPXd", strict=True))  # of matplotlib
 QUIET = "#46505e"
 LOOK = {
     "font.size": 11.0,
@@ -234,7 +233,7 @@ def _plot(axes: Axes, chart: Chart) -> None:
             color=colour,
             linestyle=(dash if one.style.dash else "-") if one.joined else "none",
             linewidth=1.8,
-            marker=SYMBOLS[one.style.marker],
+            marker=one.style.marker,
             markersize=5.5,
             markeredgecolor="white",
             markeredgewidth=0.6,
