@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from attnscale.lab.evaluation import Evaluation
-from attnscale.lab.needles import BYTES
+from attnscale.lab.sequences import BYTES
 
 STYLE = {name: getattr(BYTES, name) for name in ("needle", "question", "answer", "alphabet")}
 STYLE |= {"key_symbols": 2, "value_symbols": 1}

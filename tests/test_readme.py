@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import attnscale
-from attnscale.report.comparisons import critical_points
+from attnscale.report.evaluation_charts import critical_points
 from attnscale.report.evaluation_data import read_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]

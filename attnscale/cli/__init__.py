@@ -1,8 +1,8 @@
 """The command line, `attnscale COMMAND …`.
 
 `parser` knows the names of the commands and imports the file of the one that is asked for: `evaluate` (also `demo`
-and `run`), `theory`, `plan`, `bench`, `show` (`doctor`, `policies`, `watch`, `report`). `fields` makes options and
-YAML keys of the dataclasses in `attnscale.lab`. Until a command begins its work nothing heavy is imported here.
+and `run`), `theory`, `parallel_cost` (`plan`), `bench`, `show` (`doctor`, `policies`, `watch`, `report`). Until a
+command begins its work nothing heavy is imported here.
 Help, `--version`, `doctor`, `policies` and `report` print plain text and need torch alone; the other commands need the
 extra `cli`.
 """

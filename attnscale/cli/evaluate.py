@@ -1,17 +1,26 @@
-"""The commands `evaluate`, `demo` and `run`: options, or a YAML file with overrides, become a dataclass that is run."""
+"""The commands `evaluate`, `demo` and `run`: options, or a YAML file with overrides, become a dataclass that is run.
+
+The fields of the dataclass are the options and the keys of the file: one list of names, types and defaults.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 import importlib
+import inspect
+import re
+import types
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from attnscale._util.optional import need
 from attnscale._util.yaml_files import PACKAGED, read_yaml
-from attnscale.cli.fields import add_options, build, field_documents
-from attnscale.cli.parser import Parser, moved
+from attnscale.cli.parser import Parser, moved, shown_progress
+from attnscale.cli.show import show_evaluation
 from attnscale.errors import ArgumentError, reject
 
 if TYPE_CHECKING:
@@ -24,18 +33,32 @@ Experiments = Mapping[str, tuple[str, str, str]]
 EXPERIMENTS = {"evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate")}
 MOVED = ("max_retrieval", "training")  # to scripts/training
 
+NAMES = "names with commas between them (a,b), or a list"
+NUMBERS = "whole numbers (128,2048), a range that doubles (512:32768; in quotes in a YAML file), or a list"
+
 
 def evaluate(parser: Parser) -> None:
     """Options of `attnscale evaluate`: the fields of `Evaluation`."""
     kind, _ = load(EXPERIMENTS["evaluation"])
+    hints, documents = get_type_hints(kind), field_documents(kind)
     parser.set_defaults(run=_evaluate)
     parser.show_examples(
         "MODEL --policies constant,sqrt_log,log,log_squared,gap_adaptive --lengths 512:32768 --text FILE",
         "MODEL --rope yarn:4 --policies constant,log,constant@own,plan.yaml --tasks perplexity,needle --text FILE",
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help=field_documents(kind).get("models"))
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=documents["models"])
     parser.add_argument("--report", action=argparse.BooleanOptionalAction, default=True, help="write the page, too")
-    add_options(parser, kind, skip=("models",), defaults={"output": "evaluation/MODEL"})
+    for field in dataclasses.fields(kind):
+        if field.name == "models":
+            continue
+        default = "evaluation/MODEL" if field.name == "output" else _default(field)
+        text = documents[field.name] + (f" (default: {default})" if default else "")
+        settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}  # what is given is text for `build`
+        if hints[field.name] is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["metavar"] = _metavar(field.name, hints[field.name])
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
 
 
 def demo(parser: Parser) -> None:
@@ -44,29 +67,6 @@ def demo(parser: Parser) -> None:
     parser.show_examples("", "--quick --output /tmp/demo")
     parser.add_argument("--output", type=Path, default=Path("demo"), help="folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and samples")
-
-
-def _evaluate(console: Console, options: argparse.Namespace) -> int:
-    from attnscale.cli.evaluation_table import show_evaluation
-    from attnscale.cli.progress import shown_progress
-
-    kind, function = load(EXPERIMENTS["evaluation"])
-    values = {key: value for key, value in vars(options).items() if key not in ("command", "parser", "run", "report")}
-    values.setdefault("output", f"evaluation/{Path(options.models[0]).name}")
-    with options.parser.bad_arguments():
-        evaluation = build(kind, values)
-    with shown_progress(console) as progress:
-        folder = function(evaluation, progress=progress)
-    return show_evaluation(console, folder, report=options.report)
-
-
-def _demo(console: Console, options: argparse.Namespace) -> int:
-    from attnscale.cli.evaluation_table import show_evaluation
-    from attnscale.cli.progress import shown_progress
-
-    with shown_progress(console) as progress:
-        folder = importlib.import_module("attnscale.lab.demo").run(options.output, progress, options.quick)
-    return show_evaluation(console, folder, report=True)
 
 
 def run(parser: Parser) -> None:
@@ -78,6 +78,33 @@ def run(parser: Parser) -> None:
     about = f"YAML file with the key `experiment` ({', '.join(EXPERIMENTS)}), or one of the package: {packaged}"
     parser.add_argument("file", type=Path, metavar="FILE", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="instead of what the file says; lists: [0,1]")
+
+
+def _evaluate(console: Console, options: argparse.Namespace) -> int:
+    kind, function = load(EXPERIMENTS["evaluation"])
+    values = {key: value for key, value in vars(options).items() if key not in ("command", "parser", "run", "report")}
+    values.setdefault("output", f"evaluation/{Path(options.models[0]).name}")
+    with options.parser.bad_arguments():
+        evaluation = build(kind, values)
+    return _run_and_show(console, evaluation, function, options.report)
+
+
+def _demo(console: Console, options: argparse.Namespace) -> int:
+    from attnscale.lab.evaluation import demo_evaluation, evaluate
+
+    return _run_and_show(console, demo_evaluation(options.output, options.quick), evaluate)
+
+
+def _run(console: Console, options: Namespace) -> int:
+    with options.parser.bad_arguments():
+        evaluation, function = read_experiment(options.file, options.overrides, EXPERIMENTS)
+    return _run_and_show(console, evaluation, function)
+
+
+def _run_and_show(console: Console, evaluation: Any, function: Callable[..., Path], report: bool = True) -> int:
+    with shown_progress(console) as progress:
+        folder = function(evaluation, progress=progress)
+    return show_evaluation(console, folder, report=report)
 
 
 def load(place: tuple[str, str, str]) -> tuple[type[Any], Callable[..., Path]]:
@@ -106,12 +133,105 @@ def read_experiment(file: Path, overrides: list[str], experiments: Experiments) 
     return build(kind, values), function
 
 
-def _run(console: Console, options: Namespace) -> int:
-    with options.parser.bad_arguments():
-        evaluation, evaluate = read_experiment(options.file, options.overrides, EXPERIMENTS)
-    from attnscale.cli.evaluation_table import show_evaluation
-    from attnscale.cli.progress import shown_progress
+def read_list(argument: str, value: Any, numbers: bool) -> tuple[Any, ...]:
+    """The items of a list, whose types are for the caller to check, or of a text, where `a:b` doubles from a to b.
 
-    with shown_progress(console) as progress:
-        folder = evaluate(evaluation, progress=progress)
-    return show_evaluation(console, folder, report=True)
+    >>> read_list("policies", "constant, log", numbers=False)
+    ('constant', 'log')
+    >>> read_list("lengths", "128,1024:4096", numbers=True)
+    (128, 1024, 2048, 4096)
+    >>> read_list("lengths", "512:3000", numbers=True)
+    Traceback (most recent call last):
+    ...
+    attnscale.errors.ArgumentError: lengths='512:3000' is not accepted: expected 2048 or 4096 as the end of 512:3000
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    # A number is not taken for a list of one: YAML reads 16:32 without quotes as 992 (minutes and seconds).
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
+    if not parts or not all(parts):
+        reject(argument, value, NUMBERS if numbers else NAMES)
+    if not numbers:
+        return tuple(parts)
+    return tuple(number for part in parts for number in _numbers(part, value, argument))
+
+
+def _numbers(part: str, value: str, argument: str) -> Iterator[int]:
+    """One number, or those of a range."""
+    ends = part.split(":")
+    if len(ends) > 2 or not all(end.isdecimal() for end in ends):
+        reject(argument, value, NUMBERS)
+    number, last = int(ends[0]), int(ends[-1])
+    if len(ends) == 2 and not 1 <= number <= last:
+        reject(argument, value, f"a range from 1 or more upwards, not {part}")
+    yield number
+    while number < last:
+        if 2 * number > last:
+            reject(argument, value, f"{number} or {2 * number} as the end of {part}")
+        number *= 2
+        yield number
+
+
+def field_documents(kind: type[Any]) -> dict[str, str]:
+    """What `Args:` in the docstring of a dataclass says of each field, as argparse takes it."""
+    _, _, entries = (inspect.getdoc(kind) or "").partition("\nArgs:\n")
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE)
+    return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
+
+
+def build(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """The dataclass with these fields, from texts or values of YAML; other keys and types are errors of one line."""
+    fields, hints = {field.name: field for field in dataclasses.fields(kind)}, get_type_hints(kind)
+    for key, value in values.items():
+        if key not in fields:
+            nearest = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ArgumentError(f"key {key!r} (of value {value!r}) is not accepted: {hint}expected {', '.join(fields)}")
+        if value is None and type(None) not in get_args(hints[key]):  # the library takes null for any type
+            reject(key, value, _accepted(hints[key]))
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise ArgumentError(f"key {name!r} is missing: expected {_accepted(hints[name])}")
+    given = dict(values)
+    for key, value in values.items():
+        if get_origin(hints[key]) is tuple and not (isinstance(value, str) and value.startswith("[")):  # that is YAML
+            given[key] = read_list(key, value, get_args(hints[key])[0] is int)
+    library = need("jsonargparse", "this command", "cli")
+    parser = library.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    try:
+        read = parser.parse_object(given)
+    except argparse.ArgumentError as error:
+        place = re.search(r'key "(\w+)', str(error))
+        if place is None or place[1] not in values:
+            raise ArgumentError(" ".join(str(error).split())) from error
+        reject(place[1], values[place[1]], _accepted(hints[place[1]]))
+    return kind(**{key: value for key, value in read.as_dict().items() if key in values})
+
+
+def _accepted(hint: Any) -> str:
+    """What a type accepts, in the words of an error."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_accepted(part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return NUMBERS if get_args(hint)[0] is int else NAMES
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _metavar(name: str, hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(map(str, get_args(hint))) + "}"
+    if get_origin(hint) is tuple:
+        return "N,N|N:N" if get_args(hint)[0] is int else "A,B"
+    numbers = {int: "N", float: "X"}
+    return next((numbers[part] for part in (hint, *get_args(hint)) if part in numbers), name.rsplit("_")[-1].upper())
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    """A default as an option would give it; nothing where there is none."""
+    if field.default is dataclasses.MISSING or field.default is None:
+        return ""
+    return ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)

@@ -1,4 +1,4 @@
-"""From the words of a command line to the function that runs them; a mistake gets one line and exit code 2."""
+"""What the commands share: from the words of a command line to the function that runs them, errors, a progress bar."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attnscale import __version__
 from attnscale.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Name, the file in this folder whose function of that name adds the options, and what it does. Only the file of the
 # command that is asked for is imported.
@@ -23,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("show", "a run of the monitor in the terminal, live"),
     "report": ("show", "a run of the monitor, or an evaluation, as one HTML page"),
     "theory": ("theory", "predictions of the papers against measurements: table, figures and data"),
-    "plan": ("plan", "memory and bytes sent of context parallel attention, by a model"),
+    "plan": ("parallel_cost", "memory and bytes sent of context parallel attention, by a model"),
     "bench": ("bench", "the kernels on this GPU against what a user would call instead"),
     "doctor": ("show", "versions, devices and a self-check of every backend"),
 }
@@ -86,3 +89,18 @@ def moved(command: str, script: str) -> NoReturn:
 
 def _sentence(summary: str) -> str:
     return f"{summary[0].upper()}{summary[1:]}."
+
+
+@contextmanager
+def shown_progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """A function of the steps done, their total and what is done now; the bar goes away at the end.
+
+    There is none in a file or a pipe, where rich would leave an empty line.
+    """
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, label: bar.update(task, completed=done, total=total, description=escape(label))

@@ -1,16 +1,25 @@
-"""Commands that show what is there: `doctor`, `policies`, `watch`, `report`."""
+"""Commands that show what is there: `doctor`, `policies`, `watch`, `report`; and the table of a finished evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnscale.cli.parser import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+QUANTITIES = {"w_max": "w_max", "entropy": "entropy", "accumulation_8": "Λ", "criticality": "β/Λ"}
+ABOUT = (
+    "accuracy: share of right answers ± standard error. Of the rows that predict: medians over layers and heads of the "
+    "largest weight, the entropy (nats), Λ and the criticality β/Λ."
+)
 
 
 def doctor(parser: Parser) -> None:
@@ -73,3 +82,87 @@ def _report(options: Namespace) -> int:
 
     print(f"wrote {write_report(options.path, options.output)}")
     return 0
+
+
+class Line(NamedTuple):
+    """One row of the table; None where the evaluation has no such number."""
+
+    length: int
+    policy: str
+    accuracy: float | None
+    error: float | None
+    bits_per_byte: float | None
+    quantities: tuple[float | None, ...]
+
+
+def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
+    """Print the tables of a finished evaluation, write its page if asked, and say where it is."""
+    folder = Path(folder)
+    for task, lines in read_lines(folder).items():
+        console.print(_table(task, lines))
+    console.print(ABOUT, highlight=False)
+    written = folder
+    if report:
+        from attnscale.report import write_report
+
+        with console.status("drawing the page"):
+            written = write_report(folder, folder / "report.html")
+    console.print(f"wrote {written}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def read_lines(folder: Path) -> dict[str, list[Line]]:
+    """Lines by task, lengths upwards and `constant` first; perplexity stands beside each task.
+
+    Quantities are medians over models, layers and heads; the standard error is that of the bootstrap.
+    """
+    from attnscale.report.evaluation_data import PROSE, read_evaluation
+
+    data = read_evaluation(folder)
+    prose = data.whole(PROSE)
+    tables: dict[str, list[Line]] = {}
+    for task in data.retrieval_tasks or [PROSE]:
+        answers = data.whole(task) if task != PROSE else {}
+        tables[task] = lines = []
+        for length, policy in itertools.product(data.lengths, data.policies):
+            answered, written = answers.get((policy, length)), prose.get((policy, length))
+            heads = data.heads_at.get((task, policy, length), [])
+            known = [[getattr(head, name) for head in heads if getattr(head, name) is not None] for name in QUANTITIES]
+            if answered is not None or written is not None:
+                line = Line(
+                    length,
+                    policy,
+                    None if answered is None else answered.value,
+                    None if answered is None else answered.standard_error,
+                    None if written is None else written.value,
+                    tuple(statistics.median(numbers) if numbers else None for numbers in known),
+                )
+                lines.append(line)
+    return tables
+
+
+def _table(task: str, lines: list[Line]) -> Table:
+    """Numbers keep their width, and a long name of a policy goes on in the next line."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    # With the names of the built-in laws this is 77 columns wide.
+    table = Table(title=escape(task), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("n", justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    for header in ("accuracy", "bits/byte", *QUANTITIES.values()):
+        table.add_column(header, justify="right", no_wrap=True)
+    previous = None
+    for line in lines:
+        if previous is not None and line.length != previous:
+            table.add_section()
+        accuracy = _shown(line.accuracy) + ("" if line.error is None else f" ±{line.error:.3f}")
+        numbers = (_shown(number) for number in (line.bits_per_byte, *line.quantities))
+        table.add_row("" if line.length == previous else str(line.length), escape(line.policy), accuracy, *numbers)
+        previous = line.length
+    return table
+
+
+def _shown(number: float | None) -> str:
+    return "" if number is None else f"{number:.3f}" if abs(number) < 1000 else f"{number:.1e}"

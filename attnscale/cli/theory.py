@@ -32,7 +32,7 @@ def theory(parser: Parser) -> None:
 
 
 def _theory(console: Console, options: argparse.Namespace) -> int:
-    from attnscale.cli.progress import shown_progress
+    from attnscale.cli.parser import shown_progress
     from attnscale.theory import experiments
 
     found: list[Experiment] = []

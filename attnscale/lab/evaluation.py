@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import time
 import warnings
@@ -11,23 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject
-from attnscale.lab.laws import OWN, Law, read_law
-from attnscale.lab.models import EMBEDDED, ModelFolder, Text
-from attnscale.lab.needles import BYTES, NeedleFormat, Retrieval, hide_needles
-from attnscale.lab.peak_memory import peak_memory
-from attnscale.lab.tables import Cells, Key, write_tables
-from attnscale.lab.tasks import answer_questions, read_window, recall_sequence, seeded, windows_of
+from attnscale.lab.inputs import EMBEDDED, OWN, Law, ModelFolder, Text, read_law
+from attnscale.lab.results import Cells, write_tables
+from attnscale.lab.sequences import BYTES, NeedleFormat
+from attnscale.lab.tasks import TASKS, Key, Task
 
 Progress = Callable[[int, int, str], None]
-
-TASKS = ("perplexity", "needle", "multi_needle", "recall")
 
 
 @dataclass(frozen=True)
@@ -109,14 +107,9 @@ class Evaluation:
         for entry in self.policies:
             read_law(entry, self.trained_length or 2, self.rope)  # refuses mistakes before a model is looked at
 
-    def lengths_of(self, task: str) -> tuple[int, ...]:
-        """The lengths at which a task is measured."""
-        return self.input_seq_len if task == "recall" and self.input_seq_len else self.lengths
-
-    @property
-    def longest(self) -> int:
-        """Of all sequences."""
-        return max(length for task in self.tasks for length in self.lengths_of(task))
+    def built_tasks(self) -> list[Task]:
+        """The tasks with their options."""
+        return [TASKS[name].of(self) for name in self.tasks]
 
     @property
     def style(self) -> NeedleFormat:
@@ -125,6 +118,30 @@ class Evaluation:
             self.needle, self.question, self.answer, self.alphabet, self.key_symbols, self.value_symbols
         )
         return BYTES if self.models == (EMBEDDED,) and given == NeedleFormat() else given
+
+
+def demo_evaluation(output: str | Path, quick: bool = False) -> Evaluation:
+    """The embedded model under five laws, to 128 times its trained length, or to 16 times if `quick`."""
+    return Evaluation(
+        models=(EMBEDDED,),
+        output=str(output),
+        policies=("constant", "sqrt_log", "log", "log_squared", "gap_adaptive=gap_adaptive:r=4"),
+        lengths=(128, 512, 2048) if quick else (128, 512, 2048, 8192, 16384),
+        windows=2 if quick else 4,
+        samples=2 if quick else 4,
+        asked=64,
+        needles_every=32,
+    )
+
+
+class _Job(NamedTuple):
+    """A cell, and what it is computed with."""
+
+    folder: ModelFolder
+    law: Law
+    text: Text
+    task: Task
+    key: Key
 
 
 def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
@@ -136,10 +153,11 @@ def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
     laws = {folder.name: _laws(evaluation, folder) for folder in folders}  # refuses mistakes, before any work
     texts = [_read_text(evaluation, folder) for folder in folders]
     jobs = [
-        _Job(folder, law, text, key)
+        _Job(folder, law, text, task, key | _shared_key(evaluation, folder, law))
         for folder, text in zip(folders, texts, strict=True)
         for law in laws[folder.name]
-        for key in _keys(evaluation, folder, law, text)
+        for task in evaluation.built_tasks()
+        for key in task.cells(text)
     ]
     cells = Cells(output / "cells")
     try:
@@ -152,46 +170,38 @@ def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
 
 
 def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Progress | None) -> None:
-    """Compute the jobs whose cells are missing, a model with its policy at a time."""
+    """Compute the jobs whose cells are missing, a model with its policy at a time.
+
+    Every model is first prepared with every policy, and the first sequences are built: nobody should wait hours for an
+    error.
+    """
     missing = [job for job in jobs if cells.read(job.key) is None]
     done = len(jobs) - len(missing)
-    runs = list(_runs(missing))
-    _refuse_mistakes(evaluation, runs)
-    for folder, law, some in runs:
-        with _prepared(evaluation, folder, law) as model:
+    runs: dict[tuple[str, str], list[_Job]] = {}
+    for job in missing:
+        runs.setdefault((job.folder.name, job.law.label), []).append(job)
+    for some in runs.values():
+        with _prepared(evaluation, some[0]):
+            for job in some:
+                if job.law is missing[0].law:
+                    job.task.check(job.key, job.text)
+    for some in runs.values():
+        with _prepared(evaluation, some[0]) as model:
             for job in some:
                 if progress is not None:
-                    progress(done, len(jobs), f"{folder.name}, {law.label}, {job.key['length']}")
+                    progress(done, len(jobs), f"{job.folder.name}, {job.law.label}, {job.key['length']}")
                 started = time.perf_counter()
                 with peak_memory() as peak:
-                    result = _compute(evaluation, model, job)
+                    result = job.task.compute(model, job.key, job.text)
                 cells.write(job.key, result=result, seconds=time.perf_counter() - started, peak_mb=peak())
                 done += 1
     if progress is not None:
         progress(done, len(jobs), "writing tables")
 
 
-def _refuse_mistakes(evaluation: Evaluation, runs: list[_Run]) -> None:
-    """Prepare every model with every policy, and build the first sequences: nobody should wait hours for an error."""
-    for folder, law, jobs in runs:
-        with _prepared(evaluation, folder, law):
-            for job in jobs:
-                if job.key["task"] != "perplexity" and job.key["sample"] == 0 and law is runs[0][1]:
-                    _sequence(evaluation, job)
-
-
-class _Job(NamedTuple):
-    folder: ModelFolder
-    law: Law
-    text: Text
-    key: Key
-
-
-_Run = tuple[ModelFolder, Law, list[_Job]]
-
-
 def _read_text(evaluation: Evaluation, folder: ModelFolder) -> Text:
-    if evaluation.text is None and folder.name != EMBEDDED and (set(evaluation.tasks) - {"recall"}):
+    needed = any(TASKS[name].needs_text for name in evaluation.tasks)
+    if evaluation.text is None and folder.name != EMBEDDED and needed:
         reject("text", None, "a text file, except for the embedded model")
     return Text.read(evaluation.text, folder.tokenizer())
 
@@ -216,84 +226,57 @@ def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
     return laws
 
 
-def _keys(evaluation: Evaluation, folder: ModelFolder, law: Law, text: Text) -> Iterator[Key]:
-    """The cells of a model and a policy, each with everything that decides its result."""
-    same: Key = {"model": folder.fingerprint, "rope": law.rope, "dtype": folder.dtype, "layers": evaluation.layers}
-    same |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
-    if evaluation.on_existing != "raise":
-        same["on_existing"] = evaluation.on_existing
-    if "perplexity" in evaluation.tasks:
-        longest = max(evaluation.lengths)
-        windows_of(text.tokens, longest, evaluation.windows)
-        whole = {"text": text.digest, "lengths": sorted(evaluation.lengths), "windows": evaluation.windows}
-        for sample in range(evaluation.windows):
-            yield {"task": "perplexity", "length": longest, "sample": sample, **whole, **same}
-    for task in evaluation.tasks:
-        if task == "perplexity":
-            continue
-        for length in evaluation.lengths_of(task):
-            if task == "recall":
-                content: Key = {"num_kv_pairs": evaluation.num_kv_pairs}
-            else:
-                needles = 1 if task == "needle" else max(1, length // evaluation.needles_every)
-                content = {"needles": needles, "asked": min(evaluation.asked, needles), "text": text.digest}
-                content["style"] = dataclasses.asdict(evaluation.style)
-            for sample in range(evaluation.samples):
-                yield {
-                    "task": task,
-                    "length": length,
-                    "sample": sample,
-                    "seed": evaluation.seed,
-                    **content,
-                    **same,
-                }
-
-
-def _runs(jobs: list[_Job]) -> Iterator[_Run]:
-    """Jobs by model and policy, so that each pair is prepared once."""
-    groups: dict[tuple[str, str], list[_Job]] = {}
-    for job in jobs:
-        groups.setdefault((job.folder.name, job.law.label), []).append(job)
-    for some in groups.values():
-        yield some[0].folder, some[0].law, some
+def _shared_key(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Key:
+    """What decides the result of a cell whatever its task."""
+    key: Key = {"model": folder.fingerprint, "rope": law.rope, "dtype": folder.dtype, "layers": evaluation.layers}
+    key |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
+    return key if evaluation.on_existing == "raise" else key | {"on_existing": evaluation.on_existing}
 
 
 @contextmanager
-def _prepared(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Iterator[nn.Module]:
-    """The model with a policy."""
+def _prepared(evaluation: Evaluation, job: _Job) -> Iterator[nn.Module]:
+    """The model with the policy of a job."""
     import attnscale.hf
 
+    folder, law = job.folder, job.law
+    longest = max(length for task in evaluation.built_tasks() for length in task.lengths)
     if law.policy == {"name": OWN}:
         model = folder.load_with_policy()
-        folder.refuse_too_long(model, evaluation.longest)
+        folder.refuse_too_long(model, longest)
         yield model
         return
     model = folder.load(law.rope, _trained_length(evaluation, folder))
-    folder.refuse_too_long(model, evaluation.longest)
+    folder.refuse_too_long(model, longest)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is what is measured
         with attnscale.hf.apply(model, law.policy, layers=evaluation.layers, on_existing=evaluation.on_existing):
             yield model
 
 
-def _compute(evaluation: Evaluation, model: nn.Module, job: _Job) -> dict[str, Any]:
-    key, text = job.key, job.text
-    if key["task"] == "perplexity":
-        window = windows_of(text.tokens, key["length"], evaluation.windows)[key["sample"]]
-        return read_window(model, window, evaluation.lengths, text.size, evaluation.chunk)
-    return answer_questions(model, _sequence(evaluation, job), evaluation.chunk)
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], float | None]]:
+    """Yields a function for the peak in MB since then: of the GPU's allocator, or of this process on Linux, else None.
+
+    >>> with peak_memory() as peak:
+    ...     kept = torch.ones(2**20)
+    >>> peak() is None or peak() > 4
+    True
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        yield lambda: torch.cuda.max_memory_allocated() / 2**20
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory held now
+    except OSError:
+        yield lambda: None
+        return
+    yield _resident_peak
 
 
-def _sequence(evaluation: Evaluation, job: _Job) -> Retrieval:
-    """The sequence of a retrieval cell, the same for all policies."""
-    key, text = job.key, job.text
-    generator = seeded(evaluation.seed, key["task"], key["length"], key["sample"])
-    if key["task"] == "recall":
-        ordinary = sorted(set(range(len(text.tokenizer))) - set(text.tokenizer.all_special_ids))
-        return recall_sequence(key["length"], evaluation.num_kv_pairs, ordinary, generator)
-    return hide_needles(
-        evaluation.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
-    )
+def _resident_peak() -> float | None:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) / 1024 if found else None
 
 
 def _write_description(

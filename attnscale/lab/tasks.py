@@ -1,26 +1,239 @@
-"""What a cell computes: a forward in chunks with the cache, and the answers, losses and statistics read off it."""
+"""The tasks of an evaluation: the cells of each, how a cell is computed and scored, and how the score is shown.
+
+A task is a class in `TASKS`. `Evaluation` builds it from those of its options that the class has as fields; tables,
+page, verdict and command line read the rest from the class.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import inspect
 import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import Self
 
-from attnscale.errors import reject
 from attnscale.lab.attention_rows import QUANTITIES, ChosenRows, listen_to_rows
-from attnscale.lab.needles import Retrieval
+from attnscale.lab.inputs import Text
+from attnscale.lab.sequences import NeedleFormat, Retrieval, hide_needles, recall_sequence, seeded, windows_of
+
+Key = dict[str, Any]  # everything that decides the result of a cell
+
+DEPTHS = 5  # bins of the depth of an answer
 
 # Logits of a chunk hold at most so many numbers: a quarter of a gigabyte in fp32.
 MOST_LOGITS = 2**26
 
 # Rows measured per length where no question says which rows matter.
 ROWS = 16
+
+
+class Metric(NamedTuple):
+    """A score: its names in results.csv and in lm-evaluation-harness, and the label of its axis."""
+
+    name: str
+    harness: str
+    higher_is_better: bool
+    axis: str
+
+
+ACCURACY = Metric("accuracy", "acc", True, "share answered, 0 to 1")
+BITS = Metric("bits_per_byte", "bits_per_byte", False, "bits per byte, less is better")
+NATS = Metric("nats_per_token", "nats_per_token", False, "nats per token, less is better")
+
+
+class Score(NamedTuple):
+    """One sample of a metric, as a numerator and a denominator; `part` is a bin of depth or position, or empty."""
+
+    metric: Metric
+    length: int
+    part: str
+    numerator: float
+    denominator: float
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """The fields are the options of `Evaluation` that decide the cells."""
+
+    lengths: tuple[int, ...]
+
+    name: ClassVar[str]
+    title: ClassVar[str]  # of its chart
+    metrics: ClassVar[tuple[Metric, ...]]  # the first is the one that is shown
+    measured_rows: ClassVar[str]  # of which rows statistics are taken, as the end of a sentence
+    needs_text: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, options: object) -> Self:
+        """The task with those options that it has as fields."""
+        return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})
+
+    @abstractmethod
+    def cells(self, text: Text) -> Iterator[Key]:
+        """The key of each cell, without model, policy and chunk; what cannot be measured is refused."""
+
+    def check(self, key: Key, text: Text) -> None:  # noqa: B027 (`cells` has refused everything, unless overridden)
+        """Refuse a cell that cannot be computed, before the first one is."""
+
+    @abstractmethod
+    def compute(self, model: nn.Module, key: Key, text: Text) -> dict[str, Any]:
+        """The content of a cell, by one forward pass."""
+
+    @staticmethod
+    @abstractmethod
+    def scores(key: Key, result: dict[str, Any]) -> Iterator[Score]:
+        """The samples in a finished cell."""
+
+
+@dataclass(frozen=True)
+class Perplexity(Task):
+    """The next token, in windows of the text; one forward pass of the longest length gives all lengths."""
+
+    windows: int
+
+    name = "perplexity"
+    title = "Bits per byte of prose"
+    metrics = (BITS, NATS)
+    measured_rows = "lie in the last half of the text"
+
+    def cells(self, text: Text) -> Iterator[Key]:
+        longest = max(self.lengths)
+        windows_of(text.tokens, longest, self.windows)
+        content = {"text": text.digest, "lengths": sorted(self.lengths), "windows": self.windows}
+        for sample in range(self.windows):
+            yield {"task": self.name, "length": longest, "sample": sample, **content}
+
+    def compute(self, model: nn.Module, key: Key, text: Text) -> dict[str, Any]:
+        window = windows_of(text.tokens, key["length"], self.windows)[key["sample"]]
+        return read_window(model, window, self.lengths, text.size, key["chunk"])
+
+    @staticmethod
+    def scores(key: Key, result: dict[str, Any]) -> Iterator[Score]:
+        """Of the second half of each length, and between all edges."""
+        bins = result["bins"]
+        parts = [(length, "", length // 2, length) for length in key["lengths"]]
+        parts += [(key["length"], f"{b['start']}-{b['stop']}", b["start"], b["stop"]) for b in bins]
+        for length, name, start, stop in parts:
+            inside = [b for b in bins if start <= b["start"] and b["stop"] <= stop]
+            nats = sum(b["nats"] for b in inside)
+            yield Score(BITS, length, name, nats / math.log(2), sum(b["bytes"] for b in inside))
+            yield Score(NATS, length, name, nats, stop - start)
+
+
+@dataclass(frozen=True)
+class RetrievalTask(Task):
+    """Questions about a sequence, scored by the share of right answers, in total and by depth."""
+
+    samples: int
+    seed: int
+
+    metrics = (ACCURACY,)
+    measured_rows = "predict an answer"
+
+    @abstractmethod
+    def content(self, length: int, text: Text) -> Key:
+        """What decides the sequences of a length, beside seed and sample."""
+
+    @abstractmethod
+    def sequence(self, key: Key, text: Text, generator: Generator) -> Retrieval:
+        """The sequence of a cell, the same for all policies."""
+
+    def cells(self, text: Text) -> Iterator[Key]:
+        for length in self.lengths:
+            content = self.content(length, text)
+            for sample in range(self.samples):
+                yield {"task": self.name, "length": length, "sample": sample, "seed": self.seed, **content}
+
+    def check(self, key: Key, text: Text) -> None:
+        if key["sample"] == 0:
+            self._sequence(key, text)
+
+    def compute(self, model: nn.Module, key: Key, text: Text) -> dict[str, Any]:
+        return answer_questions(model, self._sequence(key, text), key["chunk"])
+
+    def _sequence(self, key: Key, text: Text) -> Retrieval:
+        return self.sequence(key, text, seeded(self.seed, self.name, key["length"], key["sample"]))
+
+    @staticmethod
+    def scores(key: Key, result: dict[str, Any]) -> Iterator[Score]:
+        correct, depths = result["correct"], result["depths"]
+        yield Score(ACCURACY, key["length"], "", sum(correct), len(correct))
+        for number in range(DEPTHS):
+            inside = [right for right, depth in zip(correct, depths, strict=True) if int(depth * DEPTHS) == number]
+            part = f"{number / DEPTHS:.1f}-{(number + 1) / DEPTHS:.1f}"
+            yield Score(ACCURACY, key["length"], part, sum(inside), len(inside))
+
+
+@dataclass(frozen=True)
+class Needle(RetrievalTask):
+    """The value of one key hidden in the text."""
+
+    asked: int
+    style: NeedleFormat
+
+    name = "needle"
+    title = "Accuracy, needle"
+
+    def needles(self, length: int) -> int:
+        """How many needles a sequence has."""
+        return 1
+
+    def content(self, length: int, text: Text) -> Key:
+        needles = self.needles(length)
+        content = {"needles": needles, "asked": min(self.asked, needles), "text": text.digest}
+        return content | {"style": dataclasses.asdict(self.style)}
+
+    def sequence(self, key: Key, text: Text, generator: Generator) -> Retrieval:
+        return hide_needles(
+            self.style, text.encode, text.tokens, key["length"], key["needles"], key["asked"], generator
+        )
+
+
+@dataclass(frozen=True)
+class MultiNeedle(Needle):
+    """The values of many keys, whose number grows with the length."""
+
+    needles_every: int
+
+    name = "multi_needle"
+    title = "Accuracy, multi_needle"
+
+    def needles(self, length: int) -> int:
+        return max(1, length // self.needles_every)
+
+
+@dataclass(frozen=True)
+class Recall(RetrievalTask):
+    """Multi-query associative recall of random tokens."""
+
+    num_kv_pairs: int
+
+    name = "recall"
+    title = "Accuracy, recall"
+    needs_text = False
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        return dataclasses.replace(super().of(options), lengths=options.input_seq_len or options.lengths)
+
+    def content(self, length: int, text: Text) -> Key:
+        return {"num_kv_pairs": self.num_kv_pairs}
+
+    def sequence(self, key: Key, text: Text, generator: Generator) -> Retrieval:
+        ordinary = sorted(set(range(len(text.tokenizer))) - set(text.tokenizer.all_special_ids))
+        return recall_sequence(key["length"], self.num_kv_pairs, ordinary, generator)
+
+
+# In the order of the page; the first task of retrieval that was measured is the one of the verdict.
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Perplexity, MultiNeedle, Needle, Recall)}
 
 
 def stream(
@@ -51,24 +264,6 @@ def stream(
         if len(rows):
             logits = out.logits[0] if keeps else out.logits[0, rows]
             yield start + rows, logits.float().cpu()
-
-
-def seeded(*parts: object) -> Generator:
-    """A generator for a cell: the same for all policies and models, so that differences between them are paired."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:
-    """`number` pieces of length + 1 tokens, evenly spread over a text [N]; overlapping ones are refused."""
-    if len(tokens) < number * (length + 1):
-        reject(
-            "text",
-            f"{len(tokens)} tokens",
-            f"at least {number * (length + 1)}, for {number} windows of {length} tokens that do not overlap",
-        )
-    stride = (len(tokens) - length - 1) / max(1, number - 1)
-    return [tokens[round(i * stride) : round(i * stride) + length + 1] for i in range(number)]
 
 
 @torch.inference_mode()
@@ -114,31 +309,6 @@ def answer_questions(model: nn.Module, retrieval: Retrieval, chunk: int) -> dict
         "depths": [round(depth, 6) for depth in retrieval.depths.tolist()],
         "statistics": medians(listener, rows),
     }
-
-
-def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
-    """Multi-query associative recall (arXiv:2312.04927): pairs of key and value first, then each key again, spread out.
-
-    Keys are of the first half of the vocabulary, values of the second; the value after a repeated key is the answer.
-    """
-    half = len(vocabulary) // 2
-    if not 1 <= num_kv_pairs <= half or 4 * num_kv_pairs > length:
-        reject("num_kv_pairs", num_kv_pairs, f"1 to {min(half, length // 4)} at input_seq_len={length}")
-    symbols = torch.tensor(list(vocabulary), device="cpu")
-    keys = symbols[torch.randperm(half, generator=generator, device=generator.device)[:num_kv_pairs]]
-    values = symbols[
-        half + torch.randint(len(vocabulary) - half, (num_kv_pairs,), generator=generator, device=generator.device)
-    ]
-    tokens = symbols[torch.randint(len(vocabulary), (length,), generator=generator, device=generator.device)]
-    pairs = torch.stack([keys, values], -1)
-    tokens[: 2 * num_kv_pairs] = pairs.flatten()
-    slots = torch.randperm((length - 2 * num_kv_pairs) // 2, generator=generator, device=generator.device)[
-        :num_kv_pairs
-    ]
-    places = 2 * num_kv_pairs + 2 * slots.sort().values
-    order = torch.randperm(num_kv_pairs, generator=generator, device=generator.device)
-    tokens[places], tokens[places + 1] = keys[order], values[order]
-    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length)
 
 
 def medians(listener: ChosenRows, positions: Sequence[int]) -> list[dict[str, Any]]:

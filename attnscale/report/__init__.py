@@ -1,10 +1,9 @@
 """A run of the monitor, or the folder of an evaluation, as one self-contained HTML page.
 
-Of a run, `data` reads the records of a JSONL file, `encode` packs their numbers, `page` puts them with the programs in
-`assets/` into one file. Of an evaluation, `evaluation_data` reads the folder, `comparisons` takes from it what is
-shown, `verdict` says it in two sentences, `evaluation_charts` draws it (`svg`, `axes`, `policy_style`),
-`evaluation_page`, `evaluation_table` and `evaluation_maps` make the page, `evaluation_pictures` the PNGs.
-`write` decides which. Imports `diagnostics` (records, and the labels and colours of `views.display`).
+Of a run, `data` reads the records of a JSONL file, and `page` puts their numbers with the programs in `assets/` into
+one file. Of an evaluation, `evaluation_data` reads the folder, `evaluation_charts` describes its charts (`chart`),
+`verdict` sums it up in two sentences, and `evaluation_page` makes the page. `drawing` draws a chart as SVG or PNG, and
+`write` writes the files. Imports `diagnostics` (records, labels and colours) and `lab` (the tasks).
 """
 
 from attnscale.report.data import Run, read_run

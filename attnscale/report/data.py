@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records.jsonl import read_jsonl
+from attnscale.diagnostics.records.jsonl import parse_line
 from attnscale.diagnostics.records.record import STATISTICS, Alert, Record
 from attnscale.errors import ArgumentError, reject
+
+ACCEPTED = (
+    'a line of a JsonlSink, {"kind": "record", "step": 0, "layer": "attn", "head": 0, "forward": {…}, "backward": {…}, '
+    '"scalars": {…}} or {"kind": "alert", "alert": {…}}'
+)
 
 
 class Key(NamedTuple):
@@ -57,21 +63,54 @@ def read_run(path: str | Path) -> Run:
         reject("path", str(path), "a JSONL file of records, not a directory")
     if not path.exists():
         reject("path", str(path), "an existing JSONL file of records")
-    cells, line = _Cells(), 0
+    cells = _Cells()
     alerts: dict[tuple[str, str, int], list[Alert]] = {}  # by kind, layer and head
     try:
-        for line, found in enumerate(read_jsonl(path), start=1):  # noqa: B007
+        for found in _lines(path):
             if isinstance(found, Alert):
                 alerts.setdefault((found.kind, found.layer, found.head), []).append(found)
             else:
                 cells.add(found)
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"line {line + 1} of {path} is not a record of attnscale's JsonlSink: {error}") from error
     if not cells.places:
-        reject("path", str(path), "a file with at least one record")
+        reject("path", str(path), f"a file with at least one record, {ACCEPTED}")
     return _assemble(str(path), cells, list(alerts.values()))
+
+
+def _lines(path: Path) -> Iterator[Record | Alert]:
+    """The records and alerts of a file; an incomplete last line is left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            missing = ""
+            try:
+                found = parse_line(line)
+                _check_types(found)
+            except KeyError as error:
+                missing = f"; {error.args[0]!r} is missing"
+            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+                pass
+            else:
+                yield found
+                continue
+            reject(f"line {number} of {path}", line.decode("utf-8", "replace").strip(), ACCEPTED + missing)
+
+
+def _check_types(found: Record | Alert) -> None:
+    """Raise TypeError or OverflowError where a field has a type that no sink has written."""
+    texts, numbers = [found.layer], list[float]()
+    if isinstance(found, Alert):
+        texts += [found.kind, found.message]
+        numbers += [found.value, found.limit]
+    else:
+        numbers += [*found.scalars.values(), *(value for *_, summary in found.summaries() for value in summary)]
+    for kind, values in ((str, texts), (int, [found.step, found.head]), ((int, float), numbers)):
+        if not all(isinstance(value, kind) for value in values):
+            raise TypeError
+    for number in numbers:
+        float(number)  # JSON has integers of any size
 
 
 class _Cells:

@@ -1,163 +1,230 @@
-"""The charts of an evaluation: curves over length, trade-offs, grids, and maps of heads."""
+"""The charts of an evaluation, and the numbers in them: curves over length, the trade-off, recall against r, heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
 
 from attnscale.diagnostics.views.display import COLOURS, short_names
-from attnscale.report.axes import Axis, Style, lengths_axis, linear, logarithmic, style
-from attnscale.report.comparisons import (
-    CriticalPoint,
-    Curves,
-    Interval,
-    Trade,
-    by_position,
-    curves,
-    head_curves,
-    retrieving_heads,
-    statistics_task,
+from attnscale.lab.results import CONSTANT
+from attnscale.lab.tasks import TASKS
+from attnscale.report.chart import (
+    Axis,
+    Chart,
+    Mark,
+    Point,
+    Series,
+    Style,
+    bits,
+    lengths_axis,
+    linear,
+    logarithmic,
+    percent,
+    points,
+    short,
+    style,
 )
-from attnscale.report.evaluation_data import ARGMAX, BITS, PERPLEXITY, EvaluationData
-from attnscale.report.svg import Mark, Point, Series, chart, grid
-from attnscale.report.words import bits, percent, points, short
+from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData
 
-LENGTH = "context length, tokens (log scale)"
-# Of statistics.csv: the heading, and the axis with its unit.
+# Of statistics.csv: the title of a chart, and its axis with the unit.
 HEAD_QUANTITIES = {
     "w_max": ("Largest weight w_max", "share of the row's weight, 0 to 1"),
     "entropy": ("Entropy of the weights", "nats"),
     "accumulation_8": ("Accumulation scale Λ, from rank 8 on", "Λ, per unit of logit"),
     "criticality": ("Criticality r = β/Λ", "r, no unit (log scale)"),
 }
-
 MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # of statistics.csv, with their names
 
-
-def style_of(data: EvaluationData, policy: str) -> Style:
-    """By the place of the policy in the folder, so that it looks the same in all charts."""
-    return style(data.policies.index(policy))
-
-
-def accuracy_chart(data: EvaluationData, task: str) -> str:
-    found = curves(data, task, "accuracy")
-    return _over_length(data, f"accuracy of {task}", found, _axis("share answered, 0 to 1", found, 0, 1), percent)
+Curves = dict[str, list[Point]]  # by policy, in the order of the folder
+Head = tuple[str, int]
+Format = Callable[[float], str]
 
 
-def bits_chart(data: EvaluationData) -> str:
-    """Without argmax, a bound for retrieval under which prose would flatten all other lines."""
-    found = curves(data, PERPLEXITY, BITS)
-    found = {policy: own for policy, own in found.items() if policy != ARGMAX}
-    return _over_length(data, "bits per byte", found, _axis("bits per byte, less is better", found), bits)
+def texts(task: str) -> tuple[Format, Format]:
+    """How the metric of a task, and a difference of it, are written."""
+    return (percent, points) if TASKS[task].metrics[0].higher_is_better else (bits, bits)
 
 
-def head_chart(data: EvaluationData, task: str, quantity: str, heads: dict[str, tuple[str, int]] | None) -> str:
-    found = head_curves(data, task, quantity, heads)
-    title, unit = HEAD_QUANTITIES[quantity]
-    if quantity == "criticality":
-        axis = logarithmic(unit, (point.value for own in found.values() for point in own), also=1.0)
-        return _over_length(data, title, found, axis, short, [Mark("r = 1", y=1.0)])
-    axis = _axis(unit, found, 0, 1) if quantity == "w_max" else _axis(unit, found, 0)
-    return _over_length(data, title, found, axis, short)
+def curves(data: EvaluationData, task: str) -> Curves:
+    """The metric of a task over length."""
+    rows = data.whole(task).values()
+    return _by_policy(data, ((row.policy, Point(row.length, row.value, row.low, row.high)) for row in rows))
 
 
-def position_chart(data: EvaluationData) -> tuple[int, str] | None:
-    """Bits per byte by position in the longest text, and how long that is."""
-    found = by_position(data)
-    if found is None:
+def task_chart(data: EvaluationData, task: str) -> Chart:
+    """The metric of a task over length; prose without argmax, a bound that would flatten all other lines."""
+    found = curves(data, task)
+    if task == PROSE:
+        found.pop(ARGMAX, None)
+    least, most = (0, 1) if task in data.retrieval_tasks else (None, None)
+    axis = _linear(TASKS[task].metrics[0].axis, found, least, most)
+    return _over_length(data, TASKS[task].title, found, axis, texts(task)[0])
+
+
+def position_chart(data: EvaluationData) -> Chart | None:
+    """Bits per byte by position in the longest text; a bin stands at its geometric mean."""
+    rows = [row for row in data.binned(PROSE) if row.policy != ARGMAX]
+    longest = max((row.length for row in rows), default=0)
+    placed = [(row, _middle(row.bin)) for row in rows if row.length == longest]
+    found = _by_policy(data, ((row.policy, Point(x, row.value, row.low, row.high)) for row, x in placed if x))
+    if not found:
         return None
-    length, lines = found
-    lines = {policy: own for policy, own in lines.items() if policy != ARGMAX}
-    across = "position in the text, tokens (log scale)"
-    y = _axis("bits per byte, less is better", lines)
-    return length, _over_length(data, "bits per byte by position", lines, y, bits, across=across)
+    title = f"{TASKS[PROSE].title} within texts of {longest} tokens"
+    x = logarithmic("position in the text, tokens (log scale)", (point.x for own in found.values() for point in own))
+    return _over_length(data, title, found, _linear(TASKS[PROSE].metrics[0].axis, found), bits, x=x)
 
 
-def depth_grids(data: EvaluationData, task: str) -> dict[str, str]:
-    """For each policy, accuracy by depth of the answer and length."""
-    rows = data.binned(task, "accuracy")
-    bins = sorted({row.bin for row in rows})
-    lengths = sorted({row.length for row in rows})
-    found = {}
-    for policy in data.policies:
-        values = {(row.bin, row.length): row.value for row in rows if row.policy == policy}
-        if values:
-            cells = [[values.get((depth, length)) for length in lengths] for depth in bins]
-            found[policy] = grid(f"accuracy of {policy} by depth and length", bins, [str(n) for n in lengths], cells)
+def trades(data: EvaluationData, task: str) -> Curves:
+    """What policies gain in retrieval, in percentage points, against the bits per byte they lose; by length.
+
+    Both are differences to `constant`. Argmax is a bound, and left out.
+    """
+    prose, found = data.whole(PROSE), []
+    for (policy, length), row in sorted(data.whole(task).items(), key=lambda item: item[0][1]):
+        other = prose.get((policy, length))
+        if policy in (CONSTANT, ARGMAX) or other is None or row.difference is None or other.difference is None:
+            continue
+        low, high = (None if end is None else 100 * end for end in (row.difference_low, row.difference_high))
+        tip = f"{policy} at {length} tokens\n{points(row.difference)} points"
+        tip += _interval(row.difference_low, row.difference_high, points) + f"\n{bits(other.difference)} bits per byte"
+        tip += _interval(other.difference_low, other.difference_high, bits)
+        ends = other.difference_low, other.difference_high
+        found.append((policy, Point(other.difference, 100 * row.difference, low, high, *ends, tip)))
+    return _by_policy(data, found)
+
+
+def trade_chart(data: EvaluationData, task: str) -> Chart | None:
+    """Points gained against bits per byte lost: better is up and to the left."""
+    found = trades(data, task)
+    if not found:
+        return None
+    every = [point for own in found.values() for point in own]
+    x = linear("bits per byte lost against constant (less is better)", [0.0, *(point.x for point in every)])
+    y = linear("percentage points gained", [0.0, *(point.y for point in every)])
+    title = f"{task} against prose, {data.lengths[0]} to {data.lengths[-1]} tokens"
+    series = [Series(policy, _style(data, policy), own, shaded=False) for policy, own in found.items()]
+    return Chart(title, series, x, y, [Mark("constant", y=0.0), Mark("", x=0.0)])
+
+
+def statistics_task(data: EvaluationData) -> str | None:
+    """The task whose rows the statistics are shown of: retrieval if it has some."""
+    measured = {row.task for row in data.statistics}
+    return next((task for task in data.tasks if task in measured), None)
+
+
+def retrieving_heads(data: EvaluationData, task: str) -> dict[str, Head]:
+    """For each model the head with the largest w_max under `constant`, at the trained length or nearest to it.
+
+    None where nothing was to be retrieved: in prose such a head looks at the first key.
+    """
+    if task not in data.retrieval_tasks:
+        return {}
+    found: dict[str, Head] = {}
+    rows = [row for row in data.statistics if row.task == task and row.policy == CONSTANT and row.w_max is not None]
+    for model in dict.fromkeys(row.model for row in rows):
+        own = [row for row in rows if row.model == model]
+        lengths = {row.length for row in own}
+        trained = data.trained_length or min(lengths)
+        place = max((length for length in lengths if length <= trained), default=min(lengths))
+        best = max((row for row in own if row.length == place), key=lambda row: row.w_max or 0.0)
+        found[model] = (best.layer, best.head)
     return found
 
 
-def trade_chart(data: EvaluationData, found: list[Trade]) -> str:
-    """Points gained against bits per byte lost: better is up and to the left."""
-    series = []
-    for policy in dict.fromkeys(trade.policy for trade in found):
-        own = [_trade_point(trade) for trade in found if trade.policy == policy]
-        series.append(Series(policy, style_of(data, policy), own, bands=False))
-    all_points = [point for one in series for point in one.points]
-    x = linear("bits per byte lost against constant (less is better)", [0.0, *(point.x for point in all_points)])
-    y = linear("percentage points gained", [0.0, *(point.y for point in all_points)])
-    marks = [Mark("constant", y=0.0), Mark("", x=0.0)]
-    return chart("retrieval gained against bits per byte lost", series, x, y, marks)
+def head_curves(data: EvaluationData, task: str, quantity: str, heads: dict[str, Head] | None = None) -> Curves:
+    """A statistic over length: per model of the given head, or the median over all; then the median over models.
+
+    Where there are several models, low and high are the least and the largest of them.
+    """
+    found = []
+    for policy in data.policies:
+        for length in data.lengths:
+            values = list(_per_model(data, task, quantity, policy, length, heads).values())
+            if values:
+                ends = (min(values), max(values)) if len(values) > 1 else (None, None)
+                found.append((policy, Point(length, median(values), *ends)))
+    return _by_policy(data, found)
 
 
-def criticality_chart(data: EvaluationData, found: list[CriticalPoint], relative: bool) -> str:
+def head_chart(data: EvaluationData, task: str, quantity: str, heads: dict[str, Head] | None) -> Chart:
+    found = head_curves(data, task, quantity, heads)
+    title, unit = HEAD_QUANTITIES[quantity]
+    if quantity == "criticality":
+        axis = logarithmic(unit, (1.0, *(point.y for own in found.values() for point in own)))
+        return _over_length(data, title, found, axis, short, marks=[Mark("r = 1", y=1.0)])
+    return _over_length(data, title, found, _linear(unit, found, 0, 1 if quantity == "w_max" else None), short)
+
+
+class CriticalPoint(NamedTuple):
+    """Recall and criticality of one model under one policy at one length."""
+
+    model: str
+    policy: str
+    length: int
+    criticality: float
+    recall: float
+
+
+def critical_points(data: EvaluationData, task: str) -> tuple[list[CriticalPoint], bool]:
+    """Recall against r of the retrieving head, and whether recall is relative to that of the policy `argmax`."""
+    heads = retrieving_heads(data, task)
+    relative = any(row.policy == ARGMAX and row.task == task for row in data.results)
+    found = []
+    for model in data.models:
+        accuracy = data.whole(task, model)
+        for (policy, length), row in accuracy.items():
+            bound = accuracy.get((ARGMAX, length))
+            if relative and (policy == ARGMAX or bound is None or bound.value <= 0):
+                continue
+            r = _per_model(data, task, "criticality", policy, length, heads).get(model)
+            if r is not None and r > 0:
+                recall = row.value / bound.value if relative and bound is not None else row.value
+                found.append(CriticalPoint(model, policy, length, r, recall))
+    return found, relative
+
+
+def criticality_chart(data: EvaluationData, task: str) -> Chart | None:
     """One point per model, policy and length."""
-    series = []
-    for policy in dict.fromkeys(point.policy for point in found):
-        own = [
-            Point(
-                one.criticality,
-                one.recall,
-                f"{one.policy} at {one.length} tokens, {one.model}\nr {short(one.criticality)}, {percent(one.recall)}",
-            )
-            for one in found
-            if one.policy == policy
-        ]
-        series.append(Series(policy, style_of(data, policy), own, joined=False, bands=False))
-    x = logarithmic("criticality r of the retrieving head (log scale)", (one.criticality for one in found), also=1.0)
-    recalls = [one.recall for one in found]
+    found, relative = critical_points(data, task)
+    if not found:
+        return None
+    placed = []
+    for one in found:
+        tip = f"{one.policy} at {one.length} tokens, {one.model}\nr {short(one.criticality)}, {percent(one.recall)}"
+        placed.append((one.policy, Point(one.criticality, one.recall, tip=tip)))
+    own = _by_policy(data, placed)
+    series = [Series(policy, _style(data, policy), some, joined=False, shaded=False) for policy, some in own.items()]
+    x = logarithmic("criticality r = β/Λ of the retrieving head (log scale)", (1.0, *(p.criticality for p in found)))
+    recalls = [point.recall for point in found]
     label = "accuracy / accuracy of argmax" if relative else "share answered, 0 to 1"
     y = linear(label, recalls, least=0, most=1 if max(recalls) <= 1 else None)
-    return chart("recall against criticality", series, x, y, [Mark("r = 1", x=1.0)])
+    rho = rank_correlation([(point.criticality, point.recall) for point in found])
+    spearman = "" if rho is None else f": Spearman's rank correlation {rho:.2f} over {len(found)} points"
+    return Chart(f"Recall against criticality, {task}{spearman}", series, x, y, [Mark("r = 1", x=1.0)])
 
 
-def _trade_point(trade: Trade) -> Point:
-    gained, lost = trade.gained, trade.lost
-    tip = f"{trade.policy} at {trade.length} tokens\n{points(gained.value)} points{_ends(gained, points)}"
-    tip += f"\n{bits(lost.value)} bits per byte{_ends(lost, bits)}"
-    low, high = (None if end is None else 100 * end for end in gained[2:])
-    return Point(lost.value, 100 * gained.value, tip, low, high, lost.low, lost.high)
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's: of the ranks of both, equal values sharing their mean rank; None where one does not vary.
+
+    >>> rank_correlation([(1, 10), (2, 100), (3, 1000), (4, 1001)])
+    1.0
+    >>> rank_correlation([(1, 5), (2, 5), (3, 5)]) is None
+    True
+    """
+    if len(pairs) < 3:
+        return None
+    first, second = _ranks([one for one, _ in pairs]), _ranks([other for _, other in pairs])
+    centre = (len(pairs) - 1) / 2
+    product = sum((one - centre) * (other - centre) for one, other in zip(first, second, strict=True))
+    size = sum((one - centre) ** 2 for one in first) * sum((other - centre) ** 2 for other in second)
+    return product / size**0.5 if size > 0 else None
 
 
-def _over_length(
-    data: EvaluationData,
-    label: str,
-    found: Curves,
-    y: Axis,
-    text: Callable[[float], str],
-    marks: list[Mark] | None = None,
-    across: str = LENGTH,
-) -> str:
-    series = []
-    for policy, own in found.items():
-        tips = [f"{policy} at {short(one.place, 7)} tokens\n{text(one.value)}{_ends(one, text)}" for one in own]
-        places = [Point(one.place, one.value, tip, one.low, one.high) for one, tip in zip(own, tips, strict=True)]
-        series.append(Series(policy, style_of(data, policy), places))
-    if across == LENGTH:
-        x = lengths_axis(across, data.lengths)
-    else:
-        x = logarithmic(across, [one.place for own in found.values() for one in own])
-    trained = [] if data.trained_length is None else [Mark("trained length", x=float(data.trained_length))]
-    return chart(label, series, x, y, [*trained, *(marks or [])])
-
-
-def _axis(label: str, found: Curves, least: float | None = None, most: float | None = None) -> Axis:
-    known = [end for own in found.values() for one in own for end in one[1:] if end is not None]
-    return linear(label, known, least=least, most=most)
-
-
-def _ends(one: Interval, text: Callable[[float], str]) -> str:
-    return "" if one.low is None or one.high is None else f" ({text(one.low)} to {text(one.high)})"
+def _ranks(values: list[float]) -> list[float]:
+    ordered = sorted(values)
+    first = {value: ordered.index(value) for value in ordered}
+    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]
 
 
 def head_maps(data: EvaluationData) -> dict[str, Any]:
@@ -177,17 +244,11 @@ def head_maps(data: EvaluationData) -> dict[str, Any]:
             known = cells.setdefault(f"{row.policy} {row.length}", {})
             for quantity in MAPS:
                 plane = known.setdefault(quantity, [[None] * count for count in layers.values()])
-                plane[places[row.layer]][row.head] = row.values.get(quantity)
-        best = heads.get(name)
-        models.append(
-            {
-                "name": name,
-                "layers": list(layers),
-                "short": short_names(list(layers)),
-                "cells": cells,
-                "best": [0, 0] if best is None else [places[best[0]], best[1]],
-            }
-        )
+                plane[places[row.layer]][row.head] = getattr(row, quantity)
+        layer, head = heads.get(name, (own[0].layer, 0))
+        names = list(layers)
+        best = [places[layer], head]
+        models.append({"name": name, "layers": names, "short": short_names(names), "cells": cells, "best": best})
     return {
         "colours": COLOURS,
         "quantities": [{"name": name, "share": name == "w_max"} for name in MAPS],
@@ -196,3 +257,67 @@ def head_maps(data: EvaluationData) -> dict[str, Any]:
         "lengths": sorted({row.length for row in rows}),
         "models": models,
     }
+
+
+def _per_model(
+    data: EvaluationData, task: str, quantity: str, policy: str, length: int, heads: dict[str, Head] | None
+) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for row in data.heads_at.get((task, policy, length), ()):
+        value = getattr(row, quantity)
+        if value is not None and (heads is None or heads.get(row.model) == (row.layer, row.head)):
+            values.setdefault(row.model, []).append(value)
+    return {model: median(own) for model, own in values.items()}
+
+
+def _by_policy(data: EvaluationData, found: Iterable[tuple[str, Point]]) -> Curves:
+    """Points by policy, in the order of the folder; policies without a point are left out."""
+    every: Curves = {policy: [] for policy in data.policies}
+    for policy, point in found:
+        every[policy].append(point)
+    return {policy: own for policy, own in every.items() if own}
+
+
+def _over_length(
+    data: EvaluationData,
+    title: str,
+    found: Curves,
+    y: Axis,
+    text: Format,
+    x: Axis | None = None,
+    marks: Sequence[Mark] = (),
+) -> Chart:
+    series = []
+    for policy, own in found.items():
+        tips = [f"{policy} at {short(p.x, 7)} tokens\n{text(p.y)}{_interval(p.low, p.high, text)}" for p in own]
+        tipped = sorted((p._replace(tip=tip) for p, tip in zip(own, tips, strict=True)), key=lambda point: point.x)
+        series.append(Series(policy, _style(data, policy), tipped))
+    trained = [] if data.trained_length is None else [Mark("trained length", x=float(data.trained_length))]
+    x = x or lengths_axis("context length, tokens (log scale)", data.lengths)
+    return Chart(title, series, x, y, [*trained, *marks])
+
+
+def _linear(label: str, found: Curves, least: float | None = None, most: float | None = None) -> Axis:
+    known = [end for own in found.values() for p in own for end in (p.y, p.low, p.high) if end is not None]
+    return linear(label, known, least=least, most=most)
+
+
+def _style(data: EvaluationData, policy: str) -> Style:
+    """By the place of the policy in the folder, so that it looks the same in all charts."""
+    return style(data.policies.index(policy))
+
+
+def _interval(low: float | None, high: float | None, text: Format) -> str:
+    return "" if low is None or high is None else f" ({text(low)} to {text(high)})"
+
+
+def _middle(text: str) -> float | None:
+    """The geometric mean of the ends of a bin such as "64-128"; where the first end is 0, half of the second."""
+    start, _, stop = text.partition("-")
+    try:
+        low, high = float(start), float(stop)
+    except ValueError:
+        return None
+    if high <= 0:
+        return None
+    return (low * high) ** 0.5 if low > 0 else high / 2

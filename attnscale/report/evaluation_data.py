@@ -5,26 +5,23 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from attnscale.errors import ArgumentError, reject
+from attnscale.lab.results import CONSTANT, INTERVAL
+from attnscale.lab.tasks import ACCURACY, TASKS, Perplexity
 
 RESULTS, STATISTICS, COST, RUN = "results.csv", "statistics.csv", "cost.csv", "run.json"
-RETRIEVAL = ("multi_needle", "needle", "recall")  # the first that was measured is the one of the verdict
-PERPLEXITY = "perplexity"
-BITS = "bits_per_byte"
-CONSTANT, ARGMAX, ALL = "constant", "argmax", "all"
-QUANTITIES = ("beta", "visible", "w_max", "entropy", "accumulation_8", "criticality")  # of those in statistics.csv
-
-Row = TypeVar("Row")
+PROSE = Perplexity.name
+ARGMAX, ALL = "argmax", "all"
 
 
-class Result(NamedTuple):
-    """A row of results.csv; None where the file has no number."""
+class ResultRow(NamedTuple):
+    """Of results.csv; fields are columns, None where there is no finite number. Rows without a value are left out."""
 
     task: str
     metric: str
@@ -39,9 +36,13 @@ class Result(NamedTuple):
     difference_low: float | None
     difference_high: float | None
 
+    @property
+    def standard_error(self) -> float | None:
+        return None if self.low is None or self.high is None else (self.high - self.low) / INTERVAL
 
-class HeadStatistics(NamedTuple):
-    """A row of statistics.csv: medians over the rows of one head."""
+
+class HeadRow(NamedTuple):
+    """Of statistics.csv: medians over the rows of one head."""
 
     task: str
     model: str
@@ -49,11 +50,16 @@ class HeadStatistics(NamedTuple):
     length: int
     layer: str
     head: int
-    values: Mapping[str, float]  # only those that are there
+    beta: float | None
+    visible: float | None
+    w_max: float | None
+    entropy: float | None
+    accumulation_8: float | None
+    criticality: float | None
 
 
-class Cost(NamedTuple):
-    """A row of cost.csv."""
+class CostRow(NamedTuple):
+    """Of cost.csv."""
 
     policy: str
     length: int
@@ -61,66 +67,77 @@ class Cost(NamedTuple):
     peak_mb: float | None
 
 
+Row = TypeVar("Row", ResultRow, HeadRow, CostRow)
+
+
 @dataclass(frozen=True)
 class EvaluationData:
     """The content of a folder. Lists are in the order of the files; only results.csv must exist."""
 
     path: Path
-    results: list[Result]
-    statistics: list[HeadStatistics]
-    cost: list[Cost]
+    results: list[ResultRow]
+    statistics: list[HeadRow]
+    cost: list[CostRow]
     run: Mapping[str, Any]
 
-    @property
+    @cached_property
     def policies(self) -> list[str]:
         """`constant` first, then in the order of the file."""
         found = dict.fromkeys(row.policy for row in self.results)
         return sorted(found, key=lambda policy: policy != CONSTANT)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         return sorted({row.length for row in self.results})
 
-    @property
+    @cached_property
     def models(self) -> list[str]:
         return list(dict.fromkeys(row.model for row in self.results if row.model != ALL))
 
-    @property
+    @cached_property
     def shown_model(self) -> str:
         """Whose numbers are shown: the mean over models if the file has it, else the first model."""
         return ALL if any(row.model == ALL for row in self.results) else self.models[0]
 
-    @property
-    def retrieval_tasks(self) -> list[str]:
-        measured = {row.task for row in self.results if row.metric == "accuracy"}
-        return [task for task in RETRIEVAL if task in measured]
-
-    @property
-    def trained_length(self) -> int | None:
-        """The longest of its models, None if run.json does not say."""
-        known = [model.get("trained_length") for model in _mappings(self.run.get("models"))]
-        return max((length for length in known if isinstance(length, int) and length > 0), default=None)
+    @cached_property
+    def tasks(self) -> list[str]:
+        """The tasks whose metric was measured: those of retrieval first, prose last."""
+        measured = {(row.task, row.metric) for row in self.results}
+        known = [name for name, task in TASKS.items() if (name, task.metrics[0].name) in measured]
+        return sorted(known, key=lambda name: name == PROSE)
 
     @cached_property
-    def heads_at(self) -> dict[tuple[str, str, int], list[HeadStatistics]]:
+    def retrieval_tasks(self) -> list[str]:
+        """The tasks that are scored by right answers; the first is the one of the verdict."""
+        return [task for task in self.tasks if TASKS[task].metrics[0] == ACCURACY]
+
+    @cached_property
+    def trained_length(self) -> int | None:
+        """The longest of its models, None if run.json has none."""
+        models = self.run.get("models")
+        known = models.values() if isinstance(models, dict) else ()
+        lengths = [model.get("trained_length") for model in known if isinstance(model, dict)]
+        return max((length for length in lengths if isinstance(length, int) and 0 < length < 2**53), default=None)
+
+    @cached_property
+    def heads_at(self) -> dict[tuple[str, str, int], list[HeadRow]]:
         """Statistics by task, policy and length."""
-        found: dict[tuple[str, str, int], list[HeadStatistics]] = {}
+        found: dict[tuple[str, str, int], list[HeadRow]] = {}
         for row in self.statistics:
             found.setdefault((row.task, row.policy, row.length), []).append(row)
         return found
 
-    def whole(self, task: str, metric: str, model: str | None = None) -> dict[tuple[str, int], Result]:
-        """By policy and length, the rows that are over all depths or positions."""
-        return {
-            (row.policy, row.length): row
-            for row in self.results
-            if (row.task, row.metric, row.model, row.bin) == (task, metric, model or self.shown_model, "")
-        }
+    def whole(self, task: str, model: str | None = None) -> dict[tuple[str, int], ResultRow]:
+        """The metric of a task by policy and length, over all depths or positions."""
+        return {(row.policy, row.length): row for row in self._of(task, model) if not row.bin}
 
-    def binned(self, task: str, metric: str) -> list[Result]:
-        """The rows by depth or position."""
-        wanted = (task, metric, self.shown_model)
-        return [row for row in self.results if row.bin and (row.task, row.metric, row.model) == wanted]
+    def binned(self, task: str) -> list[ResultRow]:
+        """The metric of a task by depth or position."""
+        return [row for row in self._of(task) if row.bin]
+
+    def _of(self, task: str, model: str | None = None) -> Iterator[ResultRow]:
+        wanted = task, TASKS[task].metrics[0].name, model or self.shown_model
+        return (row for row in self.results if (row.task, row.metric, row.model) == wanted)
 
 
 def read_evaluation(folder: str | Path) -> EvaluationData:
@@ -128,95 +145,60 @@ def read_evaluation(folder: str | Path) -> EvaluationData:
     folder = Path(folder)
     if not (folder / RESULTS).is_file():
         reject("path", str(folder), f"a folder that `attnscale evaluate` has written, with {RESULTS} in it")
-    results = [row for row in _rows(folder / RESULTS, _result) if row is not None]
+    results = [row for row in _rows(folder / RESULTS, ResultRow) if not math.isnan(row.value)]
     if not results:
         reject("path", str(folder), f"a folder whose {RESULTS} has at least one row with a value")
-    statistics = list(_rows(folder / STATISTICS, _statistics)) if (folder / STATISTICS).exists() else []
-    cost = list(_rows(folder / COST, _cost)) if (folder / COST).exists() else []
-    return EvaluationData(folder, results, statistics, cost, _run(folder / RUN))
+    statistics = list(_rows(folder / STATISTICS, HeadRow)) if (folder / STATISTICS).exists() else []
+    cost = list(_rows(folder / COST, CostRow)) if (folder / COST).exists() else []
+    return EvaluationData(folder, results, statistics, cost, _read_run(folder / RUN))
 
 
-def _rows(path: Path, make: Callable[[dict[str, str]], Row]) -> Iterator[Row]:
-    number = 1
+def _rows(path: Path, kind: type[Row]) -> Iterator[Row]:
+    number, hints = 1, get_type_hints(kind)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            for number, fields in enumerate(csv.DictReader(file, strict=True), start=2):  # noqa: B007
+            reader = csv.DictReader(file, strict=True)
+            missing = [repr(name) for name in hints if name not in (reader.fieldnames or hints)]
+            if missing:
+                accepted = f"column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                raise ArgumentError(f"path={str(path)!r} is not accepted: expected the {accepted}")
+            for number, fields in enumerate(reader, start=2):  # noqa: B007
                 if None in fields or None in fields.values():
                     raise ValueError("it has not as many fields as the header")
-                yield make(fields)
+                yield kind(*(_field(name, fields[name], hint) for name, hint in hints.items()))
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
-    except KeyError as error:
-        raise ArgumentError(f"path={str(path)!r} is not accepted: expected a column {error.args[0]!r}") from error
+    except ArgumentError:
+        raise
     except (ValueError, csv.Error) as error:
         raise ArgumentError(f"line {number} of {path} is not accepted: {error}") from error
 
 
-def _result(fields: dict[str, str]) -> Result | None:
-    value = _number(fields, "value")
-    row = Result(
-        fields["task"],
-        fields["metric"],
-        fields["model"],
-        fields["policy"],
-        _integer(fields, "length"),
-        fields["bin"],
-        math.nan if value is None else value,
-        _number(fields, "low"),
-        _number(fields, "high"),
-        _number(fields, "difference"),
-        _number(fields, "difference_low"),
-        _number(fields, "difference_high"),
-    )
-    return None if value is None else row
-
-
-def _statistics(fields: dict[str, str]) -> HeadStatistics:
-    found = {name: _number(fields, name) for name in QUANTITIES}
-    return HeadStatistics(
-        fields["task"],
-        fields["model"],
-        fields["policy"],
-        _integer(fields, "length"),
-        fields["layer"],
-        _integer(fields, "head"),
-        {name: value for name, value in found.items() if value is not None},
-    )
-
-
-def _cost(fields: dict[str, str]) -> Cost:
-    return Cost(fields["policy"], _integer(fields, "length"), _number(fields, "seconds"), _number(fields, "peak_mb"))
-
-
-def _number(fields: dict[str, str], name: str) -> float | None:
-    text = fields[name].strip()
+def _field(name: str, text: str, hint: object) -> Any:
+    if hint is str:
+        return text
+    text = text.strip()
+    if hint is int:
+        if not text.isdecimal():
+            raise ValueError(f"{name}={text!r}, expected a whole number")
+        return int(text)
     try:
         value = float(text) if text else math.nan
     except ValueError:
         raise ValueError(f"{name}={text!r}, expected a number or an empty field") from None
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else math.nan if hint is float else None
 
 
-def _integer(fields: dict[str, str], name: str) -> int:
-    text = fields[name].strip()
-    if not text.isdecimal():
-        raise ValueError(f"{name}={text!r}, expected a whole number")
-    return int(text)
-
-
-def _run(path: Path) -> Mapping[str, Any]:
+def _read_run(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found = json.loads(text)
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ArgumentError(f"{path} is not JSON: {error}") from error
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
-        raise ArgumentError(f"{path} is not accepted: expected an object, not {type(found).__name__}")
+        reject(str(path), text.strip(), "a JSON object such as `attnscale evaluate` writes")
     return found
-
-
-def _mappings(found: object) -> list[Mapping[str, Any]]:
-    return [value for value in found.values() if isinstance(value, dict)] if isinstance(found, dict) else []

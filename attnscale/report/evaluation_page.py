@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from html import escape
 
 from attnscale import __version__
-from attnscale.report.axes import style
-from attnscale.report.comparisons import (
-    critical_points,
-    rank_correlation,
-    retrieving_heads,
-    statistics_task,
-    trades,
-)
+from attnscale.lab.tasks import TASKS
+from attnscale.report.chart import Chart, short, style
+from attnscale.report.drawing import grid, svg, swatch
 from attnscale.report.evaluation_charts import (
     HEAD_QUANTITIES,
     MAPS,
-    accuracy_chart,
-    bits_chart,
+    Format,
+    Head,
     criticality_chart,
-    depth_grids,
     head_chart,
     head_maps,
     position_chart,
+    retrieving_heads,
+    statistics_task,
+    task_chart,
+    texts,
     trade_chart,
 )
-from attnscale.report.evaluation_data import ALL, ARGMAX, BITS, PERPLEXITY, EvaluationData, Result
-from attnscale.report.page import asset
-from attnscale.report.svg import swatch
+from attnscale.report.evaluation_data import ALL, ARGMAX, PROSE, EvaluationData, ResultRow
+from attnscale.report.page import asset, fill
 from attnscale.report.verdict import verdict
-from attnscale.report.words import TERMS, bits, percent, points, short
 
 PROGRAMS = ("content.js", "scales.js", "plot.js", "heatmap.js", "evaluation.js")
 
-Text = Callable[[float], str]
+# One plain sentence for each term, shown where it first appears.
+TERMS = {
+    "β": "β multiplies the logits of attention before the softmax; ordinary attention has β = 1.",
+    "n": "n is the number of keys that a query may see, and a law is a formula β(n).",
+    "trained length": "The trained length is the longest context that the model saw in training.",
+    "bits per byte": "Bits per byte say how badly the model predicts prose: fewer is better.",
+    "paired difference": (
+        "A paired difference compares two policies on the same sequences, so that what is hard for both cancels out; "
+        "its 95 % interval is by bootstrap."
+    ),
+    "w_max": "w_max is the largest attention weight of a row: 1 if one key has all of it.",
+    "entropy": "Entropy tells over how many keys a row spreads its weight: e to the entropy is about their number.",
+    "Λ": "Λ, the accumulation scale, is the largest ln N(t)/t, where N(t) keys score within t of the best: "
+    "the more rivals the best key has, the larger it is.",
+    "r": "r = β/Λ, the criticality, compares the temperature with those rivals: above 1 the best key keeps its weight "
+    "however many there are, below 1 they drown it.",
+}
 
 
 def build_evaluation_page(data: EvaluationData) -> str:
@@ -46,16 +58,16 @@ def build_evaluation_page(data: EvaluationData) -> str:
     several = data.shown_model == ALL and len(data.models) > 1
     names = f"mean over {len(data.models)} models" if several else f"model {(data.models or [ALL])[0]}"
     trained = "" if data.trained_length is None else f", trained length {data.trained_length}"
-    parts = {
-        "title": escape(data.path.resolve().name),
-        "about": escape(f"{about} · {names}{trained}"),
-        "style": asset("page.css") + asset("evaluation.css"),
-        "sections": "\n".join(section(data) for section in sections),
-        "footer": escape(f"{data.path} · attnscale {__version__}"),
-        "content": json.dumps(head_maps(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        "programs": "\n".join(asset(name) for name in PROGRAMS),
-    }
-    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], asset("evaluation.html"))
+    return fill(
+        "evaluation.html",
+        title=escape(data.path.resolve().name),
+        about=escape(f"{about} · {names}{trained}"),
+        style=asset("page.css") + asset("evaluation.css"),
+        sections="\n".join(section(data) for section in sections),
+        footer=escape(f"{data.path} · attnscale {__version__}"),
+        content=head_maps(data),
+        programs="\n".join(asset(name) for name in PROGRAMS),
+    )
 
 
 def _section(name: str, title: str, hint: str, body: str) -> str:
@@ -64,69 +76,62 @@ def _section(name: str, title: str, hint: str, body: str) -> str:
     return f'<section id="{name}" class="full" aria-labelledby="title-{name}">{heading}{hint}{body}</section>'
 
 
-def _beside(name: str, title: str, hint: str, charts: list[str], legend: str = "") -> str:
-    """A section with what it says to the right of its charts, where the window is wide enough."""
+def _beside(name: str, title: str, hint: str, charts: list[Chart | None], legend: str = "") -> str:
+    """A section with its explanation to the right of its charts, where the window is wide enough; empty without any."""
+    drawn = "".join(_drawn(chart) for chart in charts if chart is not None)
     text = f'<div class="hint">{hint}{legend}</div>'
-    return _section(name, title, "", f'<div class="beside"><div>{"".join(charts)}</div>{text}</div>')
+    return _section(name, title, "", f'<div class="beside"><div>{drawn}</div>{text}</div>') if drawn else ""
+
+
+def _panel(title: str, inner: str) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption>{inner}</figure>"
+
+
+def _drawn(chart: Chart) -> str:
+    return _panel(chart.title, svg(chart))
 
 
 def _explain(*terms: str) -> str:
     """The sentence of each term, with the term set off where the sentence names it first."""
     found = []
     for term in terms:
-        text = escape(TERMS[term])
-        found.append(
-            re.sub(rf"(?<!\w){re.escape(term)}(?!\w)", r"<dfn>\g<0></dfn>", text, count=1, flags=re.IGNORECASE)
-        )
+        place = rf"(?<!\w){re.escape(term)}(?!\w)"
+        found.append(re.sub(place, r"<dfn>\g<0></dfn>", escape(TERMS[term]), count=1, flags=re.IGNORECASE))
     return " ".join(found)
-
-
-def _panel(title: str, inner: str) -> str:
-    return f"<figure><figcaption>{title}</figcaption>{inner}</figure>"
 
 
 def _verdict(data: EvaluationData) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(data))
     terms = _explain("β", "n", "trained length", "bits per byte", "paired difference")
-    body = f'<div id="sentences">{sentences}</div><p class="hint">{terms}</p>{policy_legend(data)}'
+    body = f'<div id="sentences">{sentences}</div><p class="hint">{terms}</p>{_policy_legend(data)}'
     return _section("verdict", "Verdict", "", body)
 
 
 def _trades(data: EvaluationData) -> str:
-    found = {task: trades(data, task) for task in data.retrieval_tasks}
-    charts = [_panel(f"{task} against prose", trade_chart(data, own)) for task, own in found.items() if own]
-    if not charts:
-        return ""
     hint = (
         "What a law gains in retrieval against what it loses in prose, both as paired differences to constant: a point "
         "per length, joined from the shortest to the longest, where the name stands. Up and to the left is better; "
         "thin lines are 95 % intervals."
     )
     hint += " The bound argmax is left out." if ARGMAX in data.policies else ""
-    return _beside("pareto", "Gain against cost", hint, charts)
+    return _beside("pareto", "Gain against cost", hint, [trade_chart(data, task) for task in data.retrieval_tasks])
 
 
 def _curves(data: EvaluationData) -> str:
-    panels = [_panel(f"Accuracy, {task}", accuracy_chart(data, task)) for task in data.retrieval_tasks]
-    if data.whole(PERPLEXITY, "bits_per_byte"):
-        panels.append(_panel("Bits per byte of prose", bits_chart(data)))
+    panels = [_drawn(task_chart(data, task)) for task in data.tasks]
     hint, choice = "Shades are 95 % intervals.", ""
     task = statistics_task(data)
     if task is not None:
-        hint = f"{hint} {_explain('w_max', 'entropy', 'Λ', 'r')}"
         heads = retrieving_heads(data, task)
         several = " The lines are medians over models, shades their range." if len(data.models) > 1 else ""
-        hint += f" These four are medians over the rows of {escape(task)} that {_rows(task)}.{several} {_named(heads)}"
+        hint += f" {_explain('w_max', 'entropy', 'Λ', 'r')} These four are medians over the rows of {task} that "
+        hint += f"{TASKS[task].measured_rows}.{several} {_named(heads)}"
         choice, more = _head_panels(data, task, heads)
         panels.append(more)
     return _section("curves", "Against length", hint, f'{choice}<div class="plots three">{"".join(panels)}</div>')
 
 
-def _rows(task: str) -> str:
-    return "lie in the last half of the text" if task == PERPLEXITY else "predict an answer"
-
-
-def _named(heads: dict[str, tuple[str, int]]) -> str:
+def _named(heads: dict[str, Head]) -> str:
     """Which head is followed, and why that one."""
     if not heads:
         return ""
@@ -137,42 +142,32 @@ def _named(heads: dict[str, tuple[str, int]]) -> str:
     )
 
 
-def _head_panels(data: EvaluationData, task: str, heads: dict[str, tuple[str, int]]) -> tuple[str, str]:
+def _head_panels(data: EvaluationData, task: str, heads: dict[str, Head]) -> tuple[str, str]:
     """The choice of a head, and the charts for each choice, of which one is shown."""
-    choices = ([("retrieving", "the retrieving head", heads)] if heads else []) + [
-        ("all", "median over all heads", None)
-    ]
-    options = "".join(f'<option value="{name}">{text}</option>' for name, text, _ in choices)
-    choice = f'<label for="which">w_max, entropy, Λ and r of</label> <select id="which">{options}</select>'
-    parts = []
-    for name, _, chosen in choices:
-        panels = [_panel(title, head_chart(data, task, key, chosen)) for key, (title, _) in HEAD_QUANTITIES.items()]
-        hidden = "" if name == choices[0][0] else " hidden"
-        parts.append(f'<div data-which="{name}"{hidden}>{"".join(panels)}</div>')
-    return f'<p class="choice">{choice}</p>', "".join(parts)
+    choices: dict[str, dict[str, Head] | None] = {"the retrieving head": heads} if heads else {}
+    choices["median over all heads"] = None
+    options, parts = "", ""
+    for text, chosen in choices.items():
+        name, hidden = ("all" if chosen is None else "retrieving"), " hidden" if parts else ""
+        options += f'<option value="{name}">{text}</option>'
+        panels = "".join(_drawn(head_chart(data, task, quantity, chosen)) for quantity in HEAD_QUANTITIES)
+        parts += f'<div data-which="{name}"{hidden}>{panels}</div>'
+    label = '<label for="which">w_max, entropy, Λ and r of</label>'
+    return f'<p class="choice">{label} <select id="which">{options}</select></p>', parts
 
 
 def _criticality(data: EvaluationData) -> str:
-    panels = []
-    for task in data.retrieval_tasks:
-        found, relative = critical_points(data, task)
-        if not found:
-            continue
-        rho = rank_correlation([(one.criticality, one.recall) for one in found])
-        spearman = "" if rho is None else f"Spearman's rank correlation {rho:.2f} over {len(found)} points"
-        panels.append(_panel(f"{task}: {spearman}" if spearman else task, criticality_chart(data, found, relative)))
-    if not panels:
-        return ""
     hint = (
         "A point per model, policy and length. If r alone decided whether a head finds its key, all points would lie "
         "on one rising curve, whatever the law and the length; the dashed line is r = 1. Spearman's rank correlation "
         "is 1 if recall always rises with r, and 0 if it does not depend on it."
     )
-    return _beside("criticality", "Recall against criticality", hint, panels, policy_legend(data))
+    charts = [criticality_chart(data, task) for task in data.retrieval_tasks]
+    return _beside("criticality", "Recall against criticality", hint, charts, _policy_legend(data))
 
 
 def _heads(data: EvaluationData) -> str:
-    if not data.statistics:
+    if statistics_task(data) is None:
         return ""
     controls = "".join(
         f'<span{" hidden" if name == "model" and len(data.models) < 2 else ""}><label for="map-{name}">{name}</label> '
@@ -192,49 +187,37 @@ def _heads(data: EvaluationData) -> str:
 
 
 def _positions(data: EvaluationData) -> str:
-    found = position_chart(data)
-    if found is None:
-        return ""
-    hint = f"Within texts of {found[0]} tokens: how well a token is predicted, by its position."
-    return _beside("positions", "Prose by position", hint, [_panel("Bits per byte of prose", found[1])])
+    hint = "How well a token is predicted, by its position."
+    return _beside("positions", "Prose by position", hint, [position_chart(data)])
 
 
 def _depths(data: EvaluationData) -> str:
-    grids = [(task, policy, svg) for task in data.retrieval_tasks for policy, svg in depth_grids(data, task).items()]
-    if not grids:
-        return ""
+    """For each task and policy, accuracy by depth of the answer and length."""
+    panels = ""
+    for task in data.retrieval_tasks:
+        rows = data.binned(task)
+        bins, lengths = sorted({row.bin for row in rows}), sorted({row.length for row in rows})
+        for policy in data.policies:
+            values = {(row.bin, row.length): row.value for row in rows if row.policy == policy}
+            if values:
+                cells = [[values.get((depth, length)) for length in lengths] for depth in bins]
+                label = f"accuracy of {policy} by depth and length, {task}"
+                panels += _panel(f"{policy}, {task}", grid(label, bins, [str(length) for length in lengths], cells))
     hint = (
         "Percent answered. Down: where the answer stands, 0 the beginning of the text and 1 its end; across: the "
         "length in tokens."
     )
-    many = len({task for task, _, _ in grids}) > 1
-    panels = "".join(_panel(escape(f"{policy}, {task}" if many else policy), svg) for task, policy, svg in grids)
-    return _section("depths", "Accuracy by depth", hint, f'<div class="plots three">{panels}</div>')
+    body = f'<div class="plots three">{panels}</div>'
+    return _section("depths", "Accuracy by depth", hint, body) if panels else ""
 
 
 def _table(data: EvaluationData) -> str:
-    hint = (
-        "In brackets 95 % intervals; differences are paired, to constant, and bold where the interval leaves out zero. "
-        "Seconds are for one sequence of each task and model, on the machine that ran them."
-    )
-    return _section("table", "All numbers", hint, results_table(data))
-
-
-def _reproduction(data: EvaluationData) -> str:
-    return _section("reproduce", "How to reproduce", "", reproduction(data))
-
-
-def results_table(data: EvaluationData) -> str:
     """A row per length and policy; a cell without a number is empty."""
-    tasks = data.retrieval_tasks
-    columns: list[tuple[dict[tuple[str, int], Result], Text, Text]] = [
-        (data.whole(task, "accuracy"), percent, points) for task in tasks
-    ]
-    heads = [name for task in tasks for name in (f"{task}, accuracy", "difference, points")]
-    prose = data.whole(PERPLEXITY, BITS)
-    if prose:
-        columns.append((prose, bits, bits))
-        heads += ["bits per byte", "difference"]
+    columns = [(data.whole(task), *texts(task)) for task in data.tasks]
+    heads = []
+    for task in data.tasks:
+        metric = TASKS[task].metrics[0].name.replace("_", " ")
+        heads += [metric, "difference"] if task == PROSE else [f"{task}, {metric}", "difference, points"]
     costs = _costs(data)
     heads += ["seconds", "peak MB"] if costs else []
     lines = []
@@ -251,28 +234,32 @@ def results_table(data: EvaluationData) -> str:
             lines.append(f'<tr{mark}><td class="number">{length}</td><td>{name}</td>{numbers}</tr>')
     head = "".join(f'<th class="number">{escape(name)}</th>' for name in heads)
     top = f'<thead><tr><th class="number">length</th><th>policy</th>{head}</tr></thead>'
-    return f'<div class="scroll"><table id="results">{top}<tbody>{"".join(lines)}</tbody></table></div>'
+    hint = (
+        "In brackets 95 % intervals; differences are paired, to constant, and bold where the interval leaves out zero. "
+        "Seconds are for one sequence of each task and model, on the machine that ran them."
+    )
+    table = f'<div class="scroll"><table id="results">{top}<tbody>{"".join(lines)}</tbody></table></div>'
+    return _section("table", "All numbers", hint, table)
 
 
-def reproduction(data: EvaluationData) -> str:
+def _reproduction(data: EvaluationData) -> str:
     """The command, the versions and the fingerprints that run.json has, and the files of the folder."""
-    run, parts = data.run, []
-    if isinstance(command := run.get("command"), str):
-        parts.append(f'<p><code id="command">{escape(command)}</code></p>')
+    run, command = data.run, ""
+    if isinstance(run.get("command"), str):
+        command = f'<p><code id="command">{escape(run["command"])}</code></p>'
     lines = [("attnscale", str(run["attnscale"]))] if "attnscale" in run else []
     models = run.get("models")
     for name, known in models.items() if isinstance(models, Mapping) else ():
         lines.append((f"model {name}", _listed(known)))
-    spec = run.get("spec")
-    if isinstance(spec, Mapping):
-        lines.append(("all options", _listed(spec)))
+    if isinstance(run.get("spec"), Mapping):
+        lines.append(("all options", _listed(run["spec"])))
     present = sorted(path.name for path in data.path.iterdir() if path.suffix in (".csv", ".json"))
     lines.append(("files", ", ".join(present)))
     rows = "".join(f'<tr><th>{escape(name)}</th><td class="text">{escape(text)}</td></tr>' for name, text in lines)
-    return "".join(parts) + f'<div class="scroll"><table>{rows}</table></div>'
+    return _section("reproduce", "How to reproduce", "", f'{command}<div class="scroll"><table>{rows}</table></div>')
 
 
-def policy_legend(data: EvaluationData) -> str:
+def _policy_legend(data: EvaluationData) -> str:
     """Each policy with its line, its marker and its parameters."""
     known = data.run.get("policies")
     lines = []
@@ -292,14 +279,14 @@ def _listed(found: object) -> str:
     return ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items())
 
 
-def _value(row: Result | None, text: Text) -> str:
+def _value(row: ResultRow | None, text: Format) -> str:
     if row is None:
         return ""
     around = "" if row.low is None or row.high is None else f" ({text(row.low)} to {text(row.high)})"
     return f'{text(row.value)}<span class="quiet">{around}</span>'
 
 
-def _difference(row: Result | None, text: Text) -> str:
+def _difference(row: ResultRow | None, text: Format) -> str:
     if row is None or row.difference is None:
         return ""
     value = f"{'+' if row.difference > 0 else ''}{text(row.difference)}"

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -52,14 +53,20 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "groupCount": len(shown.groups),
     }
     texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
-    parts = {
-        "title": html.escape(Path(run.path).name, quote=False),
-        "style": asset("page.css"),
-        "content": json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        "numbers": "\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
-        "programs": "\n".join(asset(name) for name in PROGRAMS),
-    }
-    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], asset("page.html"))
+    return fill(
+        "page.html",
+        title=html.escape(Path(run.path).name, quote=False),
+        style=asset("page.css"),
+        content=content,
+        numbers="\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
+        programs="\n".join(asset(name) for name in PROGRAMS),
+    )
+
+
+def fill(template: str, *, content: Mapping[str, Any], **parts: str) -> str:
+    """A template of assets/ with its parts; `content` is what the programs read, as JSON."""
+    parts["content"] = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], asset(template))
 
 
 def asset(name: str) -> str:

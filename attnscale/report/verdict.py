@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnscale.report.evaluation_data import ARGMAX, BITS, CONSTANT, PERPLEXITY, EvaluationData, Result
-from attnscale.report.words import bits, percent, points, short
+from attnscale.lab.results import CONSTANT
+from attnscale.report.chart import bits, percent, points, short
+from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData, ResultRow
 
 NOTICED = 0.0005  # bits per byte; less is shown as 0.00
 
@@ -15,10 +16,10 @@ def verdict(data: EvaluationData) -> list[str]:
     if CONSTANT not in data.policies:
         return [f"Nothing was measured with the policy {CONSTANT}, so there is nothing to compare the laws with."]
     task = next(iter(data.retrieval_tasks), None)
-    prose = _by_length(data, PERPLEXITY, BITS)
+    prose = _by_length(data, PROSE)
     if task is None:
         return [_prose_alone(data, prose), "Retrieval was not measured, so what a law gains there is unknown."]
-    retrieval = _by_length(data, task, "accuracy")
+    retrieval = _by_length(data, task)
     if not retrieval:
         return ["No law was measured beside the policy constant."]
     length = max(retrieval)
@@ -26,16 +27,16 @@ def verdict(data: EvaluationData) -> list[str]:
     return [_retrieval(data, task, retrieval, best), _price(data, prose, best)]
 
 
-def _by_length(data: EvaluationData, task: str, metric: str) -> dict[int, list[Result]]:
+def _by_length(data: EvaluationData, task: str) -> dict[int, list[ResultRow]]:
     """The laws that can be compared with `constant`."""
-    rows, found = data.whole(task, metric), dict[int, list[Result]]()
+    rows, found = data.whole(task), dict[int, list[ResultRow]]()
     for (policy, length), row in rows.items():
         if policy not in (CONSTANT, ARGMAX) and (CONSTANT, length) in rows:
             found.setdefault(length, []).append(row)
     return found
 
 
-def _sign(row: Result) -> int:
+def _sign(row: ResultRow) -> int:
     """1 or −1 if the paired difference is beyond the noise, 0 if it may be none or has no interval."""
     if row.difference_low is None or row.difference_high is None:
         return 0
@@ -56,11 +57,11 @@ def _constant(data: EvaluationData) -> str:
     policies = data.run.get("policies")
     known = policies.get(CONSTANT) if isinstance(policies, dict) else None
     beta = known.get("beta", 1) if isinstance(known, dict) else 1
-    return f"β = {beta:g}" if isinstance(beta, (int, float)) else CONSTANT
+    return f"β = {beta:g}" if isinstance(beta, (int, float)) and abs(beta) < 1e9 else CONSTANT
 
 
-def _retrieval(data: EvaluationData, task: str, retrieval: dict[int, list[Result]], best: Result) -> str:
-    rows, length = data.whole(task, "accuracy"), best.length
+def _retrieval(data: EvaluationData, task: str, retrieval: dict[int, list[ResultRow]], best: ResultRow) -> str:
+    rows, length = data.whole(task), best.length
     base, where, laws = rows[CONSTANT, length].value, _where(data, length), len(retrieval[length])
     gained = points(best.value - base if best.difference is None else best.difference)
     interval = _interval(best, points)
@@ -80,17 +81,17 @@ def _retrieval(data: EvaluationData, task: str, retrieval: dict[int, list[Result
     )
 
 
-def _shorter(data: EvaluationData, task: str, retrieval: dict[int, list[Result]], longest: int) -> str:
+def _shorter(data: EvaluationData, task: str, retrieval: dict[int, list[ResultRow]], longest: int) -> str:
     """The longest length at which a law does help, where none does at the end."""
     helps = [row for length, rows in retrieval.items() if length < longest for row in rows if _sign(row) > 0]
     if not helps:
         return ""
     row = max(helps, key=lambda row: (row.length, row.value))
-    base = data.whole(task, "accuracy")[CONSTANT, row.length].value
+    base = data.whole(task)[CONSTANT, row.length].value
     return f" The last gain is at {row.length} tokens: {row.policy} {percent(row.value)}, {CONSTANT} {percent(base)}."
 
 
-def _price(data: EvaluationData, prose: dict[int, list[Result]], best: Result) -> str:
+def _price(data: EvaluationData, prose: dict[int, list[ResultRow]], best: ResultRow) -> str:
     own = {length: row for length, rows in prose.items() for row in rows if row.policy == best.policy}
     own = {length: row for length, row in own.items() if row.difference is not None}
     if not own:
@@ -108,7 +109,7 @@ def _price(data: EvaluationData, prose: dict[int, list[Result]], best: Result) -
     return f"{best.policy} {change}{_within(data, own)}."
 
 
-def _within(data: EvaluationData, own: dict[int, Result]) -> str:
+def _within(data: EvaluationData, own: dict[int, ResultRow]) -> str:
     """What it costs up to the trained length."""
     trained = data.trained_length
     inside = [row.difference or 0.0 for length, row in own.items() if trained is not None and length <= trained]
@@ -120,12 +121,12 @@ def _within(data: EvaluationData, own: dict[int, Result]) -> str:
     return f", and {'at most ' if worst > 0 else ''}{bits(worst)} up to the trained length"
 
 
-def _prose_alone(data: EvaluationData, prose: dict[int, list[Result]]) -> str:
+def _prose_alone(data: EvaluationData, prose: dict[int, list[ResultRow]]) -> str:
     if not prose:
         return "Neither retrieval nor bits per byte were measured under constant and a law."
     length = max(prose)
     best = min(prose[length], key=lambda row: row.value)
-    base = data.whole(PERPLEXITY, BITS)[CONSTANT, length].value
+    base = data.whole(PROSE)[CONSTANT, length].value
     numbers = f"{bits(best.value)} bits per byte of prose where {_constant(data)} needs {bits(base)}"
     interval = _interval(best, bits)
     aside = f" (difference {bits(best.value - base)}{', ' + interval if interval else ''})"
@@ -135,7 +136,7 @@ def _prose_alone(data: EvaluationData, prose: dict[int, list[Result]]) -> str:
     return f"{_where(data, length)}, {noise}: {best.policy} needs {numbers}{aside}."
 
 
-def _interval(row: Result, text: Callable[[float], str], sign: int = 1) -> str:
+def _interval(row: ResultRow, text: Callable[[float], str], sign: int = 1) -> str:
     """The interval of the paired difference, or nothing where there is none."""
     if row.difference_low is None or row.difference_high is None:
         return ""

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, MissingDependencyError, reject
+from attnscale.report.chart import Chart
 from attnscale.report.data import read_run
-from attnscale.report.evaluation_data import read_evaluation
+from attnscale.report.drawing import png
+from attnscale.report.evaluation_charts import criticality_chart, task_chart, trade_chart
+from attnscale.report.evaluation_data import PROSE, read_evaluation
 from attnscale.report.evaluation_page import build_evaluation_page
-from attnscale.report.evaluation_pictures import write_pictures
 from attnscale.report.page import build_page
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,29 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
         except MissingDependencyError as error:
             logger.info("no pictures: %s", error)
     return output
+
+
+def write_pictures(folder: str | Path) -> list[Path]:
+    """Write accuracy.png, pareto.png and criticality.png into the folder of an evaluation: charts of its page.
+
+    A picture whose numbers were not measured is left out; the list has those that were written. All are drawn before
+    the first is written.
+    """
+    data = read_evaluation(folder)
+    first = data.retrieval_tasks[:1]
+    charts: dict[str, list[Chart | None]] = {
+        "accuracy.png": [task_chart(data, task) for task in data.tasks if task in (*first, PROSE)],
+        "pareto.png": [trade_chart(data, task) for task in first],
+        "criticality.png": [criticality_chart(data, task) for task in first],
+    }
+    shown = {name: [chart for chart in some if chart is not None] for name, some in charts.items()}
+    drawn = {data.path / name: png(*some) for name, some in shown.items() if some}
+    for target, content in drawn.items():
+        try:
+            write_whole(target, content)
+        except OSError as error:
+            raise ArgumentError(f"path={str(target)!r} cannot be written: {error.strerror}") from error
+    return list(drawn)
 
 
 def _is_page(file: Path) -> bool:

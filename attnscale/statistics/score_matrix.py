@@ -48,9 +48,7 @@ def row_statistics(
     moment = None if sums.moment is None else sums.moment[..., 0]
     softmax = softmax_measures(sums.top[..., 0], sums.total[..., 0], moment, sink_logits)
     gaps = measure_gaps([lambda: scores], best_scores(None, scores, request), request)
-    winner = (
-        torch.zeros_like(beta) if sums.winner is None else torch.where(sums.top > HIDDEN / 2, sums.winner, -1)[..., 0]
-    )
+    winner = known.visible if sums.winner is None else torch.where(sums.top > HIDDEN / 2, sums.winner, -1)[..., 0]
     measures = RowMeasures(*softmax, *gaps[1:], winner, gaps.counts)
     stats = measures.to_stats(request, known, beta)
     if request.first_share is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from attnscale.cli.evaluate import Experiments, read_experiment
-from attnscale.cli.progress import shown_progress
+from attnscale.cli.parser import shown_progress
 from attnscale.errors import AttnScaleError
 
 EXPERIMENTS: Experiments = {

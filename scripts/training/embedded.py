@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from attnscale._util.optional import need
 from attnscale.errors import reject
-from attnscale.lab.needles import BYTES
+from attnscale.lab.sequences import BYTES
 
 Progress = Callable[[int, int, str], None]
 
@@ -156,7 +156,7 @@ def read_text(part: str) -> Tensor:
 def sample_batch(text: Tensor, batch: int, length: int, needles: int, generator: Generator) -> Tensor:
     """Sequences [B, length]: verse with needles written over it, then all of them again in another order.
 
-    Each repetition asks for its last byte. The same as `needles.hide_needles` in the format `BYTES`, a batch at a time.
+    Each repetition asks for its last byte. The same as `hide_needles` in the format `BYTES`, a batch at a time.
     """
     body, symbols = length - NEEDLE_BYTES * needles, torch.tensor(list(BYTES.alphabet.encode()), device="cpu")
     start = torch.randint(len(text) - body, (batch, 1), generator=generator, device=generator.device)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -24,10 +25,12 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from attnscale._util.checks import read_int
 from attnscale._util.files import write_whole
+from attnscale._util.optional import need
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.errors import reject, reject_type
 from attnscale.policies import Policy, build_policy
-from scripts.training.accuracy_plot import draw, needed_to_draw
+from attnscale.report.chart import Chart, Mark, Point, Series, lengths_axis, linear, style
+from attnscale.report.drawing import png
 
 BATCH = 128
 LEARNING_RATE = 3e-3
@@ -107,7 +110,7 @@ class MaxRetrieval:
 
 
 @dataclass(frozen=True)
-class Row:
+class Accuracy:
     """The share of right answers of one trained model under one policy, among `samples` questions."""
 
     seed: int
@@ -142,7 +145,7 @@ def train(seed: int, config: MaxRetrieval) -> MaxFinder:
 
 
 @torch.inference_mode()
-def measure(model: MaxFinder, seed: int, config: MaxRetrieval) -> list[Row]:
+def measure(model: MaxFinder, seed: int, config: MaxRetrieval) -> list[Accuracy]:
     """Accuracy for each policy and length. All policies answer the same questions, from the same keys and values."""
     policies = {name: config.policy(name) for name in config.policies}
     right = {(name, length): 0 for name in policies for length in config.lengths}
@@ -154,7 +157,9 @@ def measure(model: MaxFinder, seed: int, config: MaxRetrieval) -> list[Row]:
             projected = model.project(items)
             for name, policy in policies.items():
                 right[name, length] += int((model.answer(projected, policy).argmax(-1) == answers).sum())
-    return [Row(seed, name, length, count / config.samples, config.samples) for (name, length), count in right.items()]
+    return [
+        Accuracy(seed, name, length, count / config.samples, config.samples) for (name, length), count in right.items()
+    ]
 
 
 def run(config: MaxRetrieval, progress: Callable[[int, int, str], None] | None = None) -> Path:
@@ -162,36 +167,49 @@ def run(config: MaxRetrieval, progress: Callable[[int, int, str], None] | None =
 
     Each finished seed is kept in `cells/`: an interrupted run continues, and repeats no seed of an equal config.
     """
-    needed_to_draw()  # before minutes of training, not after
+    need("matplotlib.figure", "the picture of an experiment", "report")  # before minutes of training, not after
     output = Path(config.output)
     (output / "cells").mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+    rows: list[Accuracy] = []
     for done, seed in enumerate(config.seeds):
         if progress is not None:
             progress(done, len(config.seeds), f"seed {seed}")
         rows += _cell(output / "cells" / f"seed_{seed}.json", seed, config)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Row)])
+    writer.writerow([field.name for field in fields(Accuracy)])
     writer.writerows([f"{x:.6f}" if isinstance(x, float) else x for x in astuple(row)] for row in rows)
     write_whole(output / "max_retrieval.csv", text.getvalue())
-    curves: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        curves.setdefault(row.policy, {}).setdefault(row.length, []).append(row.accuracy)
-    draw(curves, config.train_length, 1 / CLASSES, "Class of the largest of n items", output / "max_retrieval.png")
+    write_whole(output / "max_retrieval.png", png(accuracy_chart(rows, config)))
     if progress is not None:
         progress(len(config.seeds), len(config.seeds), "done")
     return output / "max_retrieval.csv"
 
 
-def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Row]:
+def accuracy_chart(rows: Sequence[Accuracy], config: MaxRetrieval) -> Chart:
+    """Right answers against the number of items, a line per policy: mean over seeds and its standard error."""
+    series = []
+    for place, policy in enumerate(config.policies):
+        line = []
+        for length in sorted(config.lengths):
+            values = [row.accuracy for row in rows if (row.policy, row.length) == (policy, length)]
+            mean = statistics.fmean(values)
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            line.append(Point(length, mean, mean - error, mean + error))
+        series.append(Series(policy, style(place), line))
+    title = f"Class of the largest of n items: mean of {len(config.seeds)} seeds ± 1 standard error"
+    x, y = lengths_axis("items n (log scale)", config.lengths), linear("share answered, 0 to 1", (), least=0, most=1)
+    return Chart(title, series, x, y, [Mark("trained length", x=config.train_length), Mark("guessing", y=1 / CLASSES)])
+
+
+def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Accuracy]:
     """The rows of a seed, from its file if that was made by the same configuration."""
     made_by = {key: value for key, value in asdict(config).items() if key not in ("seeds", "output")}
     made_by |= {"policies": [[name, dict(POLICIES[name])] for name in config.policies], "lengths": list(config.lengths)}
     if path.is_file():
         cell = json.loads(path.read_text(encoding="utf-8"))
         if cell["config"] == made_by:
-            return [Row(**row) for row in cell["rows"]]
+            return [Accuracy(**row) for row in cell["rows"]]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in fp32 depend on it, and training amplifies that: a seed is to give one model
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import attnscale.report
 from attnscale.cli import main
 from attnscale.cli.evaluate import EXPERIMENTS, read_experiment
 from attnscale.errors import ArgumentError
+from attnscale.lab.evaluation import Evaluation, demo_evaluation
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = "experiment: small\nmodels: [m]\noutput: out\n"
@@ -173,15 +172,15 @@ def test_demo_runs_the_embedded_evaluation_and_shows_its_table(
 
     asked = []
 
-    def run(output: Path, progress: Callable[[int, int, str], None], quick: bool) -> Path:
-        asked.append((str(output), quick))
+    def run(evaluation: Evaluation, progress: Callable[[int, int, str], None]) -> Path:
+        asked.append(evaluation)
         progress(1, 1, "done")
-        return write_folder(output, ("constant", "log"), (128,))
+        return write_folder(Path(evaluation.output), ("constant", "log"), (128,))
 
-    monkeypatch.setitem(sys.modules, "attnscale.lab.demo", types.SimpleNamespace(run=run))
+    monkeypatch.setattr("attnscale.lab.evaluation.evaluate", run)
     monkeypatch.setattr(attnscale.report, "write_report", lambda _, output: output)
     assert main(["demo", *options]) == 0
-    assert asked == [expected]
+    assert asked == [demo_evaluation(*expected)]
     printed = capsys.readouterr().out
     assert "0.500 ±0.010" in printed
     assert printed.endswith(f"\nwrote {expected[0]}/report.html\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -175,10 +174,10 @@ def test_a_mistake_gets_one_line_and_exit_code_two(
 def test_an_interrupt_gets_one_line_and_says_whether_the_work_can_go_on(
     words: list[str], more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "attnscale.lab.demo", types.SimpleNamespace(run=interrupted))
+    monkeypatch.setattr("attnscale.lab.evaluation.evaluate", interrupted)
     monkeypatch.setattr("attnscale.bench.gpu.command.this_gpu", interrupted)
     assert main(words) == 130
     assert capsys.readouterr().err == f"interrupted{more}\n"

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import attnscale
 from attnscale import ArgumentError, ArgumentTypeError, BackendError, StatsRequest, attention_with_stats
-from attnscale.cli.plan import ContextPlan
+from attnscale.cli.parallel_cost import ShardedAttention
 from attnscale.diagnostics import Record
 from attnscale.distributed import ContextParallel, HeadParallel, context_parallel_attention, share_rows
 
@@ -151,7 +151,7 @@ def test_statistics_of_spread_heads_carry_their_numbers_and_are_not_merged(ranks
 
 
 def test_the_plan_counts_the_bytes_that_are_sent(ranks):
-    plan = ContextPlan(
+    plan = ShardedAttention(
         length=TOKENS, heads=HEADS, key_heads=2, head_dim=DIM, batch=2, dtype="fp32", processes=2, row_beta=True
     )
     for rank in ranks:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnscale.lab.demo import demo_evaluation
-from attnscale.lab.evaluation import evaluate
-from attnscale.lab.models import ModelFolder
-from attnscale.lab.tables import RESULTS
+from attnscale.lab.evaluation import demo_evaluation, evaluate
+from attnscale.lab.inputs import ModelFolder
+from attnscale.lab.results import RESULT_COLUMNS
 from scripts.training.embedded import Training, train
 
 FOLDER = ModelFolder.at("embedded", "float32").path
@@ -28,7 +27,7 @@ def test_the_demonstration_shows_that_constant_beta_fades_and_a_law_holds(tmp_pa
     settings = demo_evaluation(tmp_path / "demo", quick=True)
     output = evaluate(settings)
     lines = [line.split(",") for line in (output / "results.csv").read_text().splitlines()[1:]]
-    found = [dict(zip(RESULTS, line, strict=True)) for line in lines]
+    found = [dict(zip(RESULT_COLUMNS, line, strict=True)) for line in lines]
     accuracy = {
         (row["policy"], int(row["length"])): float(row["value"])
         for row in found

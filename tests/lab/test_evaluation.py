@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 import attnscale.hf
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
-from attnscale.lab.tasks import stream, windows_of
+from attnscale.lab.sequences import windows_of
+from attnscale.lab.tasks import stream
 from scripts.cost.measuring import peak_bytes
 from scripts.training.embedded import read_text
 
@@ -119,14 +120,14 @@ def test_finished_cells_are_not_computed_again(folder, text, tmp_path, monkeypat
     settings = small(folder, text, tmp_path / "out", tasks=("multi_needle",))
     output = evaluate(settings)
     first = (output / "results.csv").read_bytes()
-    monkeypatch.setattr("attnscale.lab.evaluation._compute", lambda *_: pytest.fail("a finished cell was computed"))
+    monkeypatch.setattr("attnscale.lab.tasks.stream", lambda *_: pytest.fail("a finished cell was computed"))
     evaluate(settings)
     assert (output / "results.csv").read_bytes() == first
 
 
 KILLED = """
 import json, os, signal, sys
-from attnscale.lab.tables import Cells
+from attnscale.lab.results import Cells
 from attnscale.lab import evaluation
 write = Cells.write
 count = 0

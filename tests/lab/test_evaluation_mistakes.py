@@ -13,8 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from attnscale.cli import main
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
-from attnscale.lab.laws import read_law
-from attnscale.lab.models import ModelFolder
+from attnscale.lab.inputs import ModelFolder, read_law
 from attnscale.policies import POLICIES
 from scripts.training.embedded import save_byte_tokenizer
 
@@ -25,7 +24,7 @@ from scripts.training.embedded import save_byte_tokenizer
         ({"policies": ("lag",)}, r"policies='lag' is not accepted"),
         ({"policies": ("log", "log")}, r"different labels"),
         ({"lengths": (4,)}, r"lengths=4 is not accepted"),
-        ({"tasks": ("niddle",)}, r"tasks='niddle' is not accepted: expected perplexity, needle"),
+        ({"tasks": ("niddle",)}, r"tasks='niddle' is not accepted: expected perplexity, multi_needle, needle, recall"),
         ({"text": "missing.txt"}, r"text='missing.txt' is not accepted: expected an existing text file"),
         ({"lengths": (64, 4096)}, r"text='6000 tokens' is not accepted: expected at least 12291"),
         ({"rope": "yarn"}, r"rope='yarn' is not accepted"),
@@ -170,7 +169,7 @@ def test_what_is_said_of_a_missing_tokenizer_is_a_whole_sentence(folder, text, t
 
 
 def test_a_mistake_in_the_last_policy_or_length_shows_before_anything_is_computed(folder, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnscale.lab.evaluation._compute", lambda *_: pytest.fail("a cell was computed"))
+    monkeypatch.setattr("attnscale.lab.tasks.stream", lambda *_: pytest.fail("a cell was computed"))
     with pytest.raises(ArgumentError, match=r"'gama'"):
         evaluate(small(folder, text, tmp_path / "out", policies=("constant", "log:gama=1")))
     with pytest.raises(ArgumentError, match=r"expected at least \d+ tokens of text for a length of 8192"):

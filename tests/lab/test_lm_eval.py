@@ -26,10 +26,10 @@ from tiny_models import byte_tokenizer, llama
 
 import attnscale.hf
 from attnscale.errors import ArgumentError
-from attnscale.lab.lm_eval_tasks import FOLDER, documents, task_manager
+from attnscale.lab.lm_eval_tasks import FOLDER, task, task_manager
 
 TASKS = ("attnscale_needle", "attnscale_multi_needle", "attnscale_recall")
-WRITERS = {"needle": documents.needle, "multi_needle": documents.multi_needle, "recall": documents.recall}
+WRITERS = {"needle": task.needle, "multi_needle": task.multi_needle, "recall": task.recall}
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ def test_the_haystack_may_be_a_file(tokenizer, tmp_path):
 )
 def test_metadata_that_cannot_be_used_is_refused_by_name(metadata, tokenizer):
     with pytest.raises(ArgumentError, match=next(iter(metadata))):
-        documents.needle(**{"tokenizer": tokenizer.name_or_path, "max_length": 4096} | metadata)
+        task.needle(**{"tokenizer": tokenizer.name_or_path, "max_length": 4096} | metadata)
 
 
 def test_every_task_is_in_the_package_and_documented():

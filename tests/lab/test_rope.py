@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
-from attnscale.lab.laws import stretch
-from attnscale.lab.tasks import windows_of
+from attnscale.lab.inputs import stretch
+from attnscale.lab.sequences import windows_of
 from scripts.training.embedded import save_byte_tokenizer
 
 SMALL = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}

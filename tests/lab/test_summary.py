@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnscale.lab.tables import RESAMPLES, interval, resample, summarise
+from attnscale.lab.results import RESAMPLES, interval, resample, summarise
 
 
 def samples(rate: float, seed: int, models: int = 5, number: int = 16, asked: int = 50):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from evaluation_folder import BEST, LENGTHS, accumulation, recall, write_folder
+from evaluation_folder import BEST, HEADS, LENGTHS, accumulation, recall, write_folder
 
 from attnscale.errors import ArgumentError
 from attnscale.report import read_evaluation, write_report
-from attnscale.report.comparisons import (
+from attnscale.report.evaluation_charts import (
     critical_points,
     curves,
     head_curves,
@@ -17,16 +17,16 @@ from attnscale.report.comparisons import (
     retrieving_heads,
     trades,
 )
-from attnscale.report.evaluation_pictures import write_pictures
+from attnscale.report.write import write_pictures
 
 
 def test_curves_have_the_numbers_of_the_file(tmp_path: Path) -> None:
     data = read_evaluation(write_folder(tmp_path))
-    found = curves(data, "multi_needle", "accuracy")
+    found = curves(data, "multi_needle")
     assert list(found) == ["constant", "sqrt_log", "log", "log_squared"]
-    assert [point.place for point in found["log"]] == list(LENGTHS)
-    assert found["log"][-1].value == pytest.approx(recall("log", 16384, 1.0, "all"), rel=1e-5)
-    assert found["log"][-1].high == pytest.approx(found["log"][-1].value + 0.03, rel=1e-5)
+    assert [point.x for point in found["log"]] == list(LENGTHS)
+    assert found["log"][-1].y == pytest.approx(recall("log", 16384, 1.0, "all"), rel=1e-5)
+    assert found["log"][-1].high == pytest.approx(found["log"][-1].y + 0.03, rel=1e-5)
 
 
 def test_the_retrieving_head_is_found_in_each_model_and_followed(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_the_retrieving_head_is_found_in_each_model_and_followed(tmp_path: Path)
     heads = retrieving_heads(data, "multi_needle")
     assert heads == {"seed0": BEST, "seed1": BEST}
     own = head_curves(data, "multi_needle", "accumulation_8", heads)["constant"]
-    assert [point.value for point in own] == pytest.approx([accumulation(length) for length in LENGTHS], rel=1e-5)
+    assert [point.y for point in own] == pytest.approx([accumulation(length) for length in LENGTHS], rel=1e-5)
     every = head_curves(data, "multi_needle", "accumulation_8")["constant"]
-    assert all(other.value > 1.5 * point.value for other, point in zip(every, own, strict=True))
+    assert all(other.y > 1.5 * point.y for other, point in zip(every, own, strict=True))
 
 
 def test_recall_is_relative_to_argmax_where_there_is_one(tmp_path: Path) -> None:
@@ -51,10 +51,11 @@ def test_recall_is_relative_to_argmax_where_there_is_one(tmp_path: Path) -> None
 
 def test_trades_pair_what_is_gained_with_what_is_lost_at_the_same_length(tmp_path: Path) -> None:
     found = trades(read_evaluation(write_folder(tmp_path, cost=0.1)), "multi_needle")
-    last = next(trade for trade in found if (trade.policy, trade.length) == ("log_squared", 16384))
-    assert last.gained.value == pytest.approx(0.675, abs=0.005)
-    assert last.lost.value == pytest.approx(0.3, abs=0.001)
-    assert "constant" not in {trade.policy for trade in found}
+    last = found["log_squared"][-1]
+    assert last.tip.startswith("log_squared at 16384 tokens")
+    assert last.y == pytest.approx(67.5, abs=0.5)
+    assert last.x == pytest.approx(0.3, abs=0.001)
+    assert "constant" not in found
 
 
 def test_ranks_with_ties_give_the_known_correlation() -> None:
@@ -67,8 +68,8 @@ def test_a_number_that_is_missing_or_not_finite_is_left_out(tmp_path: Path) -> N
     lines = (folder / "results.csv").read_text().splitlines()
     row = "perplexity,bits_per_byte,all,log,64,,{},nan,inf,,,,8"
     (folder / "results.csv").write_text("\n".join([*lines, row.format(""), row.format("1.5")]) + "\n")
-    (own,) = curves(read_evaluation(folder), "perplexity", "bits_per_byte")["log"]
-    assert (own.value, own.low, own.high) == (1.5, None, None)
+    (own,) = curves(read_evaluation(folder), "perplexity")["log"]
+    assert (own.y, own.low, own.high) == (1.5, None, None)
 
 
 HEADER = "task,metric,model,policy,length,bin,value,low,high,difference,difference_low,difference_high,samples\n"
@@ -77,14 +78,14 @@ BAD = {
     "results.csv in it": {},
     "at least one row with a value": {"results.csv": HEADER},
     "a folder whose results.csv": {"results.csv": ""},
-    "expected a column 'bin'": {"results.csv": HEADER.replace("bin,", "place,") + ROW},
+    "expected the column 'bin'": {"results.csv": HEADER.replace("bin,", "place,") + ROW},
     "line 3 of .*value='much', expected a number": {"results.csv": HEADER + ROW + ROW.replace("0.5", "much")},
     "line 2 of .*length='six', expected a whole number": {"results.csv": HEADER + ROW.replace("64", "six")},
     "line 2 of .*as many fields": {"results.csv": HEADER + "recall,accuracy\n"},
-    "line 2 of .*statistics.csv": {"results.csv": HEADER + ROW, "statistics.csv": "task,model\nx,y,z\n"},
-    "expected a column 'beta'": {"results.csv": HEADER + ROW, "statistics.csv": "task,model\nx,y\n"},
-    "run.json is not JSON": {"results.csv": HEADER + ROW, "run.json": "{"},
-    "expected an object": {"results.csv": HEADER + ROW, "run.json": "[]"},
+    "line 2 of .*statistics.csv": {"results.csv": HEADER + ROW, "statistics.csv": f"{HEADS}\nx,y,z\n"},
+    "expected the columns .*'beta'": {"results.csv": HEADER + ROW, "statistics.csv": "task,model\nx,y\n"},
+    "run.json='{' is not accepted: expected a JSON object": {"results.csv": HEADER + ROW, "run.json": "{"},
+    r"run.json='\[\]' is not accepted: expected a JSON object": {"results.csv": HEADER + ROW, "run.json": "[]"},
 }
 
 

@@ -13,7 +13,7 @@ from evaluation_folder import write_folder
 
 from attnscale.errors import ArgumentError
 from attnscale.report import build_evaluation_page, read_evaluation, write_report
-from attnscale.report.evaluation_pictures import write_pictures
+from attnscale.report.write import write_pictures
 
 SECTIONS = ["verdict", "pareto", "curves", "criticality", "heads", "positions", "depths", "table", "reproduce"]
 

@@ -1,18 +1,205 @@
-"""The task class of our YAML files: scores by length, and refuses prompts that the model would get only in part.
+"""The tasks for lm-evaluation-harness: documents of a given length in tokens, and how they are scored.
 
-lm-eval loads this file by its path, not as a module of the package.
+The YAML files name `LengthTask`, and `needle`, `multi_needle` or `recall`, which lm-eval calls with the metadata of the
+run. It loads this file by its path, not as a module of the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import datasets
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
 from attnscale.errors import reject
+
+# The haystack unless the metadata names a file. It holds no digit, so that every number in a prompt is one of a fact.
+TEXT = """
+The harbour was quiet before the boats came in. A baker opened her window and let the cold air into the shop.
+Two children counted the steps of the old tower and disagreed. The train to the coast was late again. Nobody
+had swept the leaves from the square. A letter lay on the table for three days before anyone read it. The
+river rose a little after the rain and fell again. Someone was learning the violin behind a closed door. The
+museum had lent its best painting to another town. In the evening the lamps were lit one after the other. The
+gardener kept his seeds in tins without labels. A map of the valley hung in the hall, and half of its names
+had changed. The clock above the market struck at the wrong hour. They agreed to meet by the bridge and went
+home. Snow was expected in the hills. The cook said that the soup needed more time.
+"""
+
+SYLLABLES = tuple("".join(pair) for pair in itertools.product("bdfgklmnprstvz", "aeiou"))
+
+
+class Kind(NamedTuple):
+    """What the documents of a task look like."""
+
+    instruction: str
+    fact: str
+    question: str
+    prefix: str  # what the answer begins with, followed by the numbers asked for
+    facts: int
+    asked: int
+    separator: str
+    haystack_of_facts: bool
+
+
+NEEDLE = Kind(
+    instruction="Special numbers are hidden in the following text. Remember them.",
+    fact="The special number of {word} is {number}.",
+    question="What is the special number of {words}?",
+    prefix="The special number of {words} is",
+    facts=1,
+    asked=1,
+    separator=" ",
+    haystack_of_facts=False,
+)
+MULTI_NEEDLE = NEEDLE._replace(facts=4)
+RECALL = Kind(
+    instruction="Remember the number of every word.",
+    fact="{word}: {number}",
+    question="What are the numbers of {words}?",
+    prefix="The numbers of {words} are",
+    facts=4,
+    asked=4,
+    separator="\n",
+    haystack_of_facts=True,
+)
+
+
+class Settings(NamedTuple):
+    """The metadata of a run that documents depend on, checked."""
+
+    tokens: Callable[[str], int]  # of a whole prompt, with what the tokenizer puts around it
+    tokens_within: Callable[[str], int]  # of a part of a prompt
+    sentences: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seed: int
+
+
+def needle(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """One fact in a text, at depths from its beginning to its end."""
+    return _dataset(NEEDLE, _settings(metadata))
+
+
+def multi_needle(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """Four facts in a text, one of which is asked for."""
+    return _dataset(MULTI_NEEDLE, _settings(metadata))
+
+
+def recall(**metadata: Any) -> dict[str, datasets.Dataset]:
+    """Nothing but facts, four of which are asked for: associative recall with several queries."""
+    return _dataset(RECALL, _settings(metadata))
+
+
+def _settings(metadata: dict[str, Any]) -> Settings:
+    lengths = metadata.get("max_seq_lengths", (4096,))
+    if not isinstance(lengths, (list, tuple)) or not lengths or not all(isinstance(n, int) for n in lengths):
+        reject("max_seq_lengths", lengths, "a list of numbers of tokens, for example [4096, 8192]")
+    limit = metadata.get("max_length")
+    if not isinstance(limit, int):
+        reject("max_length", limit, "that of the model, in --model_args or the metadata: lm-eval cuts what is longer")
+    if max(lengths) > limit:
+        reject("max_seq_lengths", lengths, f"lengths up to the model's max_length={limit}: lm-eval cuts what is longer")
+    samples = metadata.get("num_samples", 50)
+    if not isinstance(samples, int) or samples < 1:
+        reject("num_samples", samples, "an int >= 1, the documents of each length")
+    name = metadata.get("tokenizer") or metadata.get("pretrained")
+    if not isinstance(name, str):
+        reject("tokenizer", name, "the name or folder of one, in --model_args or the metadata")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    file = metadata.get("haystack")
+    text = TEXT if file is None else Path(file).read_text(encoding="utf-8")
+    sentences = tuple(sentence for part in re.split(r"(?<=[.!?])\s+", text) if (sentence := " ".join(part.split())))
+    if not sentences:
+        reject("haystack", file, "a file with text")
+    return Settings(
+        tokens=lambda prompt: len(tokenizer(prompt).input_ids),
+        tokens_within=functools.lru_cache(4096)(lambda part: len(tokenizer(part, add_special_tokens=False).input_ids)),
+        sentences=sentences,
+        lengths=tuple(lengths),
+        samples=samples,
+        seed=metadata.get("seed", 0),
+    )
+
+
+def _dataset(kind: Kind, settings: Settings) -> dict[str, datasets.Dataset]:
+    """Document i of every length before document i + 1 of any, so that `limit` takes as many of each."""
+    documents = [
+        _document(kind, settings, length, sample) for sample in range(settings.samples) for length in settings.lengths
+    ]
+    return {"test": datasets.Dataset.from_list(documents, split=datasets.Split.TEST)}
+
+
+def _document(kind: Kind, settings: Settings, length: int, sample: int) -> dict[str, Any]:
+    """One document of at most `length` tokens, answer included, and as close to it as whole sentences allow."""
+    draw = random.Random(f"{settings.seed} {kind} {length} {sample}")
+    numbers: dict[str, int] = {}
+    while len(numbers) < kind.facts:
+        numbers[_word(draw)] = _number(draw)
+    asked = draw.sample(list(numbers), kind.asked)
+    # The depth of the one fact that is asked for goes evenly through the text; everything else lies anywhere.
+    even = (sample + 0.5) / settings.samples
+    depths = {word: even if [word] == asked else draw.random() for word in numbers}
+    facts = {word: kind.fact.format(word=word, number=number) for word, number in numbers.items()}
+    words = ", ".join(asked)
+    question, prefix = kind.question.format(words=words), kind.prefix.format(words=words)
+    target = " " + ", ".join(str(numbers[word]) for word in asked)
+
+    def context(haystack: list[str]) -> str:
+        text = list(haystack)
+        for word in sorted(facts, key=lambda word: -depths[word]):  # the last first: it does not move the others
+            text.insert(int(depths[word] * (len(haystack) + 1)), facts[word])
+        return f"{kind.instruction}\n{kind.separator.join(text)}\n{question}"
+
+    def tokens(haystack: list[str]) -> int:
+        return settings.tokens(f"{context(haystack)} {prefix}{target}")
+
+    haystack: list[str] = []
+    least = tokens(haystack)
+    if least > length:
+        reject("max_seq_lengths", length, f"lengths of at least {least} tokens, those of the question alone")
+    spare = length - least
+    for sentence in _haystack(kind, settings, draw, numbers):
+        spare -= max(1, settings.tokens_within(kind.separator + sentence))
+        if spare < 0:
+            break
+        haystack.append(sentence)
+    while (used := tokens(haystack)) > length:  # sentences may take more tokens together than each for itself
+        haystack.pop()
+    return {
+        "context": context(haystack),
+        "prefix": prefix,
+        "target": target,
+        "depth": sum(depths[word] for word in asked) / len(asked),
+        "length": used,
+        "max_length": length,
+    }
+
+
+def _haystack(kind: Kind, settings: Settings, draw: random.Random, taken: dict[str, int]) -> Iterator[str]:
+    """Sentences without end: of the text, from a random one on, or facts about other words."""
+    if kind.haystack_of_facts:
+        while True:
+            word = _word(draw)
+            if word not in taken:
+                yield kind.fact.format(word=word, number=_number(draw))
+    start = draw.randrange(len(settings.sentences))
+    yield from itertools.islice(itertools.cycle(settings.sentences), start, None)
+
+
+def _word(draw: random.Random) -> str:
+    return "".join(draw.choices(SYLLABLES, k=4))
+
+
+def _number(draw: random.Random) -> int:
+    return draw.randrange(10_000, 100_000)
 
 
 class LengthTask(ConfigurableTask):

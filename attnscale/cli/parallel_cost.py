@@ -53,7 +53,7 @@ def _plan(console: Console, options: Namespace) -> int:
     with options.parser.bad_arguments():
         if options.device.lower() not in PEAKS:
             reject("device", options.device, f"one of {', '.join(PEAKS)}")
-        found = ContextPlan(
+        found = ShardedAttention(
             length=read_length(options.length),
             heads=options.heads,
             key_heads=options.key_heads,
@@ -86,7 +86,7 @@ def _bytes(size: int) -> str:
     return f"{size / unit:,.1f} {name}"
 
 
-class Cost(NamedTuple):
+class MethodCost(NamedTuple):
     """Of one method, for one process and one layer; bytes, and operations of a forward."""
 
     method: str
@@ -102,10 +102,10 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ContextPlan:
+class ShardedAttention:
     """One causal attention of `length` tokens over `processes`, each with as many tokens.
 
-    >>> [cost.method for cost in ContextPlan(length=2**20, heads=32, key_heads=8, processes=8).costs()]
+    >>> [cost.method for cost in ShardedAttention(length=2**20, heads=32, key_heads=8, processes=8).costs()]
     ['gather', 'ulysses', 'ring']
     """
 
@@ -129,14 +129,14 @@ class ContextPlan:
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
             reject("key_heads", self.key_heads, f"a divisor of the {self.heads} heads")
 
-    def costs(self) -> list[Cost]:
+    def costs(self) -> list[MethodCost]:
         """Of each method that can be used."""
         size, token = self.processes, self.batch * self.head_dim * DTYPES[self.dtype]  # bytes of a head's token
         own, key_heads = self.length // size, self.key_heads or self.heads
         queries, keys = self.heads * own * token, 2 * key_heads * own * token  # of this process; keys with values
         local = 2 * queries + keys  # the output too
         operations = 2.0 * self.batch * self.heads * self.head_dim * self.length * self.length / size
-        found = [Cost("gather", local + size * keys, (size - 1) * keys, (size - 1) * keys, operations)]
+        found = [MethodCost("gather", local + size * keys, (size - 1) * keys, (size - 1) * keys, operations)]
         if self.heads % size == 0:
             repeated = keys * (size // math.gcd(key_heads, size))
             beta = self.batch * self.heads * own * FP32 if self.row_beta else 0
@@ -144,11 +144,13 @@ class ContextPlan:
                 (2 * queries + repeated + rows) * (size - 1) // size
                 for rows in (beta, 0)  # β has a gradient only where it is learned
             )
-            found.append(Cost("ulysses", local + 2 * queries + repeated, forward, backward, operations))
+            found.append(MethodCost("ulysses", local + 2 * queries + repeated, forward, backward, operations))
         sums = self.batch * own * FP32 * self.heads * self.head_dim
         gradients = 2 * key_heads * own * self.batch * self.head_dim * max(FP32, DTYPES[self.dtype])
         turns = size * gradients if size > 1 else 0
-        found.append(Cost("ring", local + 2 * keys + sums, (size - 1) * keys, (size - 1) * keys + turns, operations))
+        found.append(
+            MethodCost("ring", local + 2 * keys + sums, (size - 1) * keys, (size - 1) * keys + turns, operations)
+        )
         return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from small_experiment import write_folder
 
-from attnscale.cli.evaluation_table import Line, read_lines, show_evaluation
+from attnscale.cli.show import Line, read_lines, show_evaluation
 from attnscale.errors import ArgumentError
 
 LAWS = ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive")

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnscale.errors import ArgumentError
-from attnscale.lab.needles import BYTES, NeedleFormat, hide_needles
-from attnscale.lab.tasks import recall_sequence, seeded, windows_of
+from attnscale.lab.sequences import BYTES, NeedleFormat, hide_needles, recall_sequence, seeded, windows_of
 from scripts.training.embedded import NEEDLE_BYTES, read_text, sample_batch
 
 TEXT = read_text("held_out")

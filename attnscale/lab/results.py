@@ -10,7 +10,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,30 @@ from attnscale._util.csv_files import write_table
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError
 from attnscale.lab.attention_rows import QUANTITIES
-
-Key = dict[str, Any]
+from attnscale.lab.tasks import TASKS, Key
 
 RESAMPLES = 2000
 CONSTANT = "constant"
 
 # Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
-Samples = Mapping[str, tuple[Tensor, Tensor]]
+Samples = Mapping[str, tuple[Tensor, ...]]
 
-METRICS = {"accuracy": "acc", "bits_per_byte": "bits_per_byte", "nats_per_token": "nats_per_token"}
-HIGHER_IS_BETTER = {"acc": True, "bits_per_byte": False, "nats_per_token": False}
 INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
 
-_TO_CONSTANT = ("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high")
-RESULTS = ("task", "metric", "model", "policy", "length", "bin", "value", "low", "high", *_TO_CONSTANT, "samples")
-STATISTICS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
-COST = ("task", "model", "policy", "length", "seconds", "peak_mb")
-
-DEPTHS = 5  # bins of the depth of a needle
+_VALUES = (
+    "value",
+    "low",
+    "high",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+)
+RESULT_COLUMNS = ("task", "metric", "model", "policy", "length", "bin", *_VALUES, "samples")
+STATISTIC_COLUMNS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
+COST_COLUMNS = ("task", "model", "policy", "length", "seconds", "peak_mb")
 
 Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
 Group = tuple[str, str, int, str]  # task, metric, length, bin
@@ -138,11 +143,12 @@ def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         samples: dict[str, dict[str, int]] = {}
         higher: dict[str, dict[str, bool]] = {}
         for row in (row for row in pooled if row["policy"] == policy):
-            task, metric = f"{row['task']}_{row['length']}", METRICS[row["metric"]]
+            task = f"{row['task']}_{row['length']}"
+            metric = next(metric for metric in TASKS[row["task"]].metrics if metric.name == row["metric"])
             entry = results.setdefault(task, {"alias": task})
-            entry[f"{metric},none"] = row["value"]
-            entry[f"{metric}_stderr,none"] = (row["high"] - row["low"]) / INTERVAL
-            higher.setdefault(task, {})[metric] = HIGHER_IS_BETTER[metric]
+            entry[f"{metric.harness},none"] = row["value"]
+            entry[f"{metric.harness}_stderr,none"] = (row["high"] - row["low"]) / INTERVAL
+            higher.setdefault(task, {})[metric.harness] = metric.higher_is_better
             samples[task] = {"original": row["samples"], "effective": row["samples"]}
         content = {
             "results": results,
@@ -162,17 +168,17 @@ def write_tables(output: Path, cells: Sequence[Cell]) -> None:
     The results are also written as JSON, in the conventions of lm-evaluation-harness.
     """
     results = summarise(_samples(cells))
-    write_table(output / "results.csv", RESULTS, results)
+    write_table(output / "results.csv", RESULT_COLUMNS, results)
     write_harness_json(output, results)
-    write_table(output / "statistics.csv", STATISTICS, _statistics(cells))
+    write_table(output / "statistics.csv", STATISTIC_COLUMNS, _statistics(cells))
     costs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, key, stored in cells:
         costs.setdefault((key["task"], model, policy, key["length"]), []).append(stored)
     rows = [
-        dict(zip(COST, (*place, *(_middle(stored, name) for name in COST[4:])), strict=True))
+        dict(zip(COST_COLUMNS, (*place, *(_middle(stored, name) for name in COST_COLUMNS[4:])), strict=True))
         for place, stored in costs.items()
     ]
-    write_table(output / "cost.csv", COST, rows)
+    write_table(output / "cost.csv", COST_COLUMNS, rows)
 
 
 def _middle(stored: list[dict[str, Any]], name: str) -> float:
@@ -185,42 +191,19 @@ def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
     """(task, metric, length, bin) → policy → model → numerators and denominators of the samples."""
     pairs: dict[Group, dict[str, dict[str, list[tuple[float, float]]]]] = {}
     for model, policy, key, stored in cells:
-        numbers = _losses(key, stored["result"]) if key["task"] == "perplexity" else _answers(key, stored["result"])
-        for group, pair in numbers:
+        for score in TASKS[key["task"]].scores(key, stored["result"]):
+            group = key["task"], score.metric.name, score.length, score.part
+            pair = score.numerator, score.denominator
             pairs.setdefault(group, {}).setdefault(policy, {}).setdefault(model, []).append(pair)
     return {
         group: {
-            policy: {model: _tensors(some) for model, some in models.items()} for policy, models in policies.items()
+            policy: {
+                model: torch.tensor(some, dtype=torch.float64, device="cpu").unbind(1) for model, some in models.items()
+            }
+            for policy, models in policies.items()
         }
         for group, policies in pairs.items()
     }
-
-
-def _tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    tops, bottoms = torch.tensor(pairs, dtype=torch.float64, device="cpu").unbind(1)
-    return tops, bottoms
-
-
-def _losses(key: Key, result: dict[str, Any]) -> Iterable[tuple[Group, tuple[float, float]]]:
-    """Bits per byte and nats per token: of the second half of each length, and between all edges."""
-    bins = result["bins"]
-    parts = [(length, "", length // 2, length) for length in key["lengths"]]
-    parts += [(key["length"], f"{b['start']}-{b['stop']}", b["start"], b["stop"]) for b in bins]
-    for length, name, start, stop in parts:
-        inside = [b for b in bins if start <= b["start"] and b["stop"] <= stop]
-        nats = sum(b["nats"] for b in inside)
-        yield ("perplexity", "bits_per_byte", length, name), (nats / math.log(2), sum(b["bytes"] for b in inside))
-        yield ("perplexity", "nats_per_token", length, name), (nats, stop - start)
-
-
-def _answers(key: Key, result: dict[str, Any]) -> Iterable[tuple[Group, tuple[float, float]]]:
-    """Right answers and questions: all of them, and by the depth of their needles."""
-    correct, depths = result["correct"], result["depths"]
-    yield (key["task"], "accuracy", key["length"], ""), (sum(correct), len(correct))
-    for number in range(DEPTHS):
-        inside = [right for right, depth in zip(correct, depths, strict=True) if int(depth * DEPTHS) == number]
-        part = f"{number / DEPTHS:.1f}-{(number + 1) / DEPTHS:.1f}"
-        yield (key["task"], "accuracy", key["length"], part), (sum(inside), len(inside))
 
 
 def _statistics(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -234,7 +217,7 @@ def _statistics(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 place = (key["task"], model, policy, int(length), entry["layer"], entry["head"])
                 found.setdefault(place, []).append(entry)
     return [
-        dict(zip(STATISTICS, place, strict=False))
+        dict(zip(STATISTIC_COLUMNS, place, strict=False))
         | {"rows": sum(entry["rows"] for entry in entries)}
         | {name: float(statistics.median(entry[name] for entry in entries)) for name in QUANTITIES}
         for place, entries in found.items()
