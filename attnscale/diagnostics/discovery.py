@@ -13,12 +13,15 @@ from attnscale.errors import ArgumentError, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 Finder = Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
+Opener = Callable[[nn.Module, ExitStack], dict[str, nn.Module]]
 
 
-def add_finder(finder: Finder) -> None:
-    """Register a finder of another kind of module: it yields paths and modules that have a `tap` and use it."""
-    if finder not in state.FINDERS:
-        state.FINDERS.append(finder)
+def add_finder(finder: Finder, opener: Opener | None = None) -> None:
+    """Register a finder of another kind of module: it yields paths and modules that have a `tap` and use it.
+
+    The opener makes stock attention measurable until a stack is closed, in a model of its kind where nothing was found.
+    """
+    state.FINDERS.setdefault(finder, opener)
 
 
 def find_attention(model: nn.Module, undo: ExitStack | None = None) -> dict[str, nn.Module]:
@@ -28,17 +31,17 @@ def find_attention(model: nn.Module, undo: ExitStack | None = None) -> dict[str,
     """
     if not isinstance(model, nn.Module):
         reject_type("model", model, "a torch.nn.Module")
-    modeling = "transformers.modeling_utils"
-    of_transformers = any(base.__module__ == modeling for m in model.modules() for base in type(m).__mro__)
-    if of_transformers:
-        importlib.import_module("attnscale.hf")  # registers its finder; not needed for other models
+    origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    for package in (state.MODEL_PACKAGES[origin] for origin in origins & state.MODEL_PACKAGES.keys()):
+        importlib.import_module(package)  # adds its finder
     found: dict[str, nn.Module] = {}
     for finder in (_ours, *state.FINDERS):
         for path, module in finder(model):
             if all(module is not other for other in found.values()):
                 found[path] = module
-    if not found and of_transformers and undo is not None:
-        found = importlib.import_module("attnscale.hf.monitoring").open_stock_attention(model, undo)
+    if not found and undo is not None:
+        for opener in filter(None, state.FINDERS.values()):
+            found |= opener(model, undo)
     if not found:
         raise ArgumentError(
             f"model={type(model).__name__} is not accepted: expected at least one attention of attnscale's; "

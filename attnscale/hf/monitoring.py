@@ -23,7 +23,7 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Also tells all sites of the model which of them are cross attention.
     """
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+    if not _has_pretrained(model):
         return
     if is_pending(model):
         for path in attach(model).policies:
@@ -38,8 +38,10 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     """Give every attention that goes through "sdpa" a site that can be listened to, until `undo` is closed.
 
     The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
-    model without such attention is refused, with what to do instead.
+    model of transformers without such attention is refused, with what to do instead.
     """
+    if not _has_pretrained(model):
+        return {}
     layers = find_attention_layers(model)
     free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
     usable = [layer for layer in free if layer.config._attn_implementation == SDPA]
@@ -64,3 +66,7 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         layer.module.add_module(NAME, site)
         undo.callback(remove_site, layer.module)
     return found
+
+
+def _has_pretrained(model: nn.Module) -> bool:
+    return any(isinstance(module, PreTrainedModel) for module in model.modules())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnscale.backends.reference import raw_scores
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import Run, Tap
-from attnscale.diagnostics.discovery import find_attention
+from attnscale.diagnostics import find_attention
 from attnscale.statistics import StatsRequest, row_statistics
 from attnscale.statistics.gaps import accumulation_scales
 

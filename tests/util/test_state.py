@@ -31,6 +31,7 @@ LISTED = {
     "TAPS",
     "TAP_NUMBERS",
     "FINDERS",
+    "MODEL_PACKAGES",
     "FILE_NUMBERS",
     "HF_HOLDERS",
     "HF_KNOWN_CAUSALITY",
