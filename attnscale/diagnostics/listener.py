@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnscale._util.uncopied import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.alerts import Notices
 from attnscale.diagnostics.padding_rows import blank, without_padding
 from attnscale.diagnostics.recomputed_calls import UNKNOWN, Origins
 from attnscale.diagnostics.records.spread import salt_of

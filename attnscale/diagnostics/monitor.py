@@ -16,15 +16,14 @@ from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
 from attnscale.call.tap import Tap
+from attnscale.diagnostics.alerts import Notices, Thresholds, find_alerts
 from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.collect import collect
 from attnscale.diagnostics.records.distributed import Processes, refuse_unsaid_heads
 from attnscale.diagnostics.records.record import Alert, Record
-from attnscale.diagnostics.sinks.base import AlertSink, Sink
-from attnscale.diagnostics.thresholds import Thresholds, find_alerts
+from attnscale.diagnostics.sinks import AlertSink, Sink
 from attnscale.errors import MonitorWarning, reject, reject_type
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+from attnscale.diagnostics.alerts import Notices
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.distributed import Part, Processes
 from attnscale.diagnostics.records.record import Record
 from attnscale.diagnostics.records.spread import summaries

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from attnscale._util.uncopied import Uncopied
-from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.alerts import Notices
 from attnscale.errors import ArgumentError
 
 # Rows per quantity and head that all processes together send for the quantiles, and the fewest of one process.

@@ -1,4 +1,4 @@
-"""How quantities, alerts and layers are shown: names, units, scales, colours and explanations.
+"""How quantities and layers are shown: names, units, scales, colours and explanations.
 
 The page, the terminal, plots, TensorBoard and the README take them from here.
 """
@@ -88,24 +88,6 @@ def quantity_of(name: str, phase: str = "forward") -> Quantity:
         label = f"N({gap}), keys within {gap} of the best"
         return Quantity(name, phase, f"N({gap}), keys near the best", label, "counted on raw scores")
     return QUANTITIES.get(name) or Quantity(name, phase, name, name, "")
-
-
-class AlertKind(NamedTuple):
-    """What an alert means, and the quantities that show it, the first of which has the limit."""
-
-    explanation: str
-    quantities: tuple[str, ...]
-
-
-ALERTS = {
-    "diffuse": AlertKind("attention is spread over all keys", ("relative_entropy",)),
-    "collapsed": AlertKind("one key has all the weight", ("w_max",)),
-    "noise": AlertKind("most of the weight is on a score no higher than noise", ("prominence", "w_max")),
-    "exploding": AlertKind("a logit of a sampled row has become too large", ("max_logit",)),
-    "vanishing": AlertKind("hardly any gradient passes the attention", ("gain",)),
-    "mismatch": AlertKind("backward saw other statistics than forward", ("mismatch",)),
-    "broken": AlertKind("NaN or infinity in the output", ("broken_row",)),
-}
 
 
 def place_on_scale(x: float, low: float, high: float, log: bool) -> float:
