@@ -16,8 +16,7 @@ from attnscale.call.tap import CallEvent
 from attnscale.diagnostics.alerts import Notices
 from attnscale.diagnostics.padding_rows import blank, without_padding
 from attnscale.diagnostics.recomputed_calls import UNKNOWN, Origins
-from attnscale.diagnostics.records.spread import salt_of
-from attnscale.diagnostics.records.tally import Tally
+from attnscale.diagnostics.records.tally import Tally, salt_of
 from attnscale.diagnostics.tensor_identity import TensorIdentity
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.angles import angle_parts

@@ -20,8 +20,7 @@ from attnscale.diagnostics.alerts import Notices, Thresholds, find_alerts
 from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.records.collect import collect
-from attnscale.diagnostics.records.distributed import Processes, refuse_unsaid_heads
+from attnscale.diagnostics.records.collect import Processes, refuse_unsaid_heads
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.sinks import AlertSink, Sink
 from attnscale.errors import MonitorWarning, reject, reject_type
@@ -161,7 +160,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Add the records and alerts of a step to the lists, and pass them on."""
-        records += collect(list(self.layers.values()), step, self._processes, self._notices)
+        records += self._processes.collect(self.layers.values(), step)
         crossed = [] if self.limits is None else find_alerts(records, self.limits)
         found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
         alerts += [alert for place, alert in found.items() if place not in self._raised]

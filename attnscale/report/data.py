@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records.jsonl import read_jsonl
-from attnscale.diagnostics.records.record import STATISTICS, Alert, Record
+from attnscale.diagnostics.records.record import STATISTICS, Alert, Record, read_jsonl
 from attnscale.errors import ArgumentError, reject
 
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnscale.diagnostics.records.jsonl import read_jsonl as read_jsonl
 from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.records.record import read_jsonl as read_jsonl
 
 if TYPE_CHECKING:  # the types of those below
     from attnscale.diagnostics.sinks.console import ConsoleSink as ConsoleSink

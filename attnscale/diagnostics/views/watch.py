@@ -12,8 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnostics.records.jsonl import Tail
-from attnscale.diagnostics.records.record import Alert
+from attnscale.diagnostics.records.record import Alert, Tail
 from attnscale.diagnostics.views.display import QUANTITIES, place_on_scale, short_names
 from attnscale.diagnostics.views.history import COLUMNS, History
 from attnscale.errors import reject
