@@ -24,7 +24,7 @@ from attnscale._util.tracing import is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent, Listener, Tap
 from attnscale.diagnostics.call_parts import SCHEMA, TENSORS, CallParts
-from attnscale.diagnostics.recomputed_calls import UNKNOWN
+from attnscale.diagnostics.listener import UNKNOWN
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import attnscale.diagnostics
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import Thresholds
 from attnscale.diagnostics.alerts import ALERTS
-from attnscale.diagnostics.views.display import GAP_COUNT, QUANTITIES, quantity_of
-from attnscale.diagnostics.views.history import COLUMNS
+from attnscale.diagnostics.views.display import GAP_COUNT, QUANTITIES, WATCHED, quantity_of
+from attnscale.statistics.rows.quantities import BACKWARD
 
 README = (Path(attnscale.diagnostics.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()
 
@@ -61,7 +61,7 @@ def test_every_alert_has_an_explanation_and_shows_a_quantity():
 
 
 def test_the_terminal_shows_quantities_of_the_table():
-    assert set(COLUMNS) <= set(QUANTITIES)
+    assert set(WATCHED) <= set(QUANTITIES)
 
 
 def test_the_readme_lists_every_quantity_and_alert_as_the_table_does():
@@ -69,7 +69,8 @@ def test_the_readme_lists_every_quantity_and_alert_as_the_table_does():
     quantities = [*QUANTITIES.values(), gap._replace(label=gap.label.replace("<t>", "t"))]
     rows = set()
     for quantity in quantities:
-        place = "forward, backward" if quantity.name in ("w_max", "entropy", gap.name) else quantity.phase or "scalars"
+        twice = quantity.phase == "forward" and quantity.name in (*BACKWARD, gap.name)
+        place = "forward, backward" if twice else quantity.phase or "scalars"
         rows.add(f"| `{quantity.name}` | {place} | {quantity.label} | {quantity.explanation} |")
     rows |= {f"| `{kind}` | {alert.explanation} | `{alert.quantities[0]}` |" for kind, alert in ALERTS.items()}
     assert rows == {line for line in README if line.startswith("| `") and not re.search(r"Sink\(|/`|\.py`", line)}

@@ -18,8 +18,7 @@ from rich.console import Console
 from attnscale.cli import main
 from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
 from attnscale.diagnostics.records.record import Tail
-from attnscale.diagnostics.views.history import History
-from attnscale.diagnostics.views.watch import Watch, show, sparkline
+from attnscale.diagnostics.views.watch import History, Watch, show, sparkline
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 

@@ -12,7 +12,7 @@ from attnscale import StatsRequest, row_statistics
 from attnscale.attention import _bind
 from attnscale.backends.dispatch import prepare
 from attnscale.backends.tiles import HIDDEN
-from attnscale.diagnostics.tensor_identity import TensorIdentity
+from attnscale.diagnostics.listener import TensorIdentity
 from attnscale.statistics.rows import call_tiles, score_tile
 from attnscale.statistics.rows.quantities import (
     BACKWARD,

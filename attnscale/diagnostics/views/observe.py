@@ -13,9 +13,8 @@ from torch import nn
 from attnscale._util.optional import need
 from attnscale.diagnostics.monitor import Monitor
 from attnscale.diagnostics.records.record import Record
-from attnscale.diagnostics.views.display import COLOURS
+from attnscale.diagnostics.views.display import COLOURS, MISSING, colour, main_grids
 from attnscale.diagnostics.views.flatten import numbers_of
-from attnscale.diagnostics.views.heatmap import MISSING, colour, main_grids
 from attnscale.errors import ArgumentError
 
 
