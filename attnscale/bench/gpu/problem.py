@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class Answer(NamedTuple):
     """What a provider computes; `statistics` by the names of `RowStats`."""
 
     output: Tensor
-    statistics: Mapping[str, Tensor] = {}
+    statistics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Attention(Protocol):
