@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from attnscale.diagnostics import sinks
 from attnscale.diagnostics.alerts import Thresholds
-from attnscale.diagnostics.discovery import add_finder, find_attention
-from attnscale.diagnostics.monitor import Monitor
+from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
 from attnscale.diagnostics.records.record import Alert, Record, Summary
 from attnscale.diagnostics.sinks import *  # noqa: F403  # every sink there is
 from attnscale.diagnostics.views.observe import Observation, observe

@@ -144,13 +144,13 @@ def _alerts_of(record: Record, limits: Thresholds) -> Iterator[Alert]:
     place = record.step, record.layer, record.head
     for kind in ORDER:
         about, limit = ALERTS[kind], getattr(limits, kind)
-        quantity, statistic, direction = about.compared
-        value = QUANTITIES[quantity].of(record, statistic)
+        name, statistic, direction = about.compared
+        value = record.value(QUANTITIES[name].phase, name, statistic)
         if limit is None or limit is False or value is None:
             continue
         if about.after_start and record.step < limits.after_step:
             continue
-        if not all((QUANTITIES[name].of(record, "p50") or 0.0) > least for name, least in about.where):
+        if not all((record.value(QUANTITIES[of].phase, of, "p50") or 0.0) > least for of, least in about.where):
             continue
         if limit is True:  # the number of a row, where there is one
             if value >= 0:

@@ -50,6 +50,13 @@ class Record:
         for phase, summaries in (("forward", self.forward), ("backward", self.backward)):
             yield from ((phase, name, summary) for name, summary in summaries.items())
 
+    def value(self, phase: str, name: str, statistic: str = "mean") -> float | None:
+        """A statistic of a per-row quantity, or a scalar where the phase is empty; None if it was not recorded."""
+        if not phase:
+            return self.scalars.get(name)
+        summary = (self.forward if phase == "forward" else self.backward).get(name)
+        return None if summary is None else float(getattr(summary, statistic))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers; what is not finite becomes a string, which JSON can hold."""
         phases: dict[str, Any] = {"forward": {}, "backward": {}}

@@ -39,10 +39,7 @@ class Quantity(NamedTuple):
 
     def of(self, record: Record, statistic: str = "mean") -> float | None:
         """Its value in a record, None if it is not there."""
-        if not self.phase:
-            return record.scalars.get(self.name)
-        summary = (record.forward if self.phase == "forward" else record.backward).get(self.name)
-        return None if summary is None else float(getattr(summary, statistic))
+        return record.value(self.phase, self.name, statistic)
 
 
 GAP_COUNT = "gap_count_"  # followed by the gap t
