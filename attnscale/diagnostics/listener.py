@@ -54,21 +54,18 @@ class TensorIdentity(Uncopied):
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        # The weak reference keeps the storage's identity from being given to another.
+        # The weak reference keeps the storage's address from being given to another.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in tensors]  # type: ignore[no-untyped-call]
         self._marks = [_mark(x) for x in tensors]
 
     def matches(self, *tensors: Tensor) -> bool:
         """Whether these are the same, one by one."""
-        return len(tensors) == len(self._marks) and all(
-            storage.cdata == x.untyped_storage()._cdata and mark == _mark(x)
-            for x, storage, mark in zip(tensors, self._storages, self._marks, strict=True)
-        )
+        return self._marks == [_mark(x) for x in tensors]
 
 
 def _mark(x: Tensor) -> tuple[object, ...]:
-    # A tensor of inference mode has no version, but it has no backward either.
-    return x.shape, x.stride(), x.storage_offset(), None if x.is_inference() else x._version
+    version = None if x.is_inference() else x._version  # a tensor of inference mode has none, and no backward either
+    return x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset(), version
 
 
 class Origins:

@@ -209,9 +209,7 @@ def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
 def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part: int) -> None:
     """Write the sampled query rows of the head and the key rows at their slots as safetensors, if there are any.
 
-    Of the heads of the layer this process has the part of that number.
-
-    The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
+    `part` is the number of this process's part of the layer's heads. The metadata of the file holds the whole alert.
     """
     save = need("safetensors.torch", "dump", "hf").save
     if not captured:
