@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -121,8 +121,9 @@ def scaled_dot_product_attention(
         if out is not None:
             return out
     rules["visible"] = visible
-    layout, call, _, _ = _bind(*torchs, policy=chosen, backend=backend, **rules)
-    return layout.restore(dispatch.run(*dispatch.prepare(call, chosen, backend)))
+    layout, call, _, _ = bind(*torchs, policy=chosen, backend=backend, **rules)
+    prepared = dispatch.prepare(call, chosen, backend)
+    return layout.restore(dispatch.run(prepared.call, prepared.backend))
 
 
 # So that it does not call itself where a user assigns it to `torch.nn.functional` (see `sdpa.torch_attention`).
@@ -155,11 +156,11 @@ def attention_with_stats(
     (torch.Size([1, 2, 16]), True)
     """
     request = checked_request(request)
-    layout, call, backend, chosen = _bind(
+    layout, call, backend, chosen = bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    call, measuring = dispatch.prepare(call, chosen, backend, request)
-    output, stats = dispatch.measure(call, request, measuring)
+    call, measuring, known = dispatch.prepare(call, chosen, backend, request)
+    output, stats = dispatch.measure(call, request, measuring, known)
     return finished(layout, output, stats._replace(places=find_places(call.context)), call, chosen)
 
 
@@ -205,9 +206,9 @@ def explain_dispatch(
     sdpa       no      torch's SDPA has no softcap
     triton     ...
     blockwise  yes     chosen: the first usable one
-    reference  yes     usable, where asked for by name
+    reference  yes     usable, only on explicit request
     """
-    _, call, backend, chosen = _bind(
+    _, call, backend, chosen = bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
     by_row = reads_scores(chosen)
@@ -239,10 +240,10 @@ def attention_weights(
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    layout, call, backend, chosen = _bind(
+    layout, call, backend, chosen = bind(
         query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
     )
-    return layout.restore(reference.attention_weights(dispatch.prepare(call, chosen, backend)[0]))
+    return layout.restore(reference.attention_weights(dispatch.prepare(call, chosen, backend).call))
 
 
 def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
@@ -254,9 +255,9 @@ def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Calla
         return scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        layout, call, backend, policy = _bind(*args, **kwargs)
-        call, chosen = dispatch.prepare(call, policy, backend)
-        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run(call, chosen)))
+        layout, call, backend, policy = bind(*args, **kwargs)
+        prepared = dispatch.prepare(call, policy, backend)
+        return layout.restore(_listen(tap, prepared.call, own_keys, lambda call: dispatch.run(call, prepared.backend)))
 
     return attend
 
@@ -272,8 +273,8 @@ def attention_and_weights(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output and the weights [..., H, Tq, Tk], after dropout, that it is made of; reported to a tap that is open."""
-    layout, call, backend, policy = _bind(query, key, value, **arguments)
-    call, _ = dispatch.prepare(call, policy, backend)
+    layout, call, backend, policy = bind(query, key, value, **arguments)
+    call = dispatch.prepare(call, policy, backend).call
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
     output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
     return layout.restore(output), layout.restore(weights)
@@ -289,7 +290,16 @@ def _listen(
     return tap.report(tap.id, reported, lambda passed: run(replace(passed, context=call.context)))
 
 
-def _bind(
+class Bound(NamedTuple):
+    """Arguments of an attention call, read and checked."""
+
+    layout: Layout
+    call: AttentionCall  # at β = 1
+    backend: str
+    policy: Policy
+
+
+def bind(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -303,9 +313,13 @@ def _bind(
     backend: str = "auto",
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tokens: int | None = None,
     **rules: Unpack[KeyRules],
-) -> tuple[Layout, AttentionCall, str, Policy]:
-    """The arguments of `scaled_dot_product_attention` as a call at β = 1, the backend's name and the policy."""
+) -> Bound:
+    """The arguments of `scaled_dot_product_attention` as a call at β = 1, the backend's name and the policy.
+
+    `tokens` is the number of keys of all processes, where each holds some of them; the rules are then said of all.
+    """
     unknown = rules.keys() - KeyRules.__optional_keys__
     if unknown:
         name, known = min(unknown), AttentionRules.__optional_keys__ | {"policy"}
@@ -318,13 +332,12 @@ def _bind(
     chosen = resolve(policy)
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
-    given = rules.get("visible") is not None or rules.get("positions") is not None
+    given = tokens is not None or rules.get("visible") is not None or rules.get("positions") is not None
     refuse_unknown_length(chosen, query, known=given)
     refuse_dtensor(query)
     check_sinks(layout, sinks, query.device)
-    context = describe(
-        layout, query.shape[-2], key.shape[-2], query.device, is_causal=is_causal, attn_mask=attn_mask, **rules
-    )
+    keys = key.shape[-2] if tokens is None else tokens
+    context = describe(layout, query.shape[-2], keys, query.device, is_causal=is_causal, attn_mask=attn_mask, **rules)
     call = AttentionCall(
         query=layout.flatten_query(query),
         key=layout.flatten_key(key),
@@ -335,4 +348,4 @@ def _bind(
         softcap=softcap,
         sinks=sinks,
     )
-    return layout, call, backend, chosen
+    return Bound(layout, call, backend, chosen)

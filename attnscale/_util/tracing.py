@@ -1,11 +1,19 @@
-"""Whether torch traces or transforms what is computed now."""
+"""What torch does with the tensors that are computed now: tracing, transforms, autocast."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar
+
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+Found = TypeVar("Found")
 
 
 def is_watched() -> bool:
@@ -25,3 +33,33 @@ def is_watched() -> bool:
             and not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
         )
     )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch's SDPA computes with a floating tensor here; autocast leaves fp64 alone."""
+    if x.dtype == torch.float64 or not has_autocast(x.device):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def autocast_off(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which products have the dtype of their factors."""
+    return torch.autocast(device.type, enabled=False) if has_autocast(device) else nullcontext()
+
+
+def without_autocast(function: Callable[..., Found]) -> Callable[..., Found]:
+    """The same function with autocast off, on the device of its first argument."""
+
+    @wraps(function)
+    def run(first: Tensor, *others: Any) -> Found:
+        with autocast_off(first.device):
+            return function(first, *others)
+
+    return run
+
+
+def has_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device."""
+    if not torch._C._is_any_autocast_enabled():  # much cheaper than the rest
+        return False
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -18,7 +18,7 @@ class Backend(Protocol):
 
     @property
     def automatic(self) -> bool:
-        """Whether "auto" may choose it; otherwise it runs only where asked for by name."""
+        """Whether "auto" may choose it; otherwise it runs only on explicit request."""
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this call cannot be computed here, or None if it can."""
@@ -35,8 +35,3 @@ class MeasuringBackend(Backend, Protocol):
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         """The statistics without the output."""
-
-
-def no_derivative(derivative: str) -> str:
-    """Why a backend with a forward and a backward of its own cannot be used where another derivative is taken."""
-    return f"it has one backward pass, and no {derivative}; backend='reference' has, in memory of Tq × Tk"

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale._util.tracing import autocast_dtype
 from attnscale.backends import trust
-from attnscale.backends.autocast import cast, dtype_of
-from attnscale.backends.backend import Backend, MeasuringBackend, no_derivative
-from attnscale.backends.blockwise.backend import BlockwiseBackend
-from attnscale.backends.gaps import differentiable_accumulation
+from attnscale.backends.backend import Backend, MeasuringBackend
+from attnscale.backends.blockwise import BlockwiseBackend
 from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
@@ -21,8 +20,10 @@ from attnscale.errors import BackendError, reject
 from attnscale.policies import Policy
 from attnscale.policies.adaptive import ScorePolicy, reads_scores
 from attnscale.policies.temperature import check_beta, temperature
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
-from attnscale.statistics.rows.sampled_rows import measure_sampled_rows
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
+from attnscale.statistics.rows.attend import no_derivative
+from attnscale.statistics.rows.chosen_slots import differentiable_accumulation, first_share
+from attnscale.statistics.sampling import measure_sampled_rows
 from attnscale_kernels.derivatives import other_derivative
 
 # In order of preference for "auto", but for what `_preference` says.
@@ -66,39 +67,84 @@ def check_backend(backend: str) -> None:
         reject("backend", backend, f"'auto' or one of {', '.join(BACKENDS)}")
 
 
-def prepare(
-    call: AttentionCall, policy: Policy, backend: str, request: StatsRequest | None = None
-) -> tuple[AttentionCall, Backend]:
+class Prepared(NamedTuple):
+    """A call with its β, and the backend that computes it."""
+
+    call: AttentionCall
+    backend: Backend
+    gaps: RowStats | None = None  # all requested statistics of raw scores, where they were measured for β
+
+
+def prepare(call: AttentionCall, policy: Policy, backend: str, request: StatsRequest | None = None) -> Prepared:
     """A call at β = 1 with the β of its policy, from lengths or from scores, and the backend that computes it."""
     if not reads_scores(policy):
         call = replace(call, beta=temperature(policy, call.context, call.query))
-        return call, choose(call, backend, request)
+        return Prepared(call, choose(call, backend, request))
     chosen = choose(call, backend, request, by_row=True)
-    beta = policy.from_stats(*score_statistics(policy, call, chosen))
-    return replace(call, beta=check_beta(beta, call.query)), chosen
+    stats, through = score_statistics(policy, call, chosen, request)
+    call = replace(call, beta=check_beta(policy.from_stats(stats, through), call.query))
+    return Prepared(call, chosen, stats if shares_gaps(policy, request) else None)
 
 
 def run(call: AttentionCall, chosen: Backend) -> Tensor:
     """The output [B, H, Tq, Dv]."""
-    return chosen.run(call if chosen.name == "sdpa" else cast(call))  # torch casts by itself, once β is in the query
+    # torch casts by itself, once β is in the query.
+    return chosen.run(call if chosen.name == "sdpa" else call.autocast())
 
 
-def measure(call: AttentionCall, request: StatsRequest, chosen: Backend) -> AttentionOutput:
-    """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics."""
+def measure(
+    call: AttentionCall, request: StatsRequest, chosen: Backend, known: RowStats | None = None
+) -> AttentionOutput:
+    """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics.
+
+    `known` statistics of raw scores, of all rows, are not measured again.
+    """
+    asked = request if known is None else replace(request, gap_thresholds=None, accumulation=None)
     if _is_sampled(call, request):
-        return AttentionOutput(run(call, chosen), measure_sampled_rows(cast(call), request))
-    return MEASURING[chosen.name].measure(cast(call), request)
+        output, stats = run(call, chosen), measure_sampled_rows(call.autocast(), asked)
+    else:
+        asked = replace(asked, lse=asked.softmax, first_share=None)
+        output, stats = MEASURING[chosen.name].measure(call.autocast(), asked)
+        if request.first_share is not None:
+            stats = stats._replace(first_share=first_share(call.autocast(), request.first_share, stats.lse))
+        stats = stats.only(request)
+    return AttentionOutput(output, stats if known is None else add_gaps(stats, known, call.row_beta().detach()))
 
 
-def score_statistics(policy: ScorePolicy, call: AttentionCall, chosen: Backend) -> tuple[RowStats, Tensor | None]:
+def add_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:
+    """Statistics of all rows or of a sample, with known gap counts and Λ of all rows, whose β is given."""
+    if stats.rows is not None:
+        known, beta = known.select(stats.rows), beta.index_select(2, stats.rows)
+    stats = stats._replace(gap_counts=known.gap_counts, accumulation=known.accumulation)
+    return stats if known.accumulation is None else stats._replace(criticality=criticality(beta, known.accumulation))
+
+
+def score_statistics(
+    policy: ScorePolicy, call: AttentionCall, chosen: Backend, request: StatsRequest | None = None
+) -> tuple[RowStats, Tensor | None]:
     """What `from_stats` of a policy is given: statistics at β = 1 without sinks, and Λ with a gradient if it wants it.
 
-    The backend of the output measures them if it can, else the first that can.
+    The backend of the output measures them if it can, else the first that can. Where the policy reads the same Λ that
+    is requested, the requested gap counts are taken along.
     """
-    request, raw = policy.request, replace(call, sinks=None)
-    stats = _score_backend(raw, chosen.name).statistics(cast(raw).detached(), request)
-    through = differentiable_accumulation(call, request.min_rank) if policy.gradient == "through" else None
+    asked, raw = gaps_for(policy, request), replace(call, sinks=None)
+    stats = _score_backend(raw, chosen.name).statistics(raw.autocast().detached(), asked)
+    through = differentiable_accumulation(call, asked.min_rank) if policy.gradient == "through" else None
     return stats, through
+
+
+def gaps_for(policy: ScorePolicy, request: StatsRequest | None) -> StatsRequest:
+    """What to measure at β = 1 for a policy, with the requested gap counts where the two share Λ."""
+    shared = request is not None and shares_gaps(policy, request)
+    return replace(policy.request, gap_thresholds=request.gap_thresholds) if request and shared else policy.request
+
+
+def shares_gaps(policy: Policy, request: StatsRequest | None) -> bool:
+    """Whether β is made of the same Λ that is requested, so that one measurement serves both."""
+    if request is None or request.accumulation is None or not reads_scores(policy):
+        return False
+    asked = policy.request
+    return (asked.accumulation, asked.min_rank) == (request.accumulation, request.min_rank)
 
 
 def _score_backend(call: AttentionCall, chosen: str) -> MeasuringBackend:
@@ -143,7 +189,7 @@ def _preference(call: AttentionCall, by_row: bool) -> list[str]:
     """All backends by preference: triton before sdpa for a β per row in half precision, which costs sdpa more there."""
     names = list(BACKENDS)
     by_row = by_row or isinstance(call.beta, Tensor)
-    if by_row and call.query.device.type != "cpu" and dtype_of(call.query).itemsize == 2:
+    if by_row and call.query.device.type != "cpu" and autocast_dtype(call.query).itemsize == 2:
         names.sort(key=lambda name: name != "triton")
     return names
 
@@ -153,10 +199,10 @@ def _why_not_automatic(name: str, call: AttentionCall, needs: Needs) -> str | No
     if name == ReferenceBackend.name and needs.derivative is not None:
         return None  # which no other has
     if not BACKENDS[name].automatic:
-        return "where asked for by name"
+        return "only on explicit request"
     if name == TritonBackend.name:
-        reason = why_kernels_distrusted(call.query.device, dtype_of(call.query))
-        return None if reason is None else f"where asked for by name: {reason}"
+        reason = why_kernels_distrusted(call.query.device, autocast_dtype(call.query))
+        return None if reason is None else f"only on explicit request: {reason}"
     return None
 
 

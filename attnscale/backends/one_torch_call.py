@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util.processes import is_dtensor
-from attnscale._util.tracing import is_watched
-from attnscale.backends.autocast import dtype_of
+from attnscale._util.tracing import autocast_dtype, is_watched
 from attnscale.backends.sdpa import attend, attend_by_row
 from attnscale.call.causal_bias import read_causal_bias
 from attnscale.call.layout import Layout, read_layout
@@ -55,7 +54,7 @@ def attend_in_one_call(
     if isinstance(beta, float):
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
     # Other devices have a better backend for half precision: dispatch decides.
-    if beta is None or (query.device.type != "cpu" and dtype_of(query).itemsize == 2):
+    if beta is None or (query.device.type != "cpu" and autocast_dtype(query).itemsize == 2):
         return None
     return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

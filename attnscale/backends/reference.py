@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale._util.tracing import is_watched
-from attnscale.backends import autocast
-from attnscale.backends.call_stats import counted
+from attnscale._util.tracing import autocast_off, is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
@@ -37,8 +35,8 @@ class ReferenceBackend:
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         call = call.detached()
         stats = row_statistics(raw_scores(call), call.row_beta(), call.context.dense(), request, sinks=call.sinks)
-        visible = counted(call)
-        return stats._replace(visible=visible.visible, visible_given=visible.visible_given)
+        known = RowStats.counted(call)
+        return stats._replace(visible=known.visible, visible_given=known.visible_given)
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
@@ -63,7 +61,7 @@ def mix(weights: Tensor, call: AttentionCall) -> Tensor:
     0·NaN is NaN: values that are not finite are left out of the product, and rows that see them become NaN afterwards.
     """
     value, broken = _without_nonfinite(_grouped(call.value, call).to(weights.dtype))
-    with autocast.off(weights.device):
+    with autocast_off(weights.device):
         out = weights @ value
         if broken is None:
             return out
@@ -80,7 +78,7 @@ def raw_scores(call: AttentionCall) -> Tensor:
     query = call.query.to(dtype)
     if visible is not None:
         query = query.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    with autocast.off(query.device):
+    with autocast_off(query.device):
         scores = query @ key.transpose(-1, -2) * call.scale
     if broken is not None:
         scores = scores.masked_fill(broken.any(-1)[..., None, :], math.nan)

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from attnscale._util import state
 from attnscale._util.processes import is_dtensor
 from attnscale._util.scratch import multiply
-from attnscale._util.tracing import is_watched
-from attnscale.backends import autocast
+from attnscale._util.tracing import autocast_dtype, autocast_off, is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 
@@ -69,12 +68,12 @@ def attend_by_row(
     grouped: bool,
 ) -> Tensor:
     """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
-    dtype, options = autocast.dtype_of(query), (mask, dropout_p, is_causal, scale, grouped)
+    dtype, options = autocast_dtype(query), (mask, dropout_p, is_causal, scale, grouped)
     if dtype.itemsize > 2:
         return attend(multiply(query, beta.unsqueeze(-1)), key, value, *options)
     if dtype == torch.bfloat16 and query.device.type != "cpu":
         return _attend_in_parts(query, key, value, beta, *options)
-    with autocast.off(query.device):
+    with autocast_off(query.device):
         product = query * beta.unsqueeze(-1)  # in fp32, the dtype of β
         return attend(product, key.float(), value.float(), *options).to(dtype)
 

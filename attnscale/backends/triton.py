@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnscale.backends.autocast import dtype_of
-from attnscale.backends.call_stats import counted, softmax_stats
-from attnscale.backends.gaps import add_gaps
+from attnscale._util.tracing import autocast_dtype
 from attnscale.call.attention_call import AttentionCall
-from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality, largest_weight
 from attnscale.statistics.gaps import Accumulation
+from attnscale.statistics.sampling import measure_statistics
 from attnscale_kernels import Visibility, interpreting, why_unavailable
 from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 
@@ -35,7 +34,7 @@ class TritonBackend:
         return not interpreting()
 
     def why_not(self, call: AttentionCall) -> str | None:
-        dtype, *others = (dtype_of(x) for x in (call.query, call.key, call.value))
+        dtype, *others = (autocast_dtype(x) for x in (call.query, call.key, call.value))
         reason = why_unavailable(call.query.device, dtype)
         if reason is not None:
             return reason
@@ -56,14 +55,11 @@ class TritonBackend:
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
         found = _attend(call, entropy=request.entropy)
-        disorder = found.lse if found.entropy is None else found.entropy
-        stats = softmax_stats(call, request, found.lse, found.max_logit, disorder)
-        return AttentionOutput(found.out, _add_gaps(call, request, stats))
+        return AttentionOutput(found.out, _statistics(call, request, found))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        if request.softmax:
-            return self.measure(call, request).stats
-        return _add_gaps(call, request, counted(call))
+        found = _attend(call, entropy=request.entropy) if request.softmax else None
+        return _statistics(call, request, found)
 
 
 def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
@@ -92,20 +88,33 @@ def _needs_gradient(call: AttentionCall) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
-def _add_gaps(call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
-    """The statistics with gap counts and Λ; kernels compute the counts and a bracket from the second rank on."""
+def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | None) -> RowStats:
+    """What was asked for. Kernels give gap counts, a bracket of Λ from the second rank on, and what `found` has."""
     from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
-    call = call.detached()
-    arguments = call.query, call.key, visibility_of(call)
+    call, stats = call.detached(), RowStats.counted(call, with_sink=request.softmax)
+    asked: dict[str, Any] = {}
+    if found is not None:
+        given = {"lse": found.lse, "max_logit": found.max_logit, "entropy": found.entropy}
+        given["w_max"] = largest_weight(found.max_logit, found.lse)
+        asked |= {name: x for name, x in given.items() if name in request.of_softmax}
+    scores, scale, softcap = (call.query, call.key, visibility_of(call)), call.scale, call.softcap
     if request.gap_thresholds is not None:
-        counts = gap_counts(*arguments, request.gap_thresholds, scale=call.scale, softcap=call.softcap)
-        stats = stats._replace(gap_counts=counts.to(torch.int64))
+        counts = gap_counts(*scores, request.gap_thresholds, scale=scale, softcap=softcap)
+        asked["gap_counts"] = counts.to(torch.int64)
     if request.accumulation == "bracket" and request.min_rank == 2:
-        found = accumulation_bracket(*arguments, scale=call.scale, softcap=call.softcap)
-        ends = Accumulation(found.lower, found.upper)
-        return stats._replace(accumulation=ends, criticality=criticality(call.row_beta(), ends))
-    return add_gaps(call, replace(request, gap_thresholds=None), stats)
+        bounds = accumulation_bracket(*scores, scale=scale, softcap=softcap)
+        ends = Accumulation(bounds.lower, bounds.upper)
+        asked |= {"accumulation": ends, "criticality": criticality(call.row_beta(), ends)}
+    # What no kernel gives is measured in torch.
+    kind = None if "accumulation" in asked else request.accumulation
+    rest = replace(request.gaps_alone(), gap_thresholds=None, accumulation=kind, winner=request.winner)
+    if rest.winner or rest.accumulation is not None:
+        measured = measure_statistics(call, rest)
+        asked |= {"winner": measured.winner}
+        if rest.accumulation is not None:
+            asked |= {"accumulation": measured.accumulation, "criticality": measured.criticality}
+    return stats._replace(**asked)
 
 
 def visibility_of(call: AttentionCall) -> Visibility:

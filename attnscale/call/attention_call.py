@@ -1,16 +1,18 @@
-"""One attention call in canonical form: what every backend is given."""
+"""One attention call in canonical form: what every backend is given, and its flat form for operators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnscale._util.schema import operator_schema
+from attnscale._util.tracing import autocast_dtype, has_autocast
 from attnscale.call.context import Context
-
-# `AttentionCall.score_tensors` in the schema of an operator.
-SCORE_TENSORS = "Tensor query, Tensor key, Tensor? beta, Tensor start, Tensor stop, Tensor? padding, Tensor? mask"
+from attnscale.errors import ArgumentTypeError
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,17 @@ class AttentionCall:
             beta = torch.full((1, 1, 1), beta, device=self.query.device, dtype=torch.float32)
         return beta.expand(self.query.shape[:3])
 
-    def score_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that logits depend on, with β [B, H, Tq] and the bounds [B|1, Tq] of the slots a row may see."""
-        context = self.context
-        return self.query, self.key, self.row_beta(), *context.bounds(), context.padding, context.mask
+    def autocast(self) -> AttentionCall:
+        """The call with query, key and value in autocast's dtype, where it is on; fp64 stays, as in torch."""
+        if not has_autocast(self.query.device):
+            return self
+        query, key, value = (x.to(autocast_dtype(x)) for x in (self.query, self.key, self.value))
+        if not query.dtype == key.dtype == value.dtype:
+            raise ArgumentTypeError(
+                f"dtypes {query.dtype}, {key.dtype}, {value.dtype} of query, key and value under autocast are not "
+                "accepted: expected one, as autocast leaves float64 alone"
+            )
+        return replace(self, query=query, key=key, value=value)
 
     def detached(self) -> AttentionCall:
         """The same call without gradients or dropout, for measuring."""
@@ -67,3 +76,62 @@ class AttentionCall:
         if isinstance(beta, Tensor) and beta.shape[-1] > 1:
             beta = beta.index_select(-1, rows)
         return replace(self, query=self.query.index_select(2, rows), context=self.context.select(rows), beta=beta)
+
+
+class FlatCall(NamedTuple):
+    """A call as the plain values that operators take and autograd saves: the tensors first, then the constants.
+
+    The only list of them: the schema of every operator is made from it. Given positions and counts are left out, since
+    they only decide β.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    slots: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    padding: Tensor | None
+    mask: Tensor | None
+    sinks: Tensor | None
+    slot: int  # where there are no `slots`
+    causal: bool
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    dropout_p: float
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> FlatCall:
+        """The flat form of a call."""
+        context, beta = call.context, call.beta
+        if not isinstance(beta, Tensor):
+            beta = torch.full((1, 1, 1), beta, device=call.query.device)
+        slots, slot = (context.slot, 0) if isinstance(context.slot, Tensor) else (None, context.slot)
+        tensors = slots, context.first, context.last, context.padding, context.mask, call.sinks
+        rules, numbers = (slot, context.causal, *context.window), (call.scale, call.softcap, call.dropout_p)
+        return cls(call.query, call.key, call.value, beta, *tensors, *rules, *numbers)
+
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> tuple[FlatCall, Sequence[Any]]:
+        """The call with which the arguments of an operator begin, and the others."""
+        return cls(*arguments[: len(cls._fields)]), arguments[len(cls._fields) :]
+
+    @classmethod
+    def gradients(cls, **of_tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What the backward of an operator returns for its call: the gradients of some tensors, by name."""
+        return tuple(of_tensors.get(name) for name in cls._fields)
+
+    def to_call(self) -> AttentionCall:
+        """Inverse of `of`."""
+        slot = self.slot if self.slots is None else self.slots
+        rules = self.causal, slot, (self.left, self.right), self.first, self.last, self.padding, self.mask
+        context = Context(self.query.shape[2], self.key.shape[2], self.query.device, *rules)
+        numbers = self.scale, self.dropout_p, self.softcap
+        return AttentionCall(self.query, self.key, self.value, context, *numbers, self.sinks, self.beta)
+
+
+FLAT_CALL = operator_schema(FlatCall)
+TENSORS = FlatCall._fields.index("slot")  # how many fields are tensors

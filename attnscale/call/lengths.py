@@ -52,6 +52,36 @@ def count_visible(context: Context) -> Tensor:
     return (_real_keys_before(context, stop) - _real_keys_before(context, start))[:, None]
 
 
+def first_slots(context: Context, count: int) -> tuple[Tensor, Tensor]:
+    """The slots [B|1, H|1, Tq|1, count] of the first keys that each row sees, and whether it sees so many.
+
+    One row stands for all where they see the same first keys.
+    """
+    number = torch.arange(count, device=context.device)
+    start, stop = context.bounds()
+    if context.mask is None:
+        if context.left is None and context.first is None:
+            start = start[:, :1]
+        slots = start[..., None] + number
+        if context.padding is not None:
+            real = (~context.padding).cumsum(-1)  # [B|1, Tk], up to and including the slot
+            rank = _real_keys_before(context, start)[..., None] + number + 1
+            batch = max(real.shape[0], rank.shape[0])
+            flat = rank.expand(batch, -1, -1).flatten(1)
+            slots = torch.searchsorted(real.expand(batch, -1).contiguous(), flat.contiguous()).view(batch, -1, count)
+        seen = slots < stop[..., None]
+        return slots.clamp(max=max(0, context.keys - 1))[:, None], seen[:, None]
+    left = context.dense()
+    left = context.mask if left is None else left
+    slot, found = torch.arange(context.keys, device=context.device), []
+    for _ in range(count):
+        # The first True, or 0 where there is none.
+        found.append((left.to(torch.uint8).argmax(-1), left.any(-1)))
+        left = left & (slot > found[-1][0][..., None])
+    slots, seen = (torch.stack(parts, dim=-1) for parts in zip(*found, strict=True))
+    return slots, seen
+
+
 def same_for_every_row(context: Context) -> int | None:
     """n as a plain int where the host knows that all rows see equally many keys (one-token decoding), else None."""
     if context.visible is not None or not context.is_plain:

@@ -43,18 +43,23 @@ class Listener(Protocol):
 
     def forward(self, event: CallEvent, number: int) -> None:
         """A call in forward."""
+        return
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
         """A call that backward has reached, and the gradient of its output."""
+        return
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """The gradients of query, key and value."""
+        return
 
     def skip(self, call: AttentionCall, reason: str) -> None:
         """A call that cannot be reported."""
+        return
 
     def give_up(self, error: Exception) -> None:
         """The listener has raised an exception; nothing more is reported to it for now."""
+        return
 
 
 class Report(Protocol):

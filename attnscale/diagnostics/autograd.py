@@ -21,9 +21,8 @@ from torch.autograd import Function, forward_ad
 from torch.library import custom_op
 
 from attnscale._util.tracing import is_watched
-from attnscale.call.attention_call import AttentionCall
+from attnscale.call.attention_call import FLAT_CALL, TENSORS, AttentionCall, FlatCall
 from attnscale.call.tap import CallEvent, Listener, Tap
-from attnscale.diagnostics.call_parts import SCHEMA, TENSORS, CallParts
 from attnscale.diagnostics.listener import UNKNOWN
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ def run_reported(
             reason = "inside torch.func transforms or forward-mode AD"  # which the functions below do not support
             _send(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
             return run(call)
-    parts, graph = CallParts.of(call if measured is None else measured), torch.is_grad_enabled()
+    parts, graph = FlatCall.of((call if measured is None else measured).detached()), torch.is_grad_enabled()
     if is_watched():
         query, key, value = _GraphInputs.apply(tap_id, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
         out = run(replace(call, query=query, key=key, value=value))
@@ -78,7 +77,7 @@ class _EagerInputs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, eager: _EagerCall, parts: CallParts, query: Tensor, key: Tensor, value: Tensor
+        ctx: Any, eager: _EagerCall, parts: FlatCall, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.eager, ctx.constants = eager, parts[TENSORS:]
         ctx.save_for_backward(*parts[:TENSORS])
@@ -148,12 +147,12 @@ def _begin(tap_id: Tensor, graph: bool) -> int:
 def _send_forward(out: Tensor, number: int | Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
     # A checkpoint runs its forward again inside backward: that is not another call.
     if torch._C._current_graph_task_id() == -1:
-        event = CallEvent(CallParts(*parts).to_call(), out, graph)
+        event = CallEvent(FlatCall(*parts).to_call(), out, graph)
         _send(tap_id, out.device, lambda listener: listener.forward(event, int(number)))
 
 
 def _send_backward(gradient: Tensor, number: int | Tensor, tap_id: Tensor, *parts: Any) -> None:
-    call = CallParts(*parts).to_call()
+    call = FlatCall(*parts).to_call()
     _send(tap_id, gradient.device, lambda listener: listener.backward(call, gradient, int(number)))
 
 
@@ -182,10 +181,10 @@ def _operator(name: str, send: Callable[..., None], schema: str) -> Any:
 
 
 report_forward = _operator(
-    "report_forward", _send_forward, f"Tensor out, Tensor number, bool graph, Tensor tap_id, {SCHEMA}"
+    "report_forward", _send_forward, f"Tensor out, Tensor number, bool graph, Tensor tap_id, {FLAT_CALL}"
 )
 report_backward = _operator(
-    "report_backward", _send_backward, f"Tensor gradient, Tensor number, Tensor tap_id, {SCHEMA}"
+    "report_backward", _send_backward, f"Tensor gradient, Tensor number, Tensor tap_id, {FLAT_CALL}"
 )
 report_gradients = _operator(
     "report_gradients", _send_gradients, "Tensor tap_id, Tensor query, Tensor key, Tensor value"

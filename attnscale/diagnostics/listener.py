@@ -23,15 +23,15 @@ from attnscale.call.tap import CallEvent
 from attnscale.diagnostics.alerts import Notices
 from attnscale.diagnostics.records.tally import Tally, salt_of
 from attnscale.statistics import sample_rows
-from attnscale.statistics.rows.angles import angle_parts
 from attnscale.statistics.rows.quantities import (
+    MeasuredQuantities,
+    angle_parts,
     backward_quantities,
     compared_quantities,
     forward_quantities,
     measure_quantities,
+    score_gradients,
 )
-from attnscale.statistics.rows.row_measures import RowMeasures
-from attnscale.statistics.rows.score_gradients import score_gradients
 
 # The number of a call that is not known.
 UNKNOWN = -1
@@ -120,7 +120,7 @@ class MeasuredCall(NamedTuple):
     """A call that was measured in forward and whose backward may still come."""
 
     sources: TensorIdentity
-    measures: RowMeasures  # of its sampled rows
+    measures: MeasuredQuantities  # of its sampled rows
     tally: Tally  # where it was counted
     salt: int  # of the keys of its rows
 

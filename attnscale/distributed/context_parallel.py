@@ -9,14 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from attnscale.attention import finished
+from attnscale.attention import bind, finished
 from attnscale.backends import dispatch
 from attnscale.backends.sdpa import beneath_context_parallel
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
-from attnscale.call.layout import read_layout
 from attnscale.call.parse import describe
-from attnscale.call.score_options import check_sinks, default_scale, read_numbers
 from attnscale.call.tap import Tap
 from attnscale.distributed.gather import Gather, gather_keys
 from attnscale.distributed.ring import Ring
@@ -25,7 +23,6 @@ from attnscale.distributed.ulysses import Ulysses
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.adaptive import ScorePolicy, reads_scores
-from attnscale.policies.build import resolve
 from attnscale.policies.temperature import check_beta, temperature
 from attnscale.statistics import AttentionOutput, RowPlaces, RowStats, Span, StatsRequest, checked_request
 
@@ -48,7 +45,7 @@ class SequenceRules(TypedDict, total=False):
 class Exchange(Protocol):
     """One of the three methods, with the tokens of a call."""
 
-    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+    def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
         """What `from_stats` of a policy is given for the rows of this process."""
         ...
 
@@ -109,32 +106,31 @@ def context_parallel_attention(
     """
     if method not in METHODS:
         reject("method", method, f"one of {', '.join(map(repr, METHODS))}")
-    dispatch.check_backend(backend)
-    chosen, request = resolve(policy), None if request is None else checked_request(request)
-    layout = read_layout(query, key, value, enable_gqa)
-    scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
-    check_sinks(layout, sinks, query.device)
+    request = None if request is None else checked_request(request)
     _check_tokens(query, key, value, rules, method)
     if not isinstance(positions, TokenShards):
         positions = TokenShards.of(positions, mesh, query.shape[-2])
-    shards, device, tokens = positions, query.device, positions.tokens
-    call = AttentionCall(
-        query=layout.flatten_query(query),
-        key=layout.flatten_key(key),
-        value=layout.flatten_key(value),
-        context=describe(
-            layout, query.shape[-2], tokens, device, is_causal=is_causal, cache_offset=shards.own, **rules
-        ),
-        scale=default_scale(query) if scale is None else scale,
+    shards, tokens = positions, positions.tokens
+    layout, call, backend, chosen = bind(
+        query,
+        key,
+        value,
         dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        policy=policy,
+        backend=backend,
         softcap=softcap,
         sinks=sinks,
-        beta=1.0,
+        tokens=tokens,
+        cache_offset=shards.own,
+        **rules,
     )
 
     with beneath_context_parallel():
         if method == "ulysses":
-            whole = describe(layout, tokens, tokens, device, is_causal=is_causal, **rules)
+            whole = describe(layout, tokens, tokens, query.device, is_causal=is_causal, **rules)
             output, stats, call = _attend(Ulysses(call, shards, backend, whole, tap), call, chosen, request)
         elif tap is None or not tap.open:
             output, stats, call = _attend(BY_ROWS[method](call, shards, backend), call, chosen, request)
@@ -148,14 +144,28 @@ def _attend(
     exchange: Exchange, call: AttentionCall, policy: Policy, request: StatsRequest | None
 ) -> tuple[Tensor, RowStats, AttentionCall]:
     """Output, statistics, and the call with its β."""
-    call = replace(call, beta=_beta(exchange, call, policy))
-    return *exchange.measure(call.beta, request), call
+    call, known = _prepared(exchange, call, policy, request)
+    return *_measured(exchange, call, request, known), call
 
 
-def _beta(exchange: Exchange, call: AttentionCall, policy: Policy) -> float | Tensor:
-    if reads_scores(policy):
-        return check_beta(policy.from_stats(*exchange.score_statistics(policy)), call.query)
-    return temperature(policy, call.context, call.query)
+def _prepared(
+    exchange: Exchange, call: AttentionCall, policy: Policy, request: StatsRequest | None
+) -> tuple[AttentionCall, RowStats | None]:
+    """The call with its β, and the requested statistics of raw scores where β was made of them."""
+    if not reads_scores(policy):
+        return replace(call, beta=temperature(policy, call.context, call.query)), None
+    stats, through = exchange.score_statistics(policy, request)
+    call = replace(call, beta=check_beta(policy.from_stats(stats, through), call.query))
+    return call, stats if dispatch.shares_gaps(policy, request) else None
+
+
+def _measured(
+    exchange: Exchange, call: AttentionCall, request: StatsRequest | None, known: RowStats | None
+) -> AttentionOutput:
+    if request is None or known is None:
+        return exchange.measure(call.beta, request)
+    output, stats = exchange.measure(call.beta, replace(request, gap_thresholds=None, accumulation=None))
+    return AttentionOutput(output, dispatch.add_gaps(stats, known, call.row_beta().detach()))
 
 
 def _attend_reported(
@@ -173,12 +183,12 @@ def _attend_reported(
     them, which then need not: the same bytes travel. The gradients it is told are those of this process's tokens.
     """
     held = gather_keys(call.key.detach(), call.value.detach(), shards)
-    call = replace(call, beta=_beta(method(call, shards, backend, held), call, policy))
+    call, known = _prepared(method(call, shards, backend, held), call, policy, request)
     measured = replace(call, key=held[0], value=held[1], context=call.context.with_own_slots(True))
     found: list[RowStats] = []
 
     def run(passed: AttentionCall) -> Tensor:
-        output, stats = method(passed, shards, backend, held).measure(passed.beta, request)
+        output, stats = _measured(method(passed, shards, backend, held), passed, request, known)
         found.append(stats)
         return output
 

@@ -11,7 +11,6 @@ from torch.distributed import _functional_collectives as collectives
 
 from attnscale._util.processes import wait
 from attnscale.backends import dispatch
-from attnscale.backends.call_stats import counted
 from attnscale.call.attention_call import AttentionCall
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.policies.adaptive import ScorePolicy
@@ -31,15 +30,16 @@ class Gather:
         self._call = replace(call, key=key, value=value)
         self._backend = backend
 
-    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+    def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
-        return dispatch.score_statistics(policy, self._call, dispatch.choose(self._call, self._backend, by_row=True))
+        chosen = dispatch.choose(self._call, self._backend, by_row=True)
+        return dispatch.score_statistics(policy, self._call, chosen, request)
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
         """Output and statistics of the own rows."""
         call = replace(self._call, beta=beta)
         if request is None:
-            return AttentionOutput(dispatch.run(call, dispatch.choose(call, self._backend)), counted(call))
+            return AttentionOutput(dispatch.run(call, dispatch.choose(call, self._backend)), RowStats.counted(call))
         return dispatch.measure(call, request, dispatch.choose(call, self._backend, request))
 
 

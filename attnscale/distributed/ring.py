@@ -17,17 +17,17 @@ from torch.distributed import _functional_collectives as collectives
 
 from attnscale._util.processes import wait
 from attnscale.backends import dispatch
-from attnscale.backends.blockwise.backend import BlockwiseBackend, attend, blockwise_backward
-from attnscale.backends.call_stats import counted, softmax_stats
-from attnscale.backends.gaps import add_gaps
-from attnscale.call.attention_call import AttentionCall
+from attnscale.backends.blockwise import BlockwiseBackend
+from attnscale.call.attention_call import AttentionCall, FlatCall
 from attnscale.call.context import Context
 from attnscale.distributed.gather import gather_keys
-from attnscale.distributed.ring_gaps import RingGaps
+from attnscale.distributed.ring_statistics import add_first_share, add_gaps
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import BackendError
 from attnscale.policies.adaptive import ScorePolicy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
+from attnscale.statistics.rows.attend import attend_rows, rows_backward
+from attnscale.statistics.sampling import measure_statistics
 
 BLOCKWISE = BlockwiseBackend()
 
@@ -48,22 +48,22 @@ class Ring:
         self._call = replace(call, key=take_tokens(call.key, order), value=take_tokens(call.value, order))
         self._rotation = Rotation(shards, held)
 
-    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+    def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
         if policy.gradient == "through":
-            return dispatch.score_statistics(policy, self._with_all_keys(self._given), BLOCKWISE)
-        return self._statistics(replace(self._call, sinks=None), policy.request), None
+            return dispatch.score_statistics(policy, self._with_all_keys(self._given), BLOCKWISE, request)
+        return self._statistics(replace(self._call, sinks=None), dispatch.gaps_for(policy, request)), None
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
         """Output and statistics of the own rows."""
         call, rotation = replace(self._call, beta=beta), self._rotation
         found: list[RowStats] = []
         seeds = torch.randint(2**62, (rotation.shards.size,), device="cpu") if call.dropout_p > 0.0 else None
-        options = call, rotation, seeds, request is not None and request.entropy, found
+        options = call, rotation, seeds, partial_request(request), found
         tensors = call.query, call.key, call.value, call.row_beta(), call.sinks, call.bias
         output: Tensor = _RingAttention.apply(*options, *tensors)  # type: ignore[no-untyped-call]
         if request is None:
-            return AttentionOutput(output, counted(call))
+            return AttentionOutput(output, RowStats.counted(call))
         queries = call.query.shape[2]
         if request.rows is not None and request.rows < queries:
             rows = sample_rows(queries, request.rows, request.seed, output.device)
@@ -74,20 +74,24 @@ class Ring:
     def _statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         """Statistics without the output: only keys travel."""
         call = call.detached()
-        stats = counted(call)
+        stats = RowStats.counted(call)
         if request.softmax:
-            stats = reduce_outputs(call, self._rotation, entropy=request.entropy, values=False).stats
+            stats = reduce_outputs(call, self._rotation, partial_request(request), values=False).stats
         return self._finish(call, request, stats)
 
     @torch.no_grad()
     def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
-        """What was asked for, with the statistics of gaps, for which the keys travel twice more."""
-        stats = stats.only(request)._replace(with_sink=call.sinks is not None and request.softmax)
-        if not request.gaps:
-            return stats
+        """What was asked for, with the statistics for which the keys travel again."""
+        call, shards = call.detached(), self._rotation.keys
+        stats = stats._replace(with_sink=call.sinks is not None and request.softmax)
+        if request.first_share is not None:
+            stats = add_first_share(call, request.first_share, shards, self._rotation.local_slots, stats)
+        stats = stats.only(request)
         if request.accumulation == "exact":
-            return add_gaps(self._with_all_keys(call.detached()), request, stats)
-        return RingGaps(call.detached(), request, self._rotation.keys).add(stats)
+            found = measure_statistics(self._with_all_keys(call), request.gaps_alone())
+            names = ("gap_counts", "accumulation", "criticality")
+            return stats._replace(**{name: getattr(found, name) for name in names})
+        return add_gaps(call, request, shards, stats) if request.gaps else stats
 
     def _with_all_keys(self, call: AttentionCall) -> AttentionCall:
         """Rows against the keys of all processes in the order of the sequence, for their scores only."""
@@ -107,10 +111,25 @@ class Rotation:
         self.shards, self.held = shards, held
         self.places = shards.slots.sort(-1).values  # [P, B|1, L], as keys lie in their shards
 
-    def keys(self, call: AttentionCall) -> Iterator[AttentionCall]:
-        """The rows of a call against each shard of keys, the own first."""
+    def keys(self, call: AttentionCall) -> Iterator[tuple[int, AttentionCall]]:
+        """The rows of a call against each shard of keys, with the number of its process, the own first."""
         for source, (key, value) in self.forward(call, values=False):
-            yield self.part(call, source, key, value)
+            yield source, self.part(call, source, key, value)
+
+    def local_slots(self, source: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots [B|1, ...] of the sequence as slots of a shard, and whether they are in it."""
+        places = self.places[source]
+        batch = max(places.shape[0], slots.shape[0])
+        places, flat = places.expand(batch, -1).contiguous(), slots.expand(batch, *slots.shape[1:]).flatten(1)
+        local = torch.searchsorted(places, flat.contiguous()).clamp_(max=places.shape[1] - 1)
+        shape = batch, *slots.shape[1:]
+        return local.view(shape), (places.gather(-1, local) == flat).view(shape)
+
+    def global_slots(self, source: int, slots: Tensor) -> Tensor:
+        """Slots [B, H, Tq] of a shard as slots of the sequence; negative ones stay."""
+        places = self.places[source].expand(slots.shape[0], -1)
+        found = places.gather(-1, slots.clamp(min=0).flatten(1)).view(slots.shape)
+        return torch.where(slots < 0, slots, found)
 
     def forward(self, call: AttentionCall, *, values: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Each process's number, keys and values (or none), the own first."""
@@ -171,18 +190,24 @@ class Rotation:
         return self.places[source][:, None, None].expand(mask.shape[0], *mask.shape[1:3], -1)
 
 
+def partial_request(request: StatsRequest | None) -> StatsRequest:
+    """What has to be measured of each shard, so that the parts can be merged."""
+    return StatsRequest(entropy=request is not None and request.entropy, winner=request is not None and request.winner)
+
+
 def reduce_outputs(
-    call: AttentionCall, rotation: Rotation, *, entropy: bool, values: bool, seeds: Tensor | None = None
+    call: AttentionCall, rotation: Rotation, request: StatsRequest, *, values: bool, seeds: Tensor | None = None
 ) -> AttentionOutput:
     """The merged output and statistics of all shards, in fp32 at least; seeds are those of dropout in each shard."""
     # Rounded once, at the end: outputs of shards in half precision would each be rounded.
     call = replace(call, query=call.query.to(torch.promote_types(call.query.dtype, torch.float32)))
-    request = StatsRequest(entropy=entropy)
     total: AttentionOutput | None = None
     for source, (key, value) in rotation.forward(call, values=values):
         part = rotation.part(call, source, key, value)
-        output, *sums = attend(part, entropy=entropy, seed=None if seeds is None else seeds[source])
-        found = AttentionOutput(output, softmax_stats(part, request, *sums))
+        output, measures = attend_rows(part, request, seed=None if seeds is None else seeds[source])
+        measures = measures._replace(winner=rotation.global_slots(source, measures.winner))
+        stats = measures.to_stats(request, RowStats.counted(part, with_sink=True), part.row_beta())
+        found = AttentionOutput(output, stats)
         total = found if total is None else total.merge(found)
     return cast("AttentionOutput", total)  # a process group has at least one process
 
@@ -196,12 +221,12 @@ class _RingAttention(torch.autograd.Function):
         call: AttentionCall,
         rotation: Rotation,
         seeds: Tensor | None,
-        entropy: bool,
+        request: StatsRequest,
         found: list[RowStats],
         *tensors: Tensor | None,
     ) -> Tensor:
         plain = replace(call.detached(), dropout_p=call.dropout_p)
-        total = reduce_outputs(plain, rotation, entropy=entropy, values=True, seeds=seeds)
+        total = reduce_outputs(plain, rotation, request, values=True, seeds=seeds)
         found.append(total.stats)
         output = total.output.to(call.query.dtype)
         ctx.call, ctx.rotation, ctx.seeds = plain, rotation, seeds
@@ -223,15 +248,11 @@ class _RingAttention(torch.autograd.Function):
         for source, (its_key, its_value) in rotation.turn(key, value):
             if source != rotation.shards.rank:
                 travelling = wait(rotation.send(travelling))
-            part = rotation.part(call, source, its_key, its_value)
-            context = part.context
-            visibility = *context.bounds(), context.padding, context.mask
+            part = rotation.part(call, source, its_key.to(wide), its_value.to(wide))
+            part = replace(part, query=query.to(wide), beta=beta.to(wide))
             seed = None if ctx.seeds is None else ctx.seeds[source]
-            numbers = call.scale, call.softcap, call.dropout_p, dbias is not None
-            dq, dk, db, dv, of_mask, ds = blockwise_backward(
-                gradient.to(wide), query.to(wide), its_key.to(wide), beta.to(wide), *visibility, its_value.to(wide),
-                part.sinks, seed, output, lse, *numbers,
-            )  # fmt: skip
+            arguments = gradient.to(wide), output, lse, seed, False, dbias is not None
+            dq, dk, dv, db, of_mask, ds = rows_backward(*FlatCall.of(part), *arguments)
             dquery += dq
             dbeta += db
             dsinks = dsinks if part.sinks is None else ds

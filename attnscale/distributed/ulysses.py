@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from attnscale.backends import dispatch
-from attnscale.backends.call_stats import counted
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context
 from attnscale.call.tap import Tap
@@ -19,7 +18,6 @@ from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import reject
 from attnscale.policies.adaptive import ScorePolicy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
-from attnscale.statistics.gaps import Accumulation
 
 
 class Ulysses:
@@ -43,11 +41,10 @@ class Ulysses:
         sinks = None if call.sinks is None else call.sinks[own]
         self._call = replace(call, query=query, key=key, value=value, context=whole, sinks=sinks)
 
-    def score_statistics(self, policy: ScorePolicy) -> tuple[RowStats, Tensor | None]:
+    def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
         """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
-        stats, through = dispatch.score_statistics(
-            policy, self._call, dispatch.choose(self._call, self._backend, by_row=True)
-        )
+        chosen = dispatch.choose(self._call, self._backend, by_row=True)
+        stats, through = dispatch.score_statistics(policy, self._call, chosen, request)
         return self._stats_of_rows(stats), None if through is None else self._to_rows(through[..., None])[..., 0]
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
@@ -57,11 +54,11 @@ class Ulysses:
             beta = beta[..., 0]
         output, found = self._attend(replace(self._call, beta=beta), request)
         if request is None or found is None:
-            return AttentionOutput(self._to_rows(output), counted(self._rows))
+            return AttentionOutput(self._to_rows(output), RowStats.counted(self._rows))
         stats, queries = self._stats_of_rows(found), self._rows.query.shape[2]
         if request.rows is not None and request.rows < queries:
             rows = sample_rows(queries, request.rows, request.seed, output.device)
-            stats = _select(stats, rows)
+            stats = stats.select(rows)
         return AttentionOutput(self._to_rows(output), stats)
 
     def _attend(self, call: AttentionCall, request: StatsRequest | None) -> tuple[Tensor, RowStats | None]:
@@ -103,25 +100,19 @@ class Ulysses:
     @torch.no_grad()
     def _stats_of_rows(self, stats: RowStats) -> RowStats:
         """Statistics [B, H/P, T] of the own heads to those [B, H, L] of the own rows, by one collective."""
-        names = [name for name in _FLOATING if getattr(stats, name) is not None]
-        columns = [getattr(stats, name) for name in names]
-        columns += [] if stats.accumulation is None else list(stats.accumulation)
-        columns += [] if stats.gap_counts is None else list(stats.gap_counts.unbind(-1))
-        moved = counted(self._rows)._replace(with_sink=stats.with_sink)
-        if not columns:
+        moved = RowStats.counted(self._rows)._replace(with_sink=stats.with_sink)
+        found, structure = tree_flatten(stats._replace(rows=None, places=None))
+        tensors = [x for x in found if isinstance(x, Tensor)]
+        if not tensors:
             return moved
-        # In fp64, which holds counts of keys exactly.
-        found = list(self._to_rows(torch.stack([x.to(torch.float64) for x in columns], dim=-1)).unbind(-1))
-        dtype = next((x.dtype for x in columns if x.dtype.is_floating_point), torch.float32)
-        values: dict[str, Any] = {name: found.pop(0).to(dtype) for name in names}
-        if stats.accumulation is not None:
-            moved = moved._replace(accumulation=Accumulation(found.pop(0).to(dtype), found.pop(0).to(dtype)))
-        if stats.gap_counts is not None:
-            moved = moved._replace(gap_counts=torch.stack(found, dim=-1).to(torch.int64))
-        return moved._replace(**values)
-
-
-_FLOATING = ("lse", "max_logit", "w_max", "entropy", "criticality")
+        # One column for each number of a row, in fp64, which holds slots and counts of keys exactly.
+        columns = [x.reshape(*x.shape[:3], -1).to(torch.float64) for x in tensors]
+        parts = torch.split(self._to_rows(torch.cat(columns, dim=-1)), [x.shape[-1] for x in columns], dim=-1)
+        shaped = iter(
+            part.to(x.dtype).reshape(*part.shape[:3], *x.shape[3:]) for part, x in zip(parts, tensors, strict=True)
+        )
+        values: RowStats = tree_unflatten([next(shaped) if isinstance(x, Tensor) else x for x in found], structure)
+        return values._replace(visible=moved.visible, visible_given=moved.visible_given)
 
 
 def _repeated(x: Tensor, heads: int, size: int) -> Tensor:
@@ -130,15 +121,3 @@ def _repeated(x: Tensor, heads: int, size: int) -> Tensor:
     if heads % (x.shape[1] * times):
         reject("key heads", x.shape[1], f"a number that {size} processes can share; use method='gather' or 'ring'")
     return x if times == 1 else x.repeat_interleave(times, dim=1)
-
-
-def _select(stats: RowStats, rows: Tensor) -> RowStats:
-    """The statistics of some rows [R]."""
-    values: dict[str, Any] = {
-        name: getattr(stats, name)[..., rows] for name in _FLOATING if getattr(stats, name) is not None
-    }
-    if stats.accumulation is not None:
-        values["accumulation"] = Accumulation(*(end[..., rows] for end in stats.accumulation))
-    if stats.gap_counts is not None:
-        values["gap_counts"] = stats.gap_counts[..., rows, :]
-    return stats._replace(visible=stats.visible[..., rows], rows=rows, **values)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnscale.backends.reference import raw_scores
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.tap import Run, Tap
+from attnscale.call.tap import Listener, Run, Tap
 from attnscale.diagnostics import find_attention
-from attnscale.statistics import StatsRequest, row_statistics
-from attnscale.statistics.gaps import accumulation_scales
+from attnscale.statistics import StatsRequest
+from attnscale.statistics.gaps import HIDDEN, accumulation_scales
+from attnscale.statistics.rows.tiles import whole_row_scores
+from attnscale.statistics.sampling import measure_statistics
 
 RANKS = (2, 8, 16)  # Λ from these ranks on: the first ranks make it heavy-tailed
 FIRST_KEYS = 4  # left out of "without_first": an attention sink lies there, and inflates Λ
@@ -37,10 +38,10 @@ class RowTable(NamedTuple):
     values: Tensor
 
 
-class ChosenRows:
+class ChosenRows(Listener):
     """Measures the rows at given positions of the sequence; `offset` is how much of it was read before this forward.
 
-    It is the listener of its taps too: they ask whether it listens.
+    It is the listener of its taps, whose `report` measures before the call runs; nothing is measured in backward.
     """
 
     failed = False
@@ -51,14 +52,17 @@ class ChosenRows:
         self.listening = bool(self.positions)
         self.tables: list[RowTable] = []
 
+    def begin(self, graph: bool) -> int:
+        return 0  # calls are not told apart
+
     def tap(self, layer: str) -> Tap:
         """A tap for one layer."""
 
-        def report(tap_id: Tensor, call: AttentionCall, run: Run) -> Tensor:
-            self._measure(layer, call)
+        def report(tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None) -> Tensor:
+            self._measure(layer, call if measured is None else measured)
             return run(call)
 
-        return Tap(self, report)  # type: ignore[arg-type]
+        return Tap(self, report)
 
     def _measure(self, layer: str, call: AttentionCall) -> None:
         chosen = [p for p in self.positions if self.offset <= p < self.offset + call.query.shape[2]]
@@ -85,14 +89,14 @@ def listen_to_rows(model: nn.Module, positions: Sequence[int]) -> Iterator[Chose
 
 
 def measure_rows(call: AttentionCall) -> Tensor:
-    """`QUANTITIES` [H, R, Q] of all rows of a call of one sequence, from their scores [H, R, n]."""
-    scores, visible = raw_scores(call)[0], call.context.dense()
-    shown = torch.ones_like(scores, dtype=torch.bool) if visible is None else visible[0].expand_as(scores)
-    beta = call.row_beta()[0].to(scores.dtype)
-    stats = row_statistics(scores, beta, shown, StatsRequest(lse=False, max_logit=False))
-    late = shown.clone()
-    late[..., :FIRST_KEYS] = False
-    scales = [scale for mask in (shown, late) for scale in accumulation_scales(scores, RANKS, mask)]
-    criticality = beta / scales[RANKS.index(8)]
-    columns = [stats.visible.to(scores.dtype), beta, stats.w_max, stats.entropy, *scales, criticality]
-    return torch.stack(columns, dim=-1).cpu()
+    """`QUANTITIES` [H, R, Q] of all rows of a call of one sequence."""
+    stats = measure_statistics(call, StatsRequest(lse=False, max_logit=False))
+    scales = stats.w_max.new_zeros(*stats.w_max.shape, 2 * len(RANKS))
+    for rows, block, scores in whole_row_scores(call):
+        of_all = accumulation_scales(scores, RANKS)
+        scores[..., : max(0, FIRST_KEYS - block.left)] = HIDDEN
+        rows.store(scales, block, torch.stack([*of_all, *accumulation_scales(scores, RANKS)], dim=-1))
+    beta = call.row_beta().to(scales.dtype)
+    criticality = beta / scales[..., RANKS.index(8)]
+    columns = [stats.visible.to(scales.dtype), beta, stats.w_max, stats.entropy, *scales.unbind(-1), criticality]
+    return torch.stack(columns, dim=-1)[0].cpu()

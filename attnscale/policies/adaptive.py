@@ -87,9 +87,9 @@ class GapAdaptive(ScorePolicy):
     """β = r·Λ, with Λ the accumulation scale of the row's own gaps, between `floor` and `ceiling`.
 
     r > 1 guarantees w_max ≥ 1/ζ(r), 0.6079 for the default of 2; `target_w_max` chooses r from it and needs
-    `min_rank=2`. Λ is the upper end of its bracket, at most 6.25 % too large (25 % from the Triton kernels), which
-    keeps the guarantee; `exact=True` sorts instead. A tie at the top has Λ = ∞ and gets the ceiling, without the
-    guarantee; `RowStats.at_ceiling` marks such rows.
+    `min_rank=2`. Λ is the upper end of its bracket, which keeps the guarantee and is too large by at most
+    `statistics.gaps.BRACKET_WIDTH`; `exact=True` sorts instead. A tie at the top has Λ = ∞ and gets the ceiling,
+    without the guarantee; `RowStats.at_ceiling` marks such rows.
 
     `scope="head"` uses a running estimate per head: 1/Λ = a + b/ln n, fitted to the rows of every training call with
     exponential forgetting (`momentum`). Averaging 1/Λ is robust against the heavy tail of Λ. What one call contributes

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnscale._util.checks import check_scores, read_int
+from attnscale_kernels.gaps import bins
 
-# For the bracket: ranks taken exactly, and the bins behind them, sixteen to the octave. A bin is at most 1/16 wide, so
-# the upper end of a bracket is at most 6.25 % above the lower one.
-TOP = 4
-STEPS_PER_OCTAVE = 16
+# How far the upper end of a bracket of Λ is above the lower one, at most and relative to it; the same in the kernels.
+BRACKET_WIDTH = bins.WIDTH
+
+# Columns in which the largest values of a row are looked for.
+LEAST_COLUMNS = 64
 
 # The score of a hidden key in tiles: finite, so that a weight of 0 times its logit is 0 and not NaN.
 HIDDEN = -1e30
@@ -96,79 +98,89 @@ def count_gaps(
     scores = prepared(scores, mask)
     if not scores.shape[-1]:
         return torch.zeros(*scores.shape[:-1], len(thresholds), dtype=torch.int64, device=scores.device)
-    # An infinite threshold must not admit hidden keys, and in a row without any other no threshold may.
-    edges = torch.tensor([min(t, FAR) for t in thresholds], dtype=scores.dtype, device=scores.device)
     top = scores.amax(-1, keepdim=True) if best is None else best[..., None]
-    gaps, edges = top - scores, torch.where(top > -FAR, edges, -1.0)
-    return torch.stack([(gaps <= edges[..., i, None]).sum(-1) for i in range(edges.shape[-1])], dim=-1)
+    return count_within(top - scores, top, thresholds)
+
+
+def count_within(gaps: Tensor, best: Tensor, thresholds: tuple[float, ...], room: Tensor | None = None) -> Tensor:
+    """N(t) [..., thresholds] as int64, of gaps [..., K] below the best score [..., 1]; `room` is overwritten.
+
+    With `room`, ones and zeros are added up as floating numbers: on the CPU, adding up bools is several times slower.
+    """
+    # An infinite threshold must not admit hidden keys, and in a row without any other no threshold may.
+    within = [torch.le(gaps, min(t, FAR), out=room).sum(-1, dtype=gaps.dtype) for t in thresholds]
+    counts = torch.stack(within, dim=-1) if within else gaps[..., :0]
+    return counts.to(torch.int64).masked_fill_(best <= -FAR, 0)
 
 
 class Spectrum(NamedTuple):
-    """What a bracket of Λ needs of a row: its best scores, and a histogram of the gaps of all keys."""
+    """What a bracket of Λ from rank k on needs of a row: its k best scores, and a histogram of the gaps of all keys."""
 
-    best: Tensor  # [..., ranks] in falling order, −∞ where there are no more
-    counts: Tensor  # [..., bins + 2]: keys up to the gap t of the last of these, in each bin beyond, and beyond all
+    best: Tensor  # [..., k] in falling order, −∞ or `HIDDEN` where there are no more
+    counts: Tensor  # [..., BINS], see `attnscale_kernels.gaps.bins`
 
 
 def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Accumulation:
-    """Λ [...] between two bounds at most 6.25 % apart, from the best scores and a histogram: streaming, no sort.
+    """Λ [...] between two bounds, at most `BRACKET_WIDTH` apart, from the best scores and a histogram: no sort.
 
     >>> bracket_accumulation(torch.tensor([[0.0, -1.0, -1.0, -1.0]])).upper
     tensor([1.3863])
     """
     min_rank = read_int("min_rank", min_rank, "an int >= 2", least=2)
-    return bracket(take_spectrum(prepared(scores, mask).clone(), min_rank, scores.shape[-1]), min_rank)
+    scores = prepared(scores, mask)
+    best = largest(scores, min_rank)
+    return bracket(Spectrum(best, count_bins(best, best[..., :1] - scores)))
 
 
-def empty_spectrum(rows: Tensor, min_rank: int, longest: int) -> Spectrum:
-    """Of rows [...] without keys, with enough bins for rows of `longest` keys."""
-    best = rows.new_full((*rows.shape, max(TOP, min_rank)), -math.inf)
-    return Spectrum(best, rows.new_zeros(*rows.shape, _bins(longest, min_rank) + 2))
+def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
+    """How many of the gaps [..., Tk] lie in each bin, [..., BINS], given the best scores of the rows; overwrites gaps.
 
-
-def take_spectrum(scores: Tensor, min_rank: int, longest: int) -> Spectrum:
-    """The best scores of each row [..., Tk], and a histogram of all; overwrites the scores."""
-    best = largest(scores, max(TOP, min_rank))
-    return spectrum_of(best, torch.sub(best[..., :1], scores, out=scores), min_rank, longest)
-
-
-def spectrum_of(best: Tensor, gaps: Tensor, min_rank: int, longest: int) -> Spectrum:
-    """From the best scores [..., ranks] and the gaps [..., Tk] between the first and every key; overwrites the gaps."""
-    return Spectrum(best, _histogram(gaps.mul_(1 / _reach(best)[..., None]), _bins(longest, min_rank)))
-
-
-def bracket(spectrum: Spectrum, min_rank: int) -> Accumulation:
-    """Λ from the spectrum of each row.
-
-    The first ranks, up to gap t, are exact. Behind them, gaps are binned by the leading bits of gap/t: with N(b) keys
-    up to the end of a bin (a, b], a rank inside it has a slope of at most ln N(b)/a, and one of at least ln N(b)/b
-    exists. An empty bin says no more than the one before it.
+    The leading bits of a floating number are its octave and the linear step within: no logarithm is needed. Keys of the
+    same rows in several parts are counted one after another and added up.
     """
-    best = spectrum.best
-    known = _slopes(best, min_rank).amax(-1)
-    ln_counts = spectrum.counts[..., :-1].cumsum(-1).log_()  # of N up to the end of each bin; the last is out of reach
-    slack = 8 * torch.finfo(best.dtype).eps  # of gap/t, and so of the edges
-    edges = _edges(spectrum.counts.shape[-1] - 2, best)
-    lower, upper = (
-        (ln_counts / part).amax(-1) / _reach(best) for part in (edges[1:] * (1 + slack), edges[:-1] * (1 - slack))
-    )
-    open_ = (known > 0) & (known < math.inf) & (best[..., -1] > -FAR)
-    lower = torch.where(open_, torch.maximum(known, lower), known)
-    return Accumulation(lower, torch.where(open_, torch.maximum(lower, upper), known))
+    ratios = gaps.mul_(((2 + bins.EPSILON) / _reach(best))[..., None]).sub_(bins.EPSILON)
+    integer, mantissa = (torch.int32, 23) if ratios.dtype == torch.float32 else (torch.int64, 52)
+    shift = mantissa - int(math.log2(bins.STEPS_PER_OCTAVE))
+    two = int(torch.full((), 2.0, dtype=ratios.dtype, device="cpu").view(integer)) >> shift
+    index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(two, two + bins.BINS - 1)  # a NaN is clamped too
+    rows = ratios.shape[:-1]
+    if ratios.device.type != "cpu":  # there, bincount would synchronise
+        empty = torch.zeros(*rows, bins.BINS, dtype=ratios.dtype, device=ratios.device)
+        return empty.scatter_add_(-1, (index - two).to(torch.int64), empty.new_ones(()).expand(index.shape))
+    offset = torch.arange(rows.numel(), dtype=integer, device="cpu").view(*rows, 1) * bins.BINS - two
+    counts = torch.bincount(index.add_(offset).flatten(), minlength=rows.numel() * bins.BINS)
+    return counts.view(*rows, bins.BINS).to(ratios.dtype)
+
+
+def bracket(spectrum: Spectrum) -> Accumulation:
+    """Λ from the spectrum of each row: 0 for a row of fewer keys than ranks, ∞ for a tie, NaN for a row with a NaN."""
+    best, reach, rank = spectrum.best, _reach(spectrum.best), spectrum.best.shape[-1]
+    edges = torch.tensor([bins.bin_start(i) for i in range(bins.BINS)], dtype=best.dtype, device=best.device)
+    ln_counts = spectrum.counts.cumsum(-1).clamp_(min=1.0).log_()  # of N up to the end of each bin
+    upper = (ln_counts / edges).amax(-1) * ((1 + bins.SLACK) / reach)
+    lower = (ln_counts[..., :-1] / edges[1:]).amax(-1).clamp(min=math.log(rank)) * ((1 - bins.SLACK) / reach)
+    gap = best[..., 0] - best[..., -1]  # NaN or 1e30 and more where there are too few keys
+    lower = torch.where(gap < FAR, torch.where(gap == 0, math.inf, lower), 0.0)
+    upper = torch.where(gap < FAR, torch.where(gap >= bins.TIED_BELOW, upper, math.inf), 0.0)
+    broken = best[..., 0].isnan() | (best[..., -1] == math.inf)
+    return Accumulation(*(end.masked_fill(broken, math.nan) for end in (lower, upper)))
 
 
 def largest(x: Tensor, ranks: int) -> Tensor:
     """The largest values [..., ranks] of each row [..., K], in falling order; −∞ where there are no more.
 
-    With the row cut into four runs under each other, the largest are in the columns whose maxima are largest: a fast
+    With the row cut into runs under each other, the largest are in the columns whose maxima are largest: a fast
     reduction and two short searches instead of one long search.
     """
-    runs, keys = 4, x.shape[-1]
-    width = keys // runs
-    if width < 64 * ranks:
+    if ranks == 1:
+        return x.amax(-1, keepdim=True)
+    keys = x.shape[-1]
+    width = max(LEAST_COLUMNS, 8 * ranks)
+    runs = keys // width
+    if runs < 4:
         found = x.topk(min(ranks, keys), dim=-1).values
         return found if keys >= ranks else pad(found, (0, ranks - keys), value=-math.inf)
-    side_by_side = x[..., : runs * width].view(*x.shape[:-1], runs, width)
+    side_by_side = x[..., : runs * width].unflatten(-1, (runs, width))  # type: ignore[no-untyped-call]
     columns = side_by_side.amax(-2).topk(ranks, dim=-1, sorted=False).indices
     found = side_by_side.gather(-1, columns[..., None, :].expand(*x.shape[:-1], runs, ranks)).flatten(-2)
     if keys > runs * width:
@@ -177,43 +189,9 @@ def largest(x: Tensor, ranks: int) -> Tensor:
 
 
 def _reach(best: Tensor) -> Tensor:
-    """t: the gap of the last of the best scores, or 1 where there is none or it is a tie."""
+    """The gap of the last of the best scores, or 1 where there is none or it is (nearly) a tie."""
     gap = best[..., 0] - best[..., -1]
-    return torch.where((gap > 0) & (gap < FAR), gap, 1.0)
-
-
-def _bins(longest: int, min_rank: int) -> int:
-    """How many bins matter: Λ is at least ln(ranks)/t, which no row of n keys can better beyond t·ln n/ln(ranks)."""
-    reach = max(1.0, math.log(max(longest, 1)) / math.log(max(TOP, min_rank)))
-    octave = int(math.log2(reach))
-    return STEPS_PER_OCTAVE * octave + int(STEPS_PER_OCTAVE * (reach / 2**octave - 1)) + 1
-
-
-def _histogram(ratios: Tensor, bins: int) -> Tensor:
-    """Counts [..., bins + 2] of ratios [..., Tk] below 1, in each sixteenth of an octave, and beyond; overwrites them.
-
-    The leading bits of a floating number are its octave and the linear step within: no logarithm is needed.
-    """
-    rows, width = ratios.shape[:-1], bins + 2
-    integer, mantissa = (torch.int32, 23) if ratios.dtype == torch.float32 else (torch.int64, 52)
-    shift = mantissa - int(math.log2(STEPS_PER_OCTAVE))
-    one = int(torch.ones((), dtype=ratios.dtype, device="cpu").view(integer)) >> shift
-    index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(one - 1, one + bins)  # a NaN is clamped too
-    if ratios.device.type != "cpu":  # there, bincount would synchronise
-        index = (index - (one - 1)).to(torch.int64)
-        empty = torch.zeros(*rows, width, dtype=ratios.dtype, device=ratios.device)
-        return empty.scatter_add_(-1, index, empty.new_ones(()).expand(index.shape))
-    offset = torch.arange(rows.numel(), dtype=integer, device=ratios.device).view(*rows, 1) * width + (1 - one)
-    counts = torch.bincount(index.add_(offset).flatten(), minlength=rows.numel() * width)
-    return counts.view(*rows, width).to(ratios.dtype)
-
-
-def _edges(bins: int, like: Tensor) -> Tensor:
-    """The edges of all bins as multiples of t, beginning with 1 twice: the first bin holds all gaps up to t."""
-    number = torch.arange(bins, dtype=like.dtype, device=like.device)
-    octaves = number.div(STEPS_PER_OCTAVE, rounding_mode="floor")
-    ends = 2**octaves * (1 + (number % STEPS_PER_OCTAVE + 1) / STEPS_PER_OCTAVE)
-    return torch.cat([ends.new_ones(2), ends])
+    return torch.where((gap >= bins.TIED_BELOW) & (gap < FAR), gap, 1.0)
 
 
 def prepared(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Literal
 
 from attnscale._util.checks import check_flag, read_int, read_number
+from attnscale._util.schema import operator_schema
 from attnscale.errors import reject, reject_type
+
+# The statistics of weights that a forward pass gives.
+SOFTMAX = ("lse", "max_logit", "w_max", "entropy", "winner")
 
 
 @dataclass(frozen=True)
 class StatsRequest:
     """Which statistics to compute; what is not asked for costs nothing.
 
-    `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ, "exact" by sorting each row or as a
-    "bracket" at most 6.25 % wide (25 % from the Triton kernels), from rank `min_rank` on. `rows` samples that
-    many rows, spread over the positions and chosen by `seed`; None is all of them.
+    `winner` is the slot of the key with the largest weight, `first_share=s` the weight of the first s keys that a row
+    sees. `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ from rank `min_rank` on,
+    "exact" by sorting each row, or as a "bracket" of relative width `statistics.gaps.BRACKET_WIDTH` at most. `rows`
+    samples that many rows, spread over the positions and chosen by `seed`; None is all of them.
     """
 
     w_max: bool = True
@@ -28,10 +33,15 @@ class StatsRequest:
     min_rank: int = 2
     rows: int | None = None
     seed: int = 0
+    winner: bool = False
+    first_share: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("w_max", "entropy", "lse", "max_logit"):
+        for name in SOFTMAX:
             check_flag(name, getattr(self, name))
+        if self.first_share is not None:
+            first_share = read_int("first_share", self.first_share, "an int >= 1 or None", least=1)
+            object.__setattr__(self, "first_share", first_share)
         if self.gap_thresholds is not None:
             given = self.gap_thresholds
             if isinstance(given, str) or not isinstance(given, Iterable):
@@ -50,14 +60,30 @@ class StatsRequest:
         object.__setattr__(self, "seed", seed)
 
     @property
+    def of_softmax(self) -> tuple[str, ...]:
+        """The names of what is asked for and needs a pass over all logits."""
+        return tuple(name for name in SOFTMAX if getattr(self, name))
+
+    @property
     def softmax(self) -> bool:
-        """Whether anything is asked for that needs the weights."""
-        return self.w_max or self.entropy or self.lse or self.max_logit
+        """Whether a pass over all logits is needed."""
+        return bool(self.of_softmax) or self.first_share is not None
 
     @property
     def gaps(self) -> bool:
         """Whether anything is asked for that needs the gaps of raw scores."""
         return self.gap_thresholds is not None or self.accumulation is not None
+
+    def gaps_alone(self) -> StatsRequest:
+        """The same without what needs a pass over all logits."""
+        return replace(self, w_max=False, entropy=False, lse=False, max_logit=False, winner=False, first_share=None)
+
+    def flat(self) -> tuple[Any, ...]:
+        """What an operator is given for all rows of a call; `StatsRequest(*flat)` is the inverse."""
+        return astuple(replace(self, rows=None, seed=0))
+
+
+FLAT_REQUEST = operator_schema(StatsRequest)
 
 
 def checked_request(request: object) -> StatsRequest:

@@ -15,11 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from attnscale._util.tracing import is_watched
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.lengths import count_visible
 from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
-from attnscale.statistics.request import StatsRequest
+from attnscale.statistics.request import SOFTMAX, StatsRequest
 from attnscale.statistics.row_places import RowPlaces, Span, join_places
-from attnscale.statistics.shares import Shares, SoftmaxPart, join_parts
+
+# A largest weight below this is that of keys beside a far larger sink, and its reciprocal may not be finite.
+LEAST_WEIGHT = 1e-30
 
 
 class RowStats(NamedTuple):
@@ -40,6 +44,8 @@ class RowStats(NamedTuple):
     gap_counts: Tensor | None = None  # [B, H, Tq, thresholds]
     accumulation: Accumulation | None = None
     criticality: Tensor | None = None  # β/Λ, with the middle of the bracket
+    winner: Tensor | None = None  # int64: the slot of the key with the largest weight, −1 in a row without one
+    first_share: Tensor | None = None  # weight of the first keys that the row sees, where attention sinks lie
     at_ceiling: Tensor | None = None  # bool: an adaptive β was cut off there, and has lost its certificate
     rows: Tensor | None = None  # [R], which rows were sampled
     with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
@@ -47,10 +53,16 @@ class RowStats(NamedTuple):
     places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
     heads: Span | None = None  # their numbers in the whole layer, where `HeadParallel` has spread it over processes
 
+    @classmethod
+    def counted(cls, call: AttentionCall, *, with_sink: bool = False) -> RowStats:
+        """n of every row [B, H, Tq] of a call, and no other statistic yet."""
+        visible = count_visible(call.context).expand(call.query.shape[:3])
+        with_sink = with_sink and call.sinks is not None
+        return cls(visible, with_sink=with_sink, visible_given=call.context.visible is not None)
+
     def only(self, request: StatsRequest) -> RowStats:
         """The same without those statistics of the softmax that are not asked for."""
-        names = ("lse", "max_logit", "w_max", "entropy")
-        unasked: dict[str, Any] = {name: None for name in names if not getattr(request, name)}
+        unasked: dict[str, Any] = {name: None for name in SOFTMAX if not getattr(request, name)}
         return self._replace(**unasked)
 
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
@@ -60,7 +72,8 @@ class RowStats(NamedTuple):
         sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge them
         in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys
         already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
-        `common_maximum`. Λ cannot be merged.
+        `common_maximum`. `winner` is that of the side with the larger logit, so that both sides must number their keys
+        alike. Λ and `first_share` cannot be merged.
 
         >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)
@@ -77,6 +90,8 @@ class RowStats(NamedTuple):
                 merged["entropy"] = _merge_entropy((shares.first, self.entropy), (shares.second, other.entropy))
         if self.max_logit is not None:
             merged["max_logit"] = torch.maximum(self.max_logit, other.max_logit)
+            if self.winner is not None and other.winner is not None:
+                merged["winner"] = torch.where(self.max_logit >= other.max_logit, self.winner, other.winner)
         if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             merged["gap_counts"] = self.gap_counts + other.gap_counts
         return RowStats(
@@ -100,6 +115,10 @@ class RowStats(NamedTuple):
         """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""
         found: RowStats = tree_map_only(Tensor, restore, self._replace(rows=None, places=None))
         return found._replace(rows=self.rows, places=self.places)
+
+    def select(self, rows: Tensor) -> RowStats:
+        """Statistics [B, H, Tq, ...] of some rows [R]."""
+        return self.restored(lambda x: x.index_select(2, rows))._replace(rows=rows)
 
     def _known_places(self) -> RowPlaces | None:
         """The places, unless statistics of some of the rows were cut out since."""
@@ -150,10 +169,12 @@ def finite(x: Tensor) -> Tensor:
 
 def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
     """Refuse two sets of statistics that do not belong to the same rows, or that contain the same thing twice."""
-    names = ["lse", "max_logit", "entropy", *(["gap_counts"] if common_maximum else [])]
+    names = ["lse", "max_logit", "entropy", "winner", *(["gap_counts"] if common_maximum else [])]
     for name in names:
         if (getattr(a, name) is None) != (getattr(b, name) is None):
             raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
+    if a.winner is not None and a.max_logit is None:
+        raise ArgumentError("winner without max_logit is not accepted: expected both, to compare the two sides")
     if a.entropy is not None and a.lse is None:
         raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
     for name in ("visible", *names):
@@ -200,3 +221,45 @@ def _merge_entropy(*sides: tuple[Tensor, Tensor]) -> Tensor:
     for share, entropy in sides:
         total = total + share * entropy + torch.special.entr(share)
     return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing
+
+
+class SoftmaxPart(NamedTuple):
+    """The sum of e^logit over some keys: e^lse, or e^max_logit / w_max where both are known.
+
+    The second is the more exact: lse is rounded relative to its own size, which e^lse makes an error of the weights.
+    """
+
+    lse: Tensor
+    max_logit: Tensor | None = None
+    w_max: Tensor | None = None
+
+    def scaled(self) -> tuple[Tensor, Tensor]:
+        """The sum as e^a·b; −∞ and 1 for a row without keys."""
+        if self.max_logit is None or self.w_max is None:
+            return self.lse, torch.ones_like(self.lse)
+        usable = self.w_max > LEAST_WEIGHT
+        scale = torch.where(usable, self.max_logit, self.lse)
+        return scale, torch.where(usable, self.w_max, 1.0).reciprocal()
+
+
+class Shares(NamedTuple):
+    """The shares of two parts, and lse and the largest weight of both together."""
+
+    first: Tensor
+    second: Tensor
+    lse: Tensor
+    w_max: Tensor | None
+
+
+def join_parts(first: SoftmaxPart, second: SoftmaxPart) -> Shares:
+    """The parts of disjoint keys, joined; in a row without keys both shares are 0."""
+    (a, of_a), (b, of_b) = first.scaled(), second.scaled()
+    top = torch.maximum(a, b)
+    pivot = top.masked_fill(top == -math.inf, 0.0)
+    of_a, of_b = of_a * torch.exp(a - pivot), of_b * torch.exp(b - pivot)
+    total = of_a + of_b
+    divisor = torch.where(total == 0, 1.0, total)
+    w_max = None
+    if first.max_logit is not None and second.max_logit is not None:
+        w_max = torch.exp(torch.maximum(first.max_logit, second.max_logit) - pivot) / divisor
+    return Shares(of_a / divisor, of_b / divisor, top + total.log(), w_max)

@@ -1,4 +1,4 @@
-"""Which rows of a call are sampled."""
+"""Which rows of a call are sampled, and their statistics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 from attnscale._util import state
+from attnscale.call.attention_call import AttentionCall
+from attnscale.statistics.request import StatsRequest
+from attnscale.statistics.row_stats import RowStats
+from attnscale.statistics.rows.attend import measure_rows
+from attnscale.statistics.rows.chosen_slots import first_share
 
 
 def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
@@ -34,3 +39,20 @@ def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tens
     turn = torch.randint(max(queries, 1), (1,), generator=generator, device="cpu")
     chosen = (edges[:-1] + (draw * width).to(torch.int64) + turn) % max(queries, 1)
     return chosen.sort().values.to(device)
+
+
+def measure_sampled_rows(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """The statistics of the rows that a request samples, as [B, H, R]."""
+    queries = call.query.shape[2]
+    rows = sample_rows(queries, queries if request.rows is None else request.rows, request.seed, call.query.device)
+    return measure_statistics(call.detached().select(rows), request)._replace(rows=rows.clone())
+
+
+def measure_statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """The statistics of all rows of a call, as [B, H, Tq], without its output."""
+    known = RowStats.counted(call, with_sink=request.softmax)
+    measures = measure_rows(call, request)
+    stats = measures.to_stats(request, known, call.row_beta().detach())
+    if request.first_share is None:
+        return stats
+    return stats._replace(first_share=first_share(call, request.first_share, measures.lse))

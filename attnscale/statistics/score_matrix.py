@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnscale._util.checks import check_broadcasts, check_scores
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest, checked_request
 from attnscale.statistics.row_stats import RowStats
-from attnscale.statistics.rows.row_measures import measure_tiles
-from attnscale.statistics.rows.score_tile import ScoreTile
+from attnscale.statistics.rows.measures import RowMeasures, add_keys, measure_gaps, softmax_measures
+from attnscale.statistics.rows.tiles import LOG2E
 
 
 def row_statistics(
@@ -35,13 +36,25 @@ def row_statistics(
     beta = torch.as_tensor(beta, dtype=scores.dtype, device=scores.device).detach()
     check_broadcasts("beta", beta, scores.shape[:-1])
     beta = beta.expand(scores.shape[:-1])
-    if mask is None:
-        mask = torch.ones((), dtype=torch.bool, device=scores.device)
+    mask = torch.ones((), dtype=torch.bool, device=scores.device) if mask is None else mask
     mask = mask.expand(scores.shape)
-    tile = ScoreTile.without_keys(beta)
-    if scores.shape[-1]:
-        tile = ScoreTile(scores.clamp(min=HIDDEN).masked_fill(~mask, 0.0), mask.to(scores.dtype), beta)
+    known = RowStats(mask.sum(-1), with_sink=sinks is not None and request.softmax)
+    if not scores.shape[-1]:  # one hidden slot, as reductions need one
+        scores, mask = pad(scores, (0, 1)), pad(mask, (0, 1))
+    scores = scores.clamp(min=HIDDEN).masked_fill(~mask, HIDDEN)
+    logits = (scores * (beta * LOG2E)[..., None]).masked_fill(scores <= HIDDEN / 2, HIDDEN)
+    sums = add_keys(None, logits.clone(), request)
     sink_logits = None if sinks is None else sinks.detach()[:, None]
-    measures = measure_tiles(lambda: (tile,), request, sink_logits, keys=scores.shape[-1])
-    stats = measures.to_stats(request, mask.sum(-1), beta)
-    return stats._replace(with_sink=sinks is not None and request.softmax)
+    moment = None if sums.moment is None else sums.moment[..., 0]
+    softmax = softmax_measures(sums.top[..., 0], sums.total[..., 0], moment, sink_logits)
+    gaps = measure_gaps(scores, request)
+    nothing = torch.zeros_like(beta)
+    winner = nothing if sums.winner is None else torch.where(sums.top > HIDDEN / 2, sums.winner, -1)[..., 0]
+    floats = (nothing if x is None else x for x in (gaps.lower, gaps.upper, gaps.prominence))
+    counts = nothing[..., None] if gaps.gap_counts is None else gaps.gap_counts
+    stats = RowMeasures._make([*softmax, *floats, winner, counts]).to_stats(request, known, beta)
+    if request.first_share is None:
+        return stats
+    first = mask & (mask.cumsum(-1) <= request.first_share)
+    weights = torch.where(first, torch.exp(logits / LOG2E - softmax.lse[..., None]), 0.0)
+    return stats._replace(first_share=weights.sum(-1).clamp(max=1.0))

@@ -9,10 +9,20 @@ from oracle import additive, assert_within_budget, differentiate, exact, tensors
 from torch.utils.checkpoint import checkpoint
 
 from attnscale import StatsRequest, attention_with_stats, build_policy, scaled_dot_product_attention
-from attnscale.backends import tiles
-from attnscale.backends.blockwise.backend import blockwise_forward
+from attnscale.call.attention_call import AttentionCall, FlatCall
+from attnscale.call.context import Context
+from attnscale.statistics.rows import tiles
+from attnscale.statistics.rows.attend import NOTHING, attend_rows, rows_forward
 
 TOKENS = 37
+
+
+def causal_call(q, k, v, beta, bias=None, sinks=None, *, scale, softcap=None, dropout_p=0.0):
+    """A call by its parts, so that gradients can be taken of each."""
+    context = Context(q.shape[2], k.shape[2], q.device, causal=True, mask=bias)
+    return AttentionCall(q, k, v, context, scale, dropout_p, softcap, sinks, beta)
+
+
 FEATURES = {
     "full": {},
     "causal": {"is_causal": True},
@@ -107,10 +117,9 @@ def test_gradients_reach_beta_bias_and_sinks():
     beta = (torch.rand(1, 2, 5, dtype=torch.float64) + 0.5).requires_grad_()
     bias = torch.randn(1, 2, 5, 5, dtype=torch.float64).requires_grad_()
     sinks = torch.randn(2, dtype=torch.float64).requires_grad_()
-    start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
 
     def attend(q, k, v, beta, bias, sinks):
-        return blockwise_forward(q, k, beta, start, stop, None, bias, v, sinks, None, 0.7, 3.0, 0.0, False)[0]
+        return attend_rows(causal_call(q, k, v, beta, bias, sinks, scale=0.7, softcap=3.0)).out
 
     assert torch.autograd.gradcheck(attend, (q, k, v, beta, bias, sinks))
 
@@ -118,10 +127,9 @@ def test_gradients_reach_beta_bias_and_sinks():
 def test_gradients_reach_beta_where_it_is_folded():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 5, 4), (1, 1, 5, 4)))
     beta = (torch.rand(1, 2, 5, dtype=torch.float64) + 0.5).requires_grad_()
-    start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
 
     def attend(q, k, v, beta):
-        return blockwise_forward(q, k, beta, start, stop, None, None, v, None, None, 0.7, None, 0.0, False)[0]
+        return attend_rows(causal_call(q, k, v, beta, scale=0.7)).out
 
     assert torch.autograd.gradcheck(attend, (q, k, v, beta))
 
@@ -139,13 +147,10 @@ def test_learned_temperatures_train_through_statistics():
 
 def test_dropout_replays_in_backward():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 20, 8), (1, 2, 20, 8)))
-    start, stop = torch.zeros(1, 20, dtype=torch.int64), torch.arange(1, 21)[None]
     beta = torch.ones(1, 2, 20, dtype=torch.float64)
 
     def attend(q, k, v):
-        return blockwise_forward(
-            q, k, beta, start, stop, None, None, v, None, torch.tensor(123), 0.3, None, 0.4, False
-        )[0]
+        return attend_rows(causal_call(q, k, v, beta, scale=0.3, dropout_p=0.4), seed=torch.tensor(123)).out
 
     assert torch.autograd.gradcheck(attend, (q, k, v))
     torch.manual_seed(0)
@@ -274,6 +279,6 @@ def test_empty_and_tiny_inputs_are_served(queries, keys):
 
 def test_the_operators_pass_torchs_own_check():
     q, k, v = (x.requires_grad_() for x in tensors((1, 2, 5, 4), (1, 2, 5, 4)))
-    start, stop = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
     beta = torch.ones(1, 2, 5, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(blockwise_forward, (q, k, beta, start, stop, None, None, v, None, None, 0.5, None, 0.0, True))
+    flat = FlatCall.of(causal_call(q, k, v, beta, scale=0.5))
+    torch.library.opcheck(rows_forward, (*flat, *NOTHING.flat(), False, None))

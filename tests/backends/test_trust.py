@@ -109,7 +109,7 @@ def test_kernels_that_fail_give_one_warning_and_the_blockwise_backend(card: Card
     found = explain_dispatch(*qkv(), policy="log", request=StatsRequest())
     assert found.chosen == "blockwise"
     reason = next(verdict.reason for verdict in found.verdicts if verdict.backend == "triton")
-    assert reason.startswith("usable, where asked for by name: their check on this device failed (the output has")
+    assert reason.startswith("usable, only on explicit request: their check on this device failed (the output has")
     assert card.checks == [torch.float32]
 
 

@@ -9,7 +9,7 @@ import tiny_gpt
 import torch
 
 from attnscale import Monitor, ScaledDotProductAttention
-from attnscale.attention import _bind
+from attnscale.attention import bind
 from attnscale.backends.dispatch import prepare
 from attnscale.diagnostics import listener
 from attnscale.diagnostics.records.tally import KEPT, Spread, Tally, row_keys
@@ -147,8 +147,8 @@ def test_a_measurement_that_fails_takes_no_other_with_it(model, monkeypatch):
 def quantities_of(length: int, batch: int = 1, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, 2, length, 8, generator=generator) for _ in range(3))
-    _, call, backend, policy = _bind(q, k, v, is_causal=True, policy="log")
-    call, _ = prepare(call, policy, backend)
+    _, call, backend, policy = bind(q, k, v, is_causal=True, policy="log")
+    call = prepare(call, policy, backend).call
     return forward_quantities(measure_quantities(call), call.row_beta())
 
 

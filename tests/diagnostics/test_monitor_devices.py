@@ -77,8 +77,7 @@ MEASURES = textwrap.dedent(
     """
     from dataclasses import replace
     from test_rows import RULES, call_of
-    from attnscale.statistics.rows.quantities import measure_quantities
-    from attnscale.statistics.rows.score_gradients import score_gradients
+    from attnscale.statistics.rows.quantities import measure_quantities, score_gradients
 
     def moved(call):
         fields = {name: getattr(call, name) for name in ("query", "key", "value", "beta", "sinks")}

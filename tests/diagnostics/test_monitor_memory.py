@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnscale import MultiheadAttention, ScaledDotProductAttention
-from attnscale.attention import _bind
+from attnscale.attention import bind
 from attnscale.backends.dispatch import prepare
 from attnscale.call.tap import CallEvent
 from attnscale.diagnostics import Monitor
@@ -25,8 +25,8 @@ def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, 
     generator = torch.Generator().manual_seed(0)
     q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads // group, length, 16, generator=generator).to(dtype) for _ in range(2))
-    _, call, backend, policy = _bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
-    call, _ = prepare(call, policy, backend)
+    _, call, backend, policy = bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
+    call = prepare(call, policy, backend).call
     listener, heard = LayerListener("layer", rows, False, torch.nn.Module(), Notices()), CallEvent(call, out)
 
     def step() -> None:

@@ -19,6 +19,7 @@ from attnscale.policies.adaptive import GapAdaptive
 from attnscale.statistics import RowStats
 from attnscale.statistics.gaps import count_gaps
 from attnscale_kernels.flash.launch import flash_forward
+from attnscale_kernels.gaps.bins import WIDTH
 from attnscale_kernels.gaps.launch import GapBracket, gap_bracket, gap_count
 from attnscale_kernels.gaps.op import accumulation_bracket, adaptive_attention, gap_bracket_op, gap_count_op, gap_counts
 from attnscale_kernels.launch import Tile
@@ -26,7 +27,7 @@ from attnscale_kernels.visibility import Visibility
 
 TILE = Tile(64, 64, 4, 1)
 WIDE = Tile(128, 128, 4, 1)
-RATIO = 1.25
+RATIO = 1 + WIDTH
 OURS = ("near_tie", "every_rank", "on_the_edges", "crowd", "steps", "far_crowd")
 ROWS = 8  # of each family
 THRESHOLDS = (-1.0, 0.0, 0.25, 1.0, 3.0, math.inf)

@@ -1,4 +1,4 @@
-"""What a monitor reports of rows: from their measures in forward, and with the gradients of their scores in backward.
+"""What a monitor reports of rows: in forward, and with the gradients of their scores in backward.
 
 Everything is in fp32, and NaN for a row that sees nothing: such rows are in no aggregate.
 """
@@ -6,20 +6,25 @@ Everything is in fp32, and NaN for a row that sees nothing: such rows are in no 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.lengths import count_visible
+from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest
-from attnscale.statistics.rows.row_measures import RowMeasures
-from attnscale.statistics.rows.sampled_rows import measure_call
-from attnscale.statistics.rows.score_gradients import ScoreGradients
+from attnscale.statistics.rows.attend import measure_rows
+from attnscale.statistics.rows.chosen_slots import first_share
+from attnscale.statistics.rows.measures import RowMeasures
+from attnscale.statistics.rows.tiles import LOG2E, CallRows
 
 # Gaps at which N(t) is counted: in units of raw scores, from a tie to the whole row.
 THRESHOLDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 MIN_RANK = 2
-REQUEST = StatsRequest(gap_thresholds=THRESHOLDS, accumulation="bracket", min_rank=MIN_RANK)
+FIRST_KEYS = 4  # where attention sinks lie
+REQUEST = StatsRequest(gap_thresholds=THRESHOLDS, accumulation="bracket", min_rank=MIN_RANK, winner=True)
 
 
 def gap_name(threshold: float) -> str:
@@ -29,39 +34,129 @@ def gap_name(threshold: float) -> str:
 
 # What is compared between forward and backward, to notice a recomputation that differs.
 COMPARED = ("w_max", "entropy", *map(gap_name, THRESHOLDS))
-FORWARD = (*COMPARED, "visible", "beta", "relative_entropy", "max_logit", "accumulation", "criticality", "prominence")
+FORWARD = (
+    *COMPARED,
+    "visible",
+    "beta",
+    "relative_entropy",
+    "max_logit",
+    "accumulation",
+    "criticality",
+    "prominence",
+    "winner",
+    "first_share",
+)
 BACKWARD = (*COMPARED, "score_gradient", "beta_gradient")
 
 
-def measure_quantities(call: AttentionCall) -> RowMeasures:
-    """The measures of all rows of a call that the quantities are made of."""
-    return measure_call(call, REQUEST, prominence=True)
+class MeasuredQuantities(NamedTuple):
+    """The measures of rows, how many keys they see, and the weight of the first of these; all [B, H, R]."""
+
+    measures: RowMeasures
+    visible: Tensor
+    first_share: Tensor
 
 
-def forward_quantities(measures: RowMeasures, beta: Tensor) -> Tensor:
+def measure_quantities(call: AttentionCall) -> MeasuredQuantities:
+    """What the quantities of all rows of a call are made of."""
+    measures = measure_rows(call, REQUEST, prominence=True)
+    visible = count_visible(call.context).expand(call.query.shape[:3]).to(measures.lse.dtype)
+    return MeasuredQuantities(measures, visible, first_share(call, FIRST_KEYS, measures.lse))
+
+
+def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
     """Each quantity of `FORWARD` [Q, ...] of rows [...]."""
+    measures, visible = measured.measures, measured.visible
     accumulation = measures.accumulation.middle
     # Rows of one key or a tie at the top have none: Λ is 0 or infinite there, and would spoil any mean.
     accumulation = torch.where((accumulation < math.inf) & (accumulation > 0), accumulation, math.nan)
-    visible = measures.visible
     relative = measures.entropy / torch.where(visible > 1, visible, math.nan).log()
-    others = visible, beta, relative, measures.max_logit, accumulation, beta / accumulation, measures.prominence
-    return _stacked(measures, [*_compared(measures), *others])
+    scales = measures.max_logit, accumulation, beta / accumulation, measures.prominence
+    keys = torch.where(measures.winner < 0, math.nan, measures.winner), measured.first_share
+    return _stacked(measured, [*_compared(measures), visible, beta, relative, *scales, *keys])
 
 
-def compared_quantities(measures: RowMeasures) -> Tensor:
+def compared_quantities(measured: MeasuredQuantities) -> Tensor:
     """Those of `COMPARED`."""
-    return _stacked(measures, _compared(measures))
+    return _stacked(measured, _compared(measured.measures))
 
 
-def backward_quantities(measures: RowMeasures, beta: Tensor, gradients: ScoreGradients) -> Tensor:
+class ScoreGradients(NamedTuple):
+    """Of each row, [B, H, R]."""
+
+    norm: Tensor  # of the gradient of its logits
+    beta: Tensor  # the gradient of its β
+
+
+def backward_quantities(measured: MeasuredQuantities, beta: Tensor, gradients: ScoreGradients) -> Tensor:
     """Each quantity of `BACKWARD` [Q, ...] of rows [...]."""
-    return _stacked(measures, [*_compared(measures), gradients.norm * beta.abs(), gradients.beta])
+    return _stacked(measured, [*_compared(measured.measures), gradients.norm * beta.abs(), gradients.beta])
+
+
+def score_gradients(call: AttentionCall, upstream: Tensor, measured: MeasuredQuantities) -> ScoreGradients:
+    """From the gradient of the output [B, H, R, Dv] and the measures of the same rows.
+
+    With weights w and p = ⟨dO, v⟩ of each key, dℓ = w·(p − Σ w·p). Dropout is not replayed: these are the gradients of
+    the weights as they were before it.
+    """
+    rows, measures = CallRows(call), measured.measures
+    gradient = upstream.to(rows.dtype)
+    top = measures.max_logit.masked_fill(measures.max_logit == -math.inf, 0.0) * LOG2E
+    found = rows.query.new_zeros(*rows.query.shape[:3], 2)
+    for block in rows.blocks(whole=True):
+        scores = rows.scores(block)
+        logits = rows.logits_of(scores, block).sub_(rows.rows_of(top, block)[..., None])
+        weights = logits.exp2_().mul_(rows.rows_of(measures.w_max, block)[..., None])
+        pull = rows.products(gradient, call.value, block, "powers")
+        # On devices other than the CPU reading the sum back would synchronise.
+        if pull.device.type != "cpu" or not math.isfinite(float(pull.sum())):
+            pull.masked_fill_(scores <= HIDDEN / 2, 0.0)  # 0·NaN would be NaN
+        centre = torch.linalg.vecdot(weights, pull)[..., None]
+        dlogits = pull.sub_(centre).mul_(weights)
+        squares = torch.linalg.vector_norm(dlogits, dim=-1).square_()
+        rows.store(found, block, torch.stack([squares, torch.linalg.vecdot(dlogits, scores)], dim=-1))
+    squares, beta = found.unbind(-1)
+    return ScoreGradients(squares.sqrt(), beta)
+
+
+def angle_parts(call: AttentionCall, out: Tensor, seeing: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs [B, H, R, Dv]; each
+    [B, H]. Rows count where `seeing` [B, H, R] is True: those that see a key.
+
+    The ratio of the two is the angle ratio, the sign of a rank collapse: 1 where attention leaves angles as they are, 0
+    where all rows become one. Both are 0 where there are no two rows, or a row has no slot of its own among the keys,
+    as across sequences.
+    """
+    shared = seeing.unflatten(1, (-1, call.group)).any(2)  # type: ignore[no-untyped-call]  # by the rows of a head of k
+    before, after = _spread(_own_values(call), shared).repeat_interleave(call.group, dim=1), _spread(out, seeing)
+    known = ~(before.isnan() | after.isnan())
+    return torch.where(known, before, 0.0), torch.where(known, after, 0.0)
+
+
+def _own_values(call: AttentionCall) -> Tensor:
+    """The values [B, Hkv, R, Dv] in the slots of the rows themselves; NaN where one has none."""
+    slots, keys = call.context.slots(), call.key.shape[2]
+    own = slots.clamp(0, max(keys - 1, 0))
+    if own.shape[0] == 1:
+        value = call.value.index_select(2, own[0])
+    else:
+        value = torch.take_along_dim(call.value, own[:, None, :, None], dim=2)
+    return torch.where((own == slots).all(), value, math.nan)
+
+
+def _spread(x: Tensor, seeing: Tensor) -> Tensor:
+    """1 − the mean cosine of pairs among rows [..., R, D], from the length of the sum of their directions."""
+    x = x.to(torch.float32)
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12)
+    together: Tensor = torch.where(seeing[..., None], x / lengths, 0.0).sum(-2).square().sum(-1)
+    rows = seeing.sum(-1)
+    return torch.where(rows > 1, 1 - (together - rows) / (rows * (rows - 1)), math.nan)
 
 
 def _compared(measures: RowMeasures) -> list[Tensor]:
     return [measures.w_max, measures.entropy, *measures.gap_counts.unbind(-1)]
 
 
-def _stacked(measures: RowMeasures, quantities: list[Tensor]) -> Tensor:
-    return torch.where(measures.visible > 0, torch.stack(quantities).to(torch.float32), math.nan)
+def _stacked(measured: MeasuredQuantities, quantities: list[Tensor]) -> Tensor:
+    stacked = torch.stack([quantity.to(torch.float32) for quantity in quantities])
+    return torch.where(measured.visible > 0, stacked, math.nan)

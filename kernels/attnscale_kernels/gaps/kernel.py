@@ -1,11 +1,7 @@
 """Gap counting without a score matrix: a certified bracket of Λ per row, and exact counts N(t).
 
 Both take two passes over the keys of a row, on raw scores: the first finds the best, the second counts how far behind
-the others are. For Λ = max ln k/Δ_k over all ranks k ≥ 2, the first pass also finds the gap g of the second best. The
-second puts gaps into bins by the leading bits of x = (2 + ε)·gap/g − ε, a number in fp32 that is 2 for the second best:
-four bins to the octave. With N(b) keys up to the end of a bin (a, b], a rank inside has a slope of at most ln N(b)/a,
-and one of at least ln N(b)/b exists. As Λ ≥ ln 2/g, what lies beyond the last bin is at most ln n/(E·g), E the end of
-that bin. The ε makes every bin a little narrower than a quarter of its start, which leaves room for rounding errors.
+the others are. For Λ the first pass also finds the gap of the second best, and the second counts in the bins of `bins`.
 """
 
 from __future__ import annotations
@@ -29,12 +25,13 @@ from ..tiles import (
     phase_edges,
     phase_range,
 )
+from . import bins
 
-EPSILON = tl.constexpr(2.0**-10)
-SLACK = tl.constexpr(2.0**-20)  # of a gap over g (three roundings), of an approximate logarithm, and of their quotient
-TIED_BELOW = tl.constexpr(2.0**-100)  # a gap so small that gaps over it may overflow has no upper bound
+EPSILON = tl.constexpr(bins.EPSILON)
+SLACK = tl.constexpr(bins.SLACK)
+TIED_BELOW = tl.constexpr(bins.TIED_BELOW)
 ODD_NIBBLES = tl.constexpr(0x0F0F0F0F0F0F0F0F)
-BINS = tl.constexpr(16)  # nibbles of a 64-bit word per row; the last counts what is beyond the bins
+BINS = tl.constexpr(bins.BINS)  # nibbles of a 64-bit word per row
 
 
 @triton.jit
@@ -189,11 +186,11 @@ def gap_bracket_kernel(
             even, odd = count_nibbles(one << shift.to(tl.int64), even, odd)
 
     # Of bin i the start a, the end b, and N(b); the last has no end.
-    bins = tl.arange(0, BINS)
+    number = tl.arange(0, BINS)
     counts = tl.reshape(tl.join(even, odd), [BLOCK_M, BINS])
     ln_count = tl.log2(tl.maximum(tl.cumsum(counts, axis=1), 1).to(tl.float32)) * LN2
-    upper = tl.max(ln_count / bin_start(bins)[None, :], axis=1) * (1 + SLACK)
-    within = tl.where((bins < BINS - 1)[None, :], ln_count / bin_start(bins + 1)[None, :], 0.0)
+    upper = tl.max(ln_count / bin_start(number)[None, :], axis=1) * (1 + SLACK)
+    within = tl.where((number < BINS - 1)[None, :], ln_count / bin_start(number + 1)[None, :], 0.0)
     lower = tl.maximum(tl.max(within, axis=1), LN2) * (1 - SLACK)
     any_key = top > SEEN_ABOVE
     broken = top - top

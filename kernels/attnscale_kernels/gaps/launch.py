@@ -54,9 +54,9 @@ def bracket_launches(
 ) -> tuple[tuple[Launch], GapBracket]:
     """A certified bracket of Λ = max ln k/Δ_k, over ranks k ≥ 2, of the raw scores softcap(scale·q·k) + bias.
 
-    Query [B, H, Tq, D], key [B, Hkv, Tk, D]. upper ≤ 1.25·lower for rows of up to 180,000 keys; beyond that the bracket
-    holds, but widens slowly. Fewer than two visible keys have Λ = 0, a tie at the top has Λ = ∞, both exactly. A
-    visible score that is NaN makes its row NaN.
+    Query [B, H, Tq, D], key [B, Hkv, Tk, D]. upper ≤ (1 + `bins.WIDTH`)·lower for rows of up to `bins.LONGEST` keys;
+    beyond that the bracket holds, but widens slowly. Fewer than two visible keys have Λ = 0, a tie at the top has
+    Λ = ∞, both exactly. A visible score that is NaN makes its row NaN.
     """
     shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
     result = GapBracket(*(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4)))

@@ -1,0 +1,34 @@
+"""Attention in tiles, in pure torch: any device, memory linear in length, statistics along the way."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnscale.call.attention_call import AttentionCall
+from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
+from attnscale.statistics.rows.attend import attend_rows
+from attnscale.statistics.sampling import measure_statistics
+
+
+class BlockwiseBackend:
+    """Takes every call that has one set of heads for keys and values; β acts inside, in fp32, and is never rounded."""
+
+    name = "blockwise"
+    automatic = True
+    plain = False
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        if call.key.shape[1] != call.value.shape[1]:
+            return "key and value have different numbers of heads"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        return attend_rows(call).out
+
+    def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        out, measures = attend_rows(call, request)
+        known = RowStats.counted(call, with_sink=request.softmax)
+        return AttentionOutput(out, measures.to_stats(request, known, call.row_beta().detach()))
+
+    def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
+        return measure_statistics(call, request)

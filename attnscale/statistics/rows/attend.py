@@ -1,0 +1,259 @@
+"""Attention and statistics of the rows of a call, tile by tile, with a backward pass; memory is linear in length.
+
+The forward keeps output and lse only; the backward computes each tile again. Both are operators, which torch.compile
+takes as they are. There is no further derivative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from attnscale._util.tracing import is_watched, without_autocast
+from attnscale.call.attention_call import FLAT_CALL, AttentionCall, FlatCall
+from attnscale.errors import BackendError
+from attnscale.statistics.gaps import HIDDEN
+from attnscale.statistics.request import FLAT_REQUEST, StatsRequest
+from attnscale.statistics.rows.measures import FLOATS, RowMeasures, RowSums, add_keys, measure_gaps, softmax_measures
+from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
+from attnscale_kernels.derivatives import other_derivative
+
+LSE = RowMeasures._fields.index("lse")
+NOTHING = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
+
+
+class MeasuredRows(NamedTuple):
+    """The output [B, H, Tq, Dv] of a call and the measures [B, H, Tq] of its rows, which are detached."""
+
+    out: Tensor
+    measures: RowMeasures
+
+
+def attend_rows(
+    call: AttentionCall, request: StatsRequest = NOTHING, *, seed: Tensor | None = None, prominence: bool = False
+) -> MeasuredRows:
+    """Output and measures of all rows of a call. The seed is that of dropout, where there is any; None: a new one."""
+    if call.dropout_p > 0.0 and seed is None:
+        seed = torch.randint(2**62, (), device="cpu")
+    flat = FlatCall.of(replace(call, beta=call.row_beta()))
+    # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
+    # tensors, which have no values to read, nor for subclasses, which compute by themselves.
+    direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
+    forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else rows_forward
+    out, floats, integers = forward(*flat, *request.flat(), prominence, seed)
+    return MeasuredRows(out, RowMeasures.unpacked(floats.detach(), integers))
+
+
+def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool = False) -> RowMeasures:
+    """The measures of all rows of a call without its output."""
+    nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # no product with the values
+    with torch.no_grad():
+        return attend_rows(replace(call.detached(), value=nothing), request, prominence=prominence).measures
+
+
+@without_autocast
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    flat, others = FlatCall.split(arguments)
+    *asked, prominence, seed = others
+    call, request = flat.to_call(), StatsRequest(*asked)
+    rows = CallRows(call)
+    rows.drop_broken(keys=False)
+    shape, thresholds = call.query.shape[:3], len(request.gap_thresholds or ())
+    mixing = call.value.shape[-1] > 0
+    out = call.query.new_zeros(*shape, call.value.shape[-1])
+    # m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m), the ends of Λ, and the prominence, of which rows without keys have none.
+    sums = rows.query.new_zeros(*shape, 6)
+    sums[..., 0] = HIDDEN
+    sums[..., 5] = math.nan
+    integers = torch.zeros(*shape, 1 + thresholds, dtype=torch.int64, device=out.device)
+    gaps, softmax = request.gaps or prominence, request.softmax or mixing
+    number = itertools.count()
+    for block in rows.blocks(whole=gaps):
+        found: RowSums | None = None
+        for piece in (block,) if gaps else block.pieces():
+            scores = rows.scores(piece) if gaps else None
+            if softmax:
+                logits = rows.logits(piece) if scores is None else rows.logits_of(scores, piece)
+                kept = None if seed is None else _kept(logits, seed, next(number), call.dropout_p)
+                values = rows.keys_of(rows.value, piece) if mixing else None
+                found = add_keys(found, logits, request, tile=True, values=values, kept=kept, left=piece.left)
+            if scores is not None:
+                lower, upper, spread, counts = measure_gaps(scores, request, prominence=prominence, tile=True)
+                for column, measured in ((3, lower), (4, upper), (5, spread)):
+                    if measured is not None:
+                        rows.store(sums[..., column], piece, measured)
+                if counts is not None:
+                    rows.store(integers[..., 1:], piece, counts)
+        if found is not None:
+            _store(rows, block, found, sums, integers)
+            if found.mixed is not None:
+                _divide(rows, block, found, out)
+    top, total, moment, lower, upper, spread = sums.unbind(-1)
+    sinks = None if call.sinks is None else call.sinks[:, None]
+    measures = softmax_measures(top, total, moment if request.entropy else None, sinks)
+    if request.winner:
+        integers[..., 0].masked_fill_(~(top > HIDDEN / 2), -1)
+    return out, torch.stack([*measures, lower, upper, spread], dim=-1), integers
+
+
+def _store(rows: CallRows, block: Block, found: RowSums, sums: Tensor, integers: Tensor) -> None:
+    columns = [found.top, found.total, *([] if found.moment is None else [found.moment])]
+    rows.store(sums[..., : len(columns)], block, torch.cat(columns, dim=-1))
+    if found.winner is not None:
+        rows.store(integers[..., :1], block, found.winner)
+
+
+def _divide(rows: CallRows, block: Block, found: RowSums, out: Tensor) -> None:
+    """Write the output of a block: Σ 2^(ℓ − m)·v over the sum of the powers."""
+    whole, context, sinks = found.total, rows.call.context, rows.call.sinks
+    if sinks is not None:
+        sink = (sinks.to(rows.dtype) * LOG2E)[None, :, None, None].expand(*out.shape[:3], 1)
+        whole = whole + torch.exp2(rows.rows_of(sink, block) - found.top)
+    if block.clear_left >= block.clear_right or context.padding is not None or context.mask is not None:
+        # A row that sees nothing has powers of hidden keys, as many as there are; a NaN has been seen.
+        whole = whole.masked_fill(found.top <= HIDDEN / 2, math.inf)
+    part = rows.place(out, block)
+    mixed = found.mixed if found.mixed is not None else part
+    torch.div(mixed.view(part.shape), whole.view(*part.shape[:3], 1), out=part)
+
+
+def _kept(like: Tensor, seed: Tensor, number: int, dropout_p: float) -> Tensor:
+    """The dropout mask of a tile, scaled; the same again for the same seed and tile number."""
+    generator = torch.Generator(device=like.device).manual_seed(int(seed) + number)
+    kept = torch.rand(like.shape, generator=generator, device=like.device) >= dropout_p
+    return kept.to(like.dtype) / (1 - dropout_p) if dropout_p < 1.0 else torch.zeros_like(like)
+
+
+rows_forward = torch.library.custom_op(
+    "attnscale::rows_forward",
+    _forward,
+    mutates_args=(),
+    schema=f"({FLAT_CALL}, {FLAT_REQUEST}, bool prominence, Tensor? dropout_seed) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@rows_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    flat, others = FlatCall.split(arguments)
+    query, shape = flat.query, flat.query.shape[:3]
+    floats = query.new_empty(*shape, FLOATS, dtype=torch.promote_types(query.dtype, torch.float32))
+    thresholds = len(StatsRequest(*others[:-2]).gap_thresholds or ())
+    integers = query.new_empty(*shape, 1 + thresholds, dtype=torch.int64)
+    return query.new_empty(*shape, flat.value.shape[-1]), floats, integers
+
+
+@torch.library.custom_op(
+    "attnscale::rows_backward",
+    mutates_args=(),
+    schema=f"({FLAT_CALL}, Tensor gradient, Tensor out, Tensor lse, Tensor? dropout_seed, bool whole, bool wants_mask)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+@without_autocast
+def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, β, mask and sinks; the last two empty where there is nothing to give.
+
+    `whole` says how the forward cut the call, on which the dropout mask depends.
+    """
+    flat, (gradient, out, lse, seed, whole, wants_mask) = FlatCall.split(arguments)
+    call = flat.to_call()
+    rows = CallRows(call)
+    rows.drop_broken(keys=True)
+    rows.drop_unseeing(lse)
+    gradient = gradient.to(rows.dtype)
+    delta = (gradient * out.to(rows.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
+    lse_in_bits = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
+    dq, dk, dv = (torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (rows.query, rows.key, rows.value))
+    dbeta = torch.zeros_like(delta)
+    bias = call.bias if wants_mask else None
+    dmask = rows.query.new_zeros(0 if bias is None else bias.shape)
+    pieces = (piece for block in rows.blocks(whole=whole) for piece in ((block,) if whole else block.pieces()))
+    for number, piece in enumerate(pieces):
+        weights = rows.logits(piece).sub_(rows.rows_of(lse_in_bits, piece)[..., None]).exp2_()
+        upstream = rows.rows_of(gradient, piece)
+        dweights = rows.products(gradient, rows.value, piece, "powers")
+        kept = weights
+        if seed is not None:
+            scaled = _kept(weights, seed, number, call.dropout_p)
+            kept, dweights = weights * scaled, dweights * scaled
+        _add_keys(rows, dv, piece, kept.mT @ upstream)
+        dlogits = dweights.sub_(rows.rows_of(delta, piece)[..., None]).mul_(weights)
+        found = rows.score_gradient(piece, dlogits)
+        rows.add(dq, piece, found.query)
+        _add_keys(rows, dk, piece, found.key)
+        rows.add(dbeta, piece, found.beta)
+        if bias is not None and found.bias is not None:
+            part = rows.mask_place(dmask, piece)
+            part.add_(found.bias.sum_to_size(part.shape))
+    dsinks = rows.query.new_zeros(0)
+    if call.sinks is not None:
+        dsinks = -(torch.exp(call.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(call.sinks.dtype)
+    dmask = dmask if bias is None else dmask.to(bias.dtype)
+    return (
+        dq.to(flat.query.dtype),
+        dk.to(flat.key.dtype),
+        dv.to(flat.value.dtype),
+        dbeta.to(flat.beta.dtype),
+        dmask,
+        dsinks,
+    )
+
+
+def _add_keys(rows: CallRows, target: Tensor, block: Block, found: Tensor) -> None:
+    """Add [n, K, D] to the keys or values of a block."""
+    part = rows.key_place(target, block)
+    part.add_(found.view(part.shape))
+
+
+@rows_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    flat, (*_, wants_mask) = FlatCall.split(arguments)
+    query, mask, sinks = flat.query, flat.mask, flat.sinks
+    nothing = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, flat.key, flat.value))
+    dmask = mask.new_empty(mask.shape) if wants_mask and mask is not None else nothing
+    dsinks = nothing if sinks is None else torch.empty_like(sinks)
+    return dq, dk, dv, flat.beta.new_empty(query.shape[:3]), dmask, dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    flat, others = FlatCall.split(inputs)
+    *asked, prominence, seed = others
+    ctx.whole = StatsRequest(*asked).gaps or prominence
+    ctx.others = len(others)
+    ctx.constants = flat[flat._fields.index("slot") :]
+    ctx.save_for_backward(*flat[: flat._fields.index("slot")], seed, output[0], output[1])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, seed, out, measures = ctx.saved_tensors
+    flat = FlatCall(*tensors, *ctx.constants)
+    derivative = other_derivative(gradient, flat.query, flat.key, flat.value, flat.beta, flat.mask, flat.sinks)
+    if derivative is not None:
+        raise BackendError(f"backend='blockwise' cannot compute this backward: {no_derivative(derivative)}")
+    wants_mask = ctx.needs_input_grad[flat._fields.index("mask")]
+    arguments = gradient, out, measures[..., LSE], seed, ctx.whole, wants_mask
+    dq, dk, dv, dbeta, dmask, dsinks = rows_backward(*flat, *arguments)
+    dmask, dsinks = dmask if wants_mask else None, None if flat.sinks is None else dsinks
+    of_call = FlatCall.gradients(query=dq, key=dk, value=dv, beta=dbeta, mask=dmask, sinks=dsinks)
+    return *of_call, *(None,) * ctx.others
+
+
+def _refuse_second(*_: Any) -> NoReturn:
+    raise BackendError(
+        "backend='blockwise' has no second derivative: ask for backend='reference', which has every derivative"
+    )
+
+
+rows_forward.register_autograd(_backward, setup_context=_save)
+rows_backward.register_autograd(_refuse_second)
+
+
+def no_derivative(derivative: str) -> str:
+    """Why a backend with a forward and a backward of its own cannot be used where another derivative is taken."""
+    return f"it has one backward pass, and no {derivative}; backend='reference' has, in memory of Tq × Tk"

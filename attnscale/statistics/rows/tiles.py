@@ -1,0 +1,338 @@
+"""Tiles of scores: some rows of a call against the keys they may see, so that nothing of size Tq × Tk ever exists.
+
+The one cutter of the package: forward and backward of the blockwise backend, sampled rows, the monitor, the ring and
+the lab iterate over its blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale._util.scratch import room
+from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import shown
+from attnscale.statistics.gaps import HIDDEN
+
+# Rows of a block over all its heads, and of one head: enough for a matrix product to be fast, few enough for a cache.
+ROWS = 1024
+ROWS_PER_HEAD = 128
+# Longer rows are taken in pieces, of this many keys if the block has that many rows.
+KEYS = 2048
+# Scores of a block whose rows must be whole: several operators pass over them, so they have to stay in a cache.
+WHOLE = 2**18
+# Rows of one head in such a block: at most, as sampled rows end far apart and a block is as wide as its widest row; and
+# at least, where a block has several heads, as matrix products of fewer are slow.
+MOST_WHOLE_ROWS = 64
+LEAST_WHOLE_ROWS = 16
+LOG2E = 1 / math.log(2)
+
+
+class Block(NamedTuple):
+    """Rows [top, bottom) of the heads [first, last) of k of the sequences [begin, end) against the slots [left, right).
+
+    Slots in [clear_left, clear_right) are inside the bounds of every row.
+    """
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    top: int
+    bottom: int
+    left: int
+    right: int
+    clear_left: int
+    clear_right: int
+    width: int  # of a piece
+
+    def pieces(self) -> Iterator[Block]:
+        """The same rows against some of the slots at a time."""
+        for left in range(self.left, self.right, self.width):
+            right = min(left + self.width, self.right)
+            yield self._replace(
+                left=left,
+                right=right,
+                clear_left=min(max(self.clear_left, left), right),
+                clear_right=min(max(self.clear_right, left), right),
+            )
+
+    def of_sequences(self, x: Tensor) -> Tensor:
+        """The part of a tensor [B|1, ...] for its sequences."""
+        return x if x.shape[0] == 1 else x[self.begin : self.end]
+
+
+class CallRows:
+    """The rows of a call, in the dtype in which scores are computed: fp32, or fp64 where given.
+
+    Tiles are [n, g·r, K]: n heads of k over all sequences of a block, g query heads to each, r rows, K slots. They lie
+    in buffers that all tiles of a thread share, valid until the next tile for the same purpose.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.call, self.group = call, call.group
+        self.dtype = torch.promote_types(call.query.dtype, torch.float32)
+        self.query, self.beta = call.query.to(self.dtype), call.row_beta().to(self.dtype)
+        self.key, self.value = call.key, call.value
+        self.broken: Tensor | None = None  # [B, Hkv, Tk], True where a key or value is not finite
+        self._start, self._stop = (bound.to(torch.int32) for bound in call.context.bounds())
+        self._folded: Tensor | None = None
+        self._scaled: Tensor | None = None
+
+    @property
+    def linear(self) -> bool:
+        """Whether logits are linear in the query, so that β may be multiplied into it: r·D products, not r·K."""
+        return self.call.softcap is None and self.call.bias is None
+
+    def drop_broken(self, *, keys: bool) -> None:
+        """Replace values that are not finite by 0 and mark their keys as `broken`, as 0·NaN is NaN; so for `keys`.
+
+        A forward may leave the keys: hidden scores are overwritten, and a visible NaN affects its own row only.
+        """
+        if not keys and not self.value.shape[-1]:
+            return
+        total = self.value.sum(dtype=self.dtype)
+        total = total + self.key.sum(dtype=self.dtype) if keys else total
+        if bool(torch.isfinite(total)):
+            return  # the usual case, at the price of a sum or two
+        self.broken = ~(torch.isfinite(self.key).all(-1) & torch.isfinite(self.value).all(-1))
+        self.key, self.value = (x.masked_fill(self.broken[..., None], 0.0) for x in (self.key, self.value))
+
+    def drop_unseeing(self, lse: Tensor) -> None:
+        """Replace query and β of rows that see no key by 0, if any is not finite: 0·NaN would reach every key.
+
+        Such a row has the lse of its sink alone, or −∞, and has no part in any gradient.
+        """
+        if bool(torch.isfinite(self.query.sum() + self.beta.sum())):
+            return
+        sinks = self.call.sinks
+        alone = lse == (-math.inf if sinks is None else sinks.to(lse.dtype)[:, None])
+        self.query, self.beta = self.query.masked_fill(alone[..., None], 0.0), self.beta.masked_fill(alone, 0.0)
+
+    def blocks(self, *, whole: bool) -> Iterator[Block]:
+        """Blocks that hold all rows; slots that no row of a block may see are outside of it.
+
+        `whole` ones are meant to be taken as they are, others in `pieces`.
+        """
+        batch, kv_heads, keys = self.query.shape[0], self.key.shape[1], self.key.shape[2]
+        queries = self.query.shape[2]
+        if not self.beta.numel() or not keys:
+            return
+        on_host = self._start.device.type == "cpu"  # elsewhere reading bounds would synchronise
+        if on_host:
+            starts, stops = self._start.tolist(), self._stop.tolist()
+        else:
+            starts, stops = ([[end] * queries] for end in self.call.context.key_range())
+        together, rows = self._extent(stops[0], whole)
+        sequences, heads = max(1, together // kv_heads), min(kv_heads, together)
+        width = keys if whole else ROWS * KEYS // min(ROWS, together * self.group * rows)
+        for begin in range(0, batch, sequences):
+            end = min(begin + sequences, batch)
+            start, stop = (bounds[begin:end] if len(bounds) > 1 else bounds for bounds in (starts, stops))
+            for top in range(0, queries, rows):
+                low = [x for row in start for x in row[top : top + rows]]
+                high = [x for row in stop for x in row[top : top + rows]]
+                left, right = min(low), max(high)
+                if left >= right:
+                    continue
+                clear = (min(max(low), right), max(left, min(*high, right))) if on_host else (right, right)
+                for first in range(0, kv_heads, heads):
+                    last = min(first + heads, kv_heads)
+                    yield Block(begin, end, first, last, top, min(top + rows, queries), left, right, *clear, width)
+
+    def _extent(self, stops: list[int], whole: bool) -> tuple[int, int]:
+        """How many heads of k a block has, over all its sequences, and how many rows of each head of q."""
+        keys, queries, lanes = self.key.shape[2], len(stops), self.query.shape[0] * self.key.shape[1]
+        if whole:
+            room = max(1, WHOLE // (keys * self.group))  # for rows of heads of k
+            most = max(1, min(queries, MOST_WHOLE_ROWS, max(room // lanes, min(LEAST_WHOLE_ROWS, room))))
+            rows = -(-queries // -(-queries // most))  # of even size
+            return max(1, room // rows), rows
+        # Fewer rows where neighbours end far apart, as sampled ones do.
+        apart = abs(stops[-1] - stops[0]) / queries
+        per_head = ROWS_PER_HEAD if apart < 8 else max(64, int(4 * ROWS_PER_HEAD / apart))
+        rows = max(1, min(queries, per_head // self.group))
+        return max(1, ROWS // (self.group * rows)), rows
+
+    def scores(self, block: Block) -> Tensor:
+        """Raw scores softcap(scale·q·k) + bias of a tile; hidden ones are `HIDDEN`."""
+        if self._scaled is None:
+            self._scaled = torch.mul(self.query, self.call.scale, out=room("scaled", self.query.shape, self.query))
+        scores = self._capped(self.products(self._scaled, self.key, block, "scores"))
+        if self.call.bias is not None:
+            bias = self.mask_place(self.call.bias, block)
+            self._by_row(scores, block).add_(bias.to(self.dtype).clamp(min=HIDDEN))
+        self._hide(scores, block)
+        return scores
+
+    def logits(self, block: Block) -> Tensor:
+        """β·s of a tile in units of ln 2; hidden ones are `HIDDEN`."""
+        if not self.linear:
+            return self.logits_of(self.scores(block), block)
+        if self._folded is None:
+            factor = (self.beta * (self.call.scale * LOG2E))[..., None]
+            self._folded = torch.mul(self.query, factor, out=room("folded", self.query.shape, self.query))
+        logits = self.products(self._folded, self.key, block, "logits")
+        self._hide(logits, block)
+        return logits
+
+    def logits_of(self, scores: Tensor, block: Block) -> Tensor:
+        """The same from the scores of the tile, which stay as they are."""
+        factor = (self.rows_of(self.beta, block) * LOG2E)[..., None]
+        logits = torch.mul(scores, factor, out=tile_room("logits", scores.shape, scores))
+        self._hide(logits, block)  # β may be 0 or negative
+        return logits
+
+    def score_gradient(self, block: Block, dlogits: Tensor) -> ScoreGradient:
+        """What a tile contributes to the gradients, from those of its logits in nats, which are 0 where hidden.
+
+        ℓ = β·y, y = c·tanh(x/c) + bias, x = scale·q·k: so dβ = Σ dℓ·y, dbias = β·dℓ, dx = β·dℓ·(1 − tanh²). Where ℓ is
+        linear, Σ dℓ·y is scale·⟨q, dℓ·K⟩ and no y is needed.
+        """
+        call, query, beta = self.call, self.rows_of(self.query, block), self.rows_of(self.beta, block)
+        dbeta = dbias = None
+        if not self.linear:
+            capped = torch.bmm(query * call.scale, self.keys_of(self.key, block).mT)
+            slope = None
+            if call.softcap is not None:
+                tanh = torch.tanh(capped / call.softcap)
+                capped, slope = call.softcap * tanh, 1 - tanh.square()
+            if call.bias is not None:
+                # A bias that is not finite is left out: 0·∞ and 0·NaN would be NaN. Where −∞ or another rule hides the
+                # key, its gradient is 0; where a NaN or +∞ is seen, that of its row is NaN.
+                bias = self.mask_place(call.bias, block).to(self.dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+                self._by_row(capped, block).add_(bias)
+            dbeta = (dlogits * capped).sum(-1)
+            dlogits = dlogits * beta[..., None]
+            if call.bias is not None:
+                dbias = self._by_row(dlogits, block)
+            if slope is not None:
+                dlogits = dlogits * slope
+        factor = call.scale if not self.linear else (beta * call.scale)[..., None]
+        mixed = torch.bmm(dlogits, self.keys_of(self.key, block))
+        if dbeta is None:
+            dbeta = (mixed * query).sum(-1) * call.scale
+        return ScoreGradient(mixed * factor, torch.bmm(dlogits.mT, query * factor), dbeta, dbias)
+
+    def products(self, rows: Tensor, keys: Tensor, block: Block, purpose: str) -> Tensor:
+        """⟨row, key⟩ of rows [B, H, Tq, D] and keys (or values) [B, Hkv, Tk, D] of a block."""
+        part, of_keys = self.rows_of(rows, block), self.key_place(keys, block)
+        out = tile_room(purpose, (*part.shape[:2], of_keys.shape[2]), part)
+        # By sequence, as the heads of several need not lie evenly in memory.
+        for of_rows, its_keys, of_out in zip(*(x.chunk(of_keys.shape[0]) for x in (part, of_keys, out)), strict=True):
+            torch.bmm(of_rows, its_keys[0].to(self.dtype).mT, out=of_out)
+        return out
+
+    def rows_of(self, x: Tensor, block: Block) -> Tensor:
+        """The rows of a tensor [B, H, Tq, ...] that belong to a block, as [n, g·r, ...]."""
+        part = self.place(x, block)
+        heads, rows = (block.end - block.begin) * (block.last - block.first), self.group * part.shape[2]
+        return part.reshape(heads, rows, *part.shape[3:])
+
+    def keys_of(self, x: Tensor, block: Block) -> Tensor:
+        """The keys or values [B, Hkv, Tk, D] of a block, as [n, K, D]."""
+        return self.key_place(x, block).flatten(0, 1).to(self.dtype)
+
+    def place(self, x: Tensor, block: Block) -> Tensor:
+        """Where the rows of a block are in a tensor [B, H, Tq, ...], as [b, h·g, r, ...]."""
+        heads = block.first * self.group, block.last * self.group
+        return _window(x, block.begin, block.end, *heads, block.top, block.bottom)
+
+    def key_place(self, x: Tensor, block: Block) -> Tensor:
+        """Where the keys of a block are in a tensor [B, Hkv, Tk, ...], as [b, h, K, ...]."""
+        return _window(x, block.begin, block.end, block.first, block.last, block.left, block.right)
+
+    def store(self, target: Tensor, block: Block, rows: Tensor) -> None:
+        """Write the rows [n, g·r, ...] of a block into a tensor [B, H, Tq, ...]."""
+        part = self.place(target, block)
+        part.copy_(rows.reshape(part.shape))
+
+    def add(self, target: Tensor, block: Block, rows: Tensor) -> None:
+        """Add the rows [n, g·r, ...] of a block to a tensor [B, H, Tq, ...]."""
+        part = self.place(target, block)
+        part.add_(rows.reshape(part.shape))
+
+    def _capped(self, x: Tensor) -> Tensor:
+        cap = self.call.softcap
+        return x if cap is None else x.div_(cap).tanh_().mul_(cap)
+
+    def _by_row(self, x: Tensor, block: Block) -> Tensor:
+        """[n, g·r, K] as [b, h, g, r, K]."""
+        rows = block.bottom - block.top
+        return x.view(block.end - block.begin, block.last - block.first, self.group, rows, x.shape[-1])
+
+    def mask_place(self, mask: Tensor, block: Block) -> Tensor:
+        """Where the entries of a block are in a mask [B|1, H|1, Tq, Tk], broadcasting to [b, h, g, r, K]."""
+        part = block.of_sequences(mask)[:, :, block.top : block.bottom, block.left : block.right]
+        if mask.shape[1] == 1:
+            return part[:, :, None]
+        part = part[:, block.first * self.group : block.last * self.group]
+        return part.unflatten(1, (-1, self.group))  # type: ignore[no-any-return, no-untyped-call]
+
+    def _hide(self, x: Tensor, block: Block) -> None:
+        """Overwrite what a row of [n, g·r, K] may not see."""
+        by_row, context = self._by_row(x, block), self.call.context
+        for left, right in ((block.left, block.clear_left), (max(block.clear_left, block.clear_right), block.right)):
+            if left < right:
+                slot = torch.arange(left, right, dtype=torch.int32, device=x.device)
+                start, stop = (
+                    block.of_sequences(bound)[:, None, None, block.top : block.bottom, None]
+                    for bound in (self._start, self._stop)
+                )
+                _keep(by_row[..., left - block.left : right - block.left], (slot >= start) & (slot < stop))
+        if context.padding is not None:
+            _keep(by_row, ~block.of_sequences(context.padding)[:, None, None, None, block.left : block.right])
+        if context.mask is not None:
+            _keep(by_row, shown(self.mask_place(context.mask, block)))
+        if self.broken is not None:
+            broken = self.key_place(self.broken, block)[:, :, None, None]
+            by_row.masked_fill_(broken & (by_row > HIDDEN / 2), math.nan)
+
+
+def whole_row_scores(call: AttentionCall) -> Iterator[tuple[CallRows, Block, Tensor]]:
+    """Raw scores [n, g·r, K] of all rows, block by block, hidden ones `HIDDEN`; they may be overwritten."""
+    rows = CallRows(call)
+    for block in rows.blocks(whole=True):
+        yield rows, block, rows.scores(block)
+
+
+class ScoreGradient(NamedTuple):
+    """What a tile contributes to the gradients of a call."""
+
+    query: Tensor  # [n, g·r, D]
+    key: Tensor  # [n, K, D]
+    beta: Tensor  # [n, g·r]
+    bias: Tensor | None  # [b, h, g, r, K]
+
+
+def tile_room(purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory for a tensor like the scores of a tile; valid until this thread uses it for the same purpose again."""
+    numel = math.prod(shape)
+    most = next((size for size in (WHOLE, ROWS * KEYS) if numel <= size), numel)
+    return room(f"tile {purpose} {most}", (most,), like)[:numel].view(shape)
+
+
+def _window(x: Tensor, begin: int, end: int, first: int, last: int, top: int, bottom: int) -> Tensor:
+    """x[begin:end, first:last, top:bottom] as one operator: three would cost several microseconds on cold caches."""
+    a, b, c, *others = x.stride()
+    at = x.storage_offset() + begin * a + first * b + top * c
+    return x.as_strided((end - begin, last - first, bottom - top, *x.shape[3:]), (a, b, c, *others), at)
+
+
+# How `HIDDEN` is written in the dtypes that tiles are computed in.
+_PATTERNS = {
+    torch.float32: (torch.int32, *struct.unpack("=i", struct.pack("=f", HIDDEN))),
+    torch.float64: (torch.int64, *struct.unpack("=q", struct.pack("=d", HIDDEN))),
+}
+
+
+def _keep(x: Tensor, seen: Tensor) -> None:
+    """Write `HIDDEN` where a key is not seen, also over a NaN; on the CPU several times faster than masked_fill."""
+    integer, pattern = _PATTERNS[x.dtype]
+    kept = seen.to(integer).neg_()  # all bits where a key is seen, else none
+    x.view(integer).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(pattern))
