@@ -9,6 +9,7 @@ torch.Size([1, 8, 1024, 64])
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from attnscale._util import state
 from attnscale.attention import (
     attention_weights,
     attention_with_stats,
@@ -62,6 +63,8 @@ __all__ = [
     "visible_keys",
 ]
 
+# The diagnostics do not know the packages above them: a monitor imports these for models with such a base class.
+state.MODEL_PACKAGES["transformers.modeling_utils"] = "attnscale.hf"
 
 _LATER = {
     "Monitor": "attnscale.diagnostics",

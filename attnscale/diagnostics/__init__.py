@@ -4,18 +4,19 @@ A monitor puts a tap into each attention module; listeners measure its calls; re
 `call`, `statistics` and `module`. `import attnscale` does not import this package: most programs have no monitor.
 """
 
+from typing import TYPE_CHECKING
+
 from attnscale.diagnostics import sinks
-from attnscale.diagnostics.discovery import add_finder, find_attention
-from attnscale.diagnostics.monitor import Monitor
+from attnscale.diagnostics.alerts import Thresholds
+from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
 from attnscale.diagnostics.records.record import Alert, Record, Summary
-from attnscale.diagnostics.sinks import *  # noqa: F403  # its list of names is the only one
-from attnscale.diagnostics.thresholds import Thresholds
-from attnscale.diagnostics.views.observe import Inspection, observe
+from attnscale.diagnostics.sinks import *  # noqa: F403  # every sink there is
+from attnscale.diagnostics.views.observe import Observation, observe
 
 __all__ = [
     "Alert",
-    "Inspection",
     "Monitor",
+    "Observation",
     "Record",
     "Summary",
     "Thresholds",
@@ -23,4 +24,9 @@ __all__ = [
     "find_attention",
     "observe",
 ]
-__all__ += sinks.__all__
+if not TYPE_CHECKING:
+    __all__ += sinks.__all__
+
+    def __getattr__(name: str) -> object:
+        moved = ": attnscale.diagnostics.Observation is its name now" if name == "Inspection" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{moved}")

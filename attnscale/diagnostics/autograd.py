@@ -23,7 +23,7 @@ from torch.library import custom_op
 from attnscale._util.tracing import is_watched
 from attnscale.call.attention_call import FLAT_CALL, TENSORS, AttentionCall, FlatCall
 from attnscale.call.tap import CallEvent, Listener, Tap
-from attnscale.diagnostics.recomputed_calls import UNKNOWN
+from attnscale.diagnostics.listener import UNKNOWN
 
 T = TypeVar("T")
 

@@ -1,24 +1,27 @@
-"""The listener at the tap of one attention layer: measures its calls between two reports."""
+"""The listener at the tap of one attention layer: measures its calls between two reports.
+
+Three questions decide what is measured: which rows count (those whose own token is padding do not), which call of the
+forward pass a backward belongs to, and whether its tensors have changed in between.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnscale._util.uncopied import Uncopied
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import Context, shown
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.notices import Notices
-from attnscale.diagnostics.padding_rows import blank, without_padding
-from attnscale.diagnostics.recomputed_calls import UNKNOWN, Origins
-from attnscale.diagnostics.records.spread import salt_of
-from attnscale.diagnostics.records.tally import Tally
-from attnscale.diagnostics.tensor_identity import TensorIdentity
+from attnscale.diagnostics.alerts import Notices
+from attnscale.diagnostics.records.tally import Tally, salt_of
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
     MeasuredQuantities,
@@ -30,12 +33,87 @@ from attnscale.statistics.rows.quantities import (
     score_gradients,
 )
 
+# The number of a call that is not known.
+UNKNOWN = -1
 # Calls whose backward is waited for; of more, the first are forgotten.
 UNANSWERED = 64
 # Numbers of calls that are held apart because they may turn out to be of training.
 UNDECIDED = 2**18
 # Numbers of a gradient whose norms are taken at a time: they may have to be widened.
 NUMBERS = 2**20
+
+
+class TensorIdentity(Uncopied):
+    """Remembers tensors without keeping their memory; autograd's version counter tells whether they were changed.
+
+    >>> import torch
+    >>> x = torch.zeros(3)
+    >>> identity = TensorIdentity(x)
+    >>> identity.matches(x.detach()), identity.matches(x.clone()), identity.matches(x.add_(1))
+    (True, False, False)
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        # The weak reference keeps the storage's address from being given to another.
+        self._storages = [StorageWeakRef(x.untyped_storage()) for x in tensors]  # type: ignore[no-untyped-call]
+        self._marks = [_mark(x) for x in tensors]
+
+    def matches(self, *tensors: Tensor) -> bool:
+        """Whether these are the same, one by one."""
+        return self._marks == [_mark(x) for x in tensors]
+
+
+def _mark(x: Tensor) -> tuple[object, ...]:
+    version = None if x.is_inference() else x._version  # a tensor of inference mode has none, and no backward either
+    return x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset(), version
+
+
+class Origins:
+    """Which call of the forward pass is repeated by a call inside backward.
+
+    A reentrant checkpoint runs its forward without a graph, and once more inside backward with one, so that no graph
+    leads from the second run to the first. Autograd numbers its nodes in the order in which they are made. The node of
+    the checkpoint is made before its forward runs: the calls it holds are the first that come after its number. So the
+    calls of the layer that were made without a graph are kept, with autograd's count at the time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._forwards: deque[tuple[int, int]] = deque(maxlen=most)  # count of nodes by then, number of the call
+        self._forgotten = -1  # the count of the last one that was dropped
+        self._repeats: list[tuple[int, int]] = []  # the same of calls that were repeated without a graph in turn
+        self._run: object = None  # of a checkpoint inside backward
+        self._left: list[int] = []  # the calls that this run has not repeated yet, the next one last
+
+    def add(self, number: int) -> None:
+        """A call in forward."""
+        if len(self._forwards) == self._forwards.maxlen:
+            self._forgotten = self._forwards[0][0]
+        self._forwards.append((torch._C._autograd._get_sequence_nr(), number))
+
+    def repeated(self, graph: bool) -> int:
+        """The number of the call that the one being made inside backward repeats, with a graph or, in nested
+        checkpoints, without; UNKNOWN where that cannot be told.
+        """
+        node = torch._C._current_autograd_node()
+        # The backward of a compiled graph may compute calls again too, but has no node of its own for each of them.
+        if node is None or node.name() == "CompiledFunctionBackward":
+            return UNKNOWN
+        start = node._sequence_nr()
+        run = torch._C._current_graph_task_id(), start
+        if self._run != run:
+            # Calls that were made after the node; if that was made inside backward, calls repeated there.
+            later = [number for count, number in self._repeats if count > start]
+            if not later and self._forgotten <= start:
+                later = [number for count, number in self._forwards if count > start]
+            self._run, self._left = run, later[::-1]
+        number = self._left.pop() if self._left else UNKNOWN
+        if not graph and number != UNKNOWN:
+            self._repeats.append((torch._C._autograd._get_sequence_nr(), number))
+        return number
+
+    def answered(self, number: int) -> None:
+        """Backward has come to a call: what repeated it is done."""
+        self._repeats = [repeat for repeat in self._repeats if repeat[1] != number]
 
 
 class MeasuredCall(NamedTuple):
@@ -175,7 +253,7 @@ class LayerListener(Uncopied):
             self._decide(first, self.evaluation)
 
     def _decide(self, call: MeasuredCall, tally: Tally) -> None:
-        """A call that was held apart belongs to training, or to evaluation."""
+        """Add a call that was held apart to training, or to evaluation."""
         if call.tally is not self.training:
             tally.absorb(call.tally)
 
@@ -211,3 +289,66 @@ def _first_broken(out: Tensor) -> Tensor:
         return torch.full(out.shape[1:2], -1, device=out.device)
     broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]
     return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)
+
+
+def padding_rows(context: Context) -> Tensor | None:
+    """True [B|1, Tq] where a row's own key is padding; None where the rules hide no key from all rows.
+
+    The key in a row's own slot is padding if `padding` says so, or if the mask hides it from every row and head. A mask
+    under which rows do not see themselves although others see them (strictly causal ones) says nothing about padding:
+    it hides the last key from all rows, and yet that key is real. A row without a slot among the keys, as in cross
+    attention, is never padding.
+    """
+    if context.padding is None and context.mask is None:
+        return None
+    if isinstance(context.slot, int) and context.slot >= context.keys:
+        return None
+    # Where every key has a row, slots that were looked up from positions would pass over the padded ones.
+    aligned = context.queries == context.keys
+    slots = torch.arange(context.keys, device=context.device)[None] if aligned else context.slots()
+    own = slots.clamp(0, max(context.keys - 1, 0))
+    inside = own == slots
+    padded = None if context.padding is None else _at(context.padding, own) & inside
+    masked = None if context.mask is None else _hidden_by_mask(context.mask, own, inside)
+    return masked if padded is None else padded if masked is None else padded | masked
+
+
+def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
+    """The same call with no visible key for padding rows, so that no aggregate contains them; and `padding_rows`."""
+    context = call.context
+    rows = padding_rows(context)
+    if rows is None:
+        return call, None
+    first = torch.zeros_like(rows, dtype=torch.int64) if context.first is None else context.first
+    last = torch.where(rows, first, context.keys if context.last is None else context.last)
+    return replace(call, context=replace(context, first=first.expand_as(last), last=last)), rows
+
+
+def blank(x: Tensor, rows: Tensor | None) -> Tensor:
+    """[B, H, Tq, D] with zeros in the given rows [B|1, Tq]."""
+    return x if rows is None else x.masked_fill(rows[:, None, :, None], 0.0)
+
+
+def _at(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B|1, Tk] at slots [B|1, Tq], as [B|1, Tq]."""
+    batch = max(x.shape[0], slots.shape[0])
+    return x.expand(batch, -1).gather(-1, slots.expand(batch, -1))
+
+
+def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
+    """True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from every row; None where it hides none.
+
+    On the CPU the rows' own entries are read first: in most masks every row sees itself, and they are far less to read
+    than the whole mask. On other devices reading the answer back would synchronise.
+    """
+    at = own[:, None, :, None].expand(max(mask.shape[0], own.shape[0]), mask.shape[1], -1, 1)
+    sees_itself = shown(mask.expand(at.shape[0], -1, -1, -1).gather(-1, at)).squeeze(-1).any(1)  # [B|1, Tq]
+    if mask.device.type == "cpu" and bool(sees_itself.all()):
+        return None
+    for axis in (0, 1, 2):
+        if mask.stride(axis) == 0:  # repeated by broadcasting
+            mask = mask.narrow(axis, 0, 1)
+    seen = _at(shown(mask).any(2).any(1), own)  # by some row, [B|1, Tq]
+    hidden = ~seen & inside
+    telling = (sees_itself | ~seen | ~inside).all(-1, keepdim=True)
+    return hidden & telling

@@ -1,31 +1,31 @@
-"""The monitor: measures every attention of a model at some steps, and reports."""
+"""The monitor: finds every attention of a model, measures it at some steps, and reports."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from attnscale._util import state
 from attnscale._util.checks import read_int
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
 from attnscale.call.tap import Tap
+from attnscale.diagnostics.alerts import Notices, Thresholds, find_alerts
 from attnscale.diagnostics.autograd import run_reported
-from attnscale.diagnostics.discovery import find_attention
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.notices import Notices
-from attnscale.diagnostics.records.collect import collect
-from attnscale.diagnostics.records.distributed import Processes, refuse_unsaid_heads
+from attnscale.diagnostics.records.collect import Processes, refuse_unsaid_heads
 from attnscale.diagnostics.records.record import Alert, Record
-from attnscale.diagnostics.sinks.base import AlertSink, Sink
-from attnscale.diagnostics.thresholds import Thresholds, find_alerts
-from attnscale.errors import MonitorWarning, reject, reject_type
+from attnscale.diagnostics.sinks import AlertSink, Sink
+from attnscale.errors import ArgumentError, MonitorWarning, reject, reject_type
+from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT = Thresholds()
+
+Finder = Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
+Opener = Callable[[nn.Module, contextlib.ExitStack], dict[str, nn.Module]]
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
@@ -162,7 +165,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Add the records and alerts of a step to the lists, and pass them on."""
-        records += collect(list(self.layers.values()), step, self._processes, self._notices)
+        records += self._processes.collect(self.layers.values(), step)
         crossed = [] if self.limits is None else find_alerts(records, self.limits)
         found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
         alerts += [alert for place, alert in found.items() if place not in self._raised]
@@ -206,9 +209,7 @@ def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
 def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part: int) -> None:
     """Write the sampled query rows of the head and the key rows at their slots as safetensors, if there are any.
 
-    Of the heads of the layer this process has the part of that number.
-
-    The name of the file holds step, layer, head and kind; its metadata holds the whole alert.
+    `part` is the number of this process's part of the layer's heads. The metadata of the file holds the whole alert.
     """
     save = need("safetensors.torch", "dump", "hf").save
     if not captured:
@@ -226,3 +227,45 @@ def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step{alert.step}-{alert.layer}-head{alert.head}-{alert.kind}.safetensors"
     write_whole(folder / name, save(rows, {field: str(value) for field, value in alert.as_dict().items()}))
+
+
+def add_finder(finder: Finder, opener: Opener | None = None) -> None:
+    """Register a finder of another kind of module: it yields paths and modules that have a `tap` and use it.
+
+    The opener makes stock attention measurable until a stack is closed, in a model of its kind where nothing was found.
+    """
+    state.FINDERS.setdefault(finder, opener)
+
+
+def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -> dict[str, nn.Module]:
+    """Every attention of a model that can be measured; a shared one appears once, under its first path.
+
+    With `undo`, stock attention of transformers is made measurable, until that is closed.
+    """
+    if not isinstance(model, nn.Module):
+        reject_type("model", model, "a torch.nn.Module")
+    origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    for package in (state.MODEL_PACKAGES[origin] for origin in origins & state.MODEL_PACKAGES.keys()):
+        importlib.import_module(package)  # adds its finder
+    found: dict[str, nn.Module] = {}
+    for finder in (_ours, *state.FINDERS):
+        for path, module in finder(model):
+            if all(module is not other for other in found.values()):
+                found[path] = module
+    if not found and undo is not None:
+        for opener in filter(None, state.FINDERS.values()):
+            found |= opener(model, undo)
+    if not found:
+        raise ArgumentError(
+            f"model={type(model).__name__} is not accepted: expected at least one attention of attnscale's; "
+            "attnscale.convert gives torch models theirs, attnscale.hf.apply those of transformers "
+            "(with the policy 'constant' they compute what they did)"
+        )
+    return found
+
+
+def _ours(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if isinstance(module, (ScaledDotProductAttention, MultiheadAttention)):
+            # A swapped model has ours as a child of its own attention, whose path is the one users know.
+            yield path.removesuffix(".attnscale") or type(module).__name__, module

@@ -11,18 +11,18 @@ try:
 except ImportError as error:
     raise MissingDependencyError(f"attnscale.hf needs transformers: {install_command('hf')}") from error
 
-from attnscale.diagnostics.discovery import add_finder
+from attnscale.diagnostics import add_finder
 from attnscale.hf.attach import attach, register
 from attnscale.hf.checkpoint import load, load_policy
 from attnscale.hf.inspection import Inspection, inspect
 from attnscale.hf.install import Handle, apply
-from attnscale.hf.monitoring import AttnScaleCallback, find_sites
+from attnscale.hf.monitoring import AttnScaleCallback, find_sites, open_stock_attention
 from attnscale.hf.persistence import keep_policies
 from attnscale.hf.plan import Plan, read_plan
 
 register()
 keep_policies()
-add_finder(find_sites)
+add_finder(find_sites, open_stock_attention)
 
 __all__ = [
     "AttnScaleCallback",

@@ -28,7 +28,7 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Also tells all sites of the model which of them are cross attention.
     """
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+    if not _has_pretrained(model):
         return
     if is_pending(model):
         for path in attach(model).policies:
@@ -42,9 +42,11 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
     """Give every attention that goes through "sdpa" a site that can be measured, until `undo` is closed.
 
-    The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would, with
-    β = 1. A model without such attention is refused, with what to do instead.
+    The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
+    model of transformers without such attention is refused, with what to do instead.
     """
+    if not _has_pretrained(model):
+        return {}
     layers = find_attention_layers(model)
     free = [layer for layer in layers if layer.routed and not layer.sparse and site_of(layer.module) is None]
     usable = [layer for layer in free if layer.config._attn_implementation == SDPA]
@@ -69,6 +71,10 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
         layer.module.add_module(NAME, site)
         undo.callback(remove_site, layer.module)
     return found
+
+
+def _has_pretrained(model: nn.Module) -> bool:
+    return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
 class AttnScaleCallback(TrainerCallback):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import Listener, Run, Tap
-from attnscale.diagnostics.discovery import find_attention
+from attnscale.diagnostics import find_attention
 from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import HIDDEN, accumulation_scales
 from attnscale.statistics.rows.tiles import whole_row_scores

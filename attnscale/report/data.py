@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records.jsonl import parse_line
-from attnscale.diagnostics.records.record import STATISTICS, Alert, Record
+from attnscale.diagnostics.records.record import STATISTICS, Alert, Record, parse_line
 from attnscale.errors import ArgumentError, reject
 
 ACCEPTED = (

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from attnscale import __version__
+from attnscale.diagnostics.alerts import ALERTS
 from attnscale.diagnostics.records.record import STATISTICS, Alert
-from attnscale.diagnostics.views.display import ALERTS, COLOURS, QUANTITIES, quantity_of, short_names
+from attnscale.diagnostics.views.display import COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.report.data import Key, Run
 
 PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")

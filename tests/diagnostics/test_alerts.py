@@ -11,7 +11,7 @@ import torch
 
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink, Record, Summary, Thresholds
-from attnscale.diagnostics.thresholds import find_alerts
+from attnscale.diagnostics.alerts import find_alerts
 
 
 def summary(value: float, largest: float | None = None) -> Summary:

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.diagnostics import MemorySink
-from attnscale.diagnostics.tensor_identity import TensorIdentity
+from attnscale.diagnostics.listener import TensorIdentity
 
 
 class Watched(nn.Module):

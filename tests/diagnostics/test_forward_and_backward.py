@@ -12,8 +12,7 @@ from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.attention import bind
 from attnscale.backends.dispatch import prepare
 from attnscale.diagnostics import listener
-from attnscale.diagnostics.records.spread import KEPT, Spread, row_keys
-from attnscale.diagnostics.records.tally import Tally
+from attnscale.diagnostics.records.tally import KEPT, Spread, Tally, row_keys
 from attnscale.statistics.rows.quantities import forward_quantities, measure_quantities
 
 LAYERS = 3

@@ -77,6 +77,7 @@ MEASURES = textwrap.dedent(
     """
     from dataclasses import replace
     from test_rows import RULES, call_of
+    from torch.utils._pytree import tree_leaves
     from attnscale.statistics.rows.quantities import measure_quantities, score_gradients
 
     def moved(call):
@@ -97,8 +98,7 @@ MEASURES = textwrap.dedent(
             there = moved(call)
             found = measure_quantities(there)
             answers = score_gradients(there, upstream.to(other_device.PLACE), found)
-            flat = torch.utils._pytree.tree_leaves
-            for one, other in zip(flat((measures, gradients)), flat((found, answers))):
+            for one, other in zip(*map(tree_leaves, ((measures, gradients), (found, answers))), strict=True):
                 assert other.device == torch.device(other_device.PLACE)
                 torch.testing.assert_close(one, other.cpu(), equal_nan=True, rtol=1e-5, atol=1e-5)
 

@@ -43,8 +43,8 @@ def reports_of(rank: int, wrap: Callable[[tiny_gpt.TinyGpt], nn.Module]) -> list
     run = wrap(model)
     sinks = [JsonlSink(f"{os.environ['RANKS_FOLDER']}/attn.jsonl")] if rank == 0 else []
     collectives = []
-    gather = distributed.all_gather
-    distributed.all_gather = lambda *a, **k: (collectives.append(1), gather(*a, **k))[1]
+    gather = distributed.all_gather_object
+    distributed.all_gather_object = lambda *a, **k: (collectives.append(1), gather(*a, **k))[1]
     with Monitor(model, every=2, rows=5, sinks=sinks, alerts=None) as monitor:
         reports = []
         for step in range(3):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnscale import Monitor, ScaledDotProductAttention, StatsRequest, row_statistics
 from attnscale.diagnostics import Thresholds
-from attnscale.diagnostics.records.spread import KEPT, Spread, row_keys, salt_of, summaries
+from attnscale.diagnostics.records.tally import KEPT, Spread, row_keys, salt_of, summaries
 from attnscale.statistics import sample_rows
 
 CPU = torch.device("cpu")

@@ -31,9 +31,9 @@ from attnscale.diagnostics import (
     TrackerSink,
     read_jsonl,
 )
-from attnscale.diagnostics.views.display import MAIN
+from attnscale.diagnostics.sinks.tensorboard import cell_size, draw
+from attnscale.diagnostics.views.display import MAIN, colour, grid_of
 from attnscale.diagnostics.views.flatten import MAIN_NAMES, compact, flatten
-from attnscale.diagnostics.views.heatmap import cell_size, colour, draw, grid_of
 from attnscale.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
 
 

@@ -17,9 +17,8 @@ from rich.console import Console
 
 from attnscale.cli import main
 from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
-from attnscale.diagnostics.records.jsonl import Tail
-from attnscale.diagnostics.views.history import History
-from attnscale.diagnostics.views.watch import Watch, show, sparkline
+from attnscale.diagnostics.records.record import Tail
+from attnscale.diagnostics.views.watch import History, Watch, show, sparkline
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 
@@ -210,7 +209,7 @@ def test_a_line_that_is_no_record_is_counted_and_left_out(line: bytes, path: Pat
 
 
 def test_a_line_without_end_is_not_kept_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscale.diagnostics.records.jsonl.LONGEST", 1000)
+    monkeypatch.setattr("attnscale.diagnostics.records.record.LONGEST", 1000)
     path.write_bytes(b"x" * 5500)
     tail = Tail(path)
     assert list(tail.new()) == []

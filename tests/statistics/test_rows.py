@@ -11,7 +11,7 @@ import torch
 from attnscale import StatsRequest, row_statistics
 from attnscale.attention import bind
 from attnscale.backends.dispatch import prepare
-from attnscale.diagnostics.tensor_identity import TensorIdentity
+from attnscale.diagnostics.listener import TensorIdentity
 from attnscale.statistics.gaps import BRACKET_WIDTH, HIDDEN
 from attnscale.statistics.rows import tiles
 from attnscale.statistics.rows.quantities import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -134,7 +135,7 @@ class Answer(NamedTuple):
     """What a provider computes; `statistics` by the names of `RowStats`."""
 
     output: Tensor
-    statistics: Mapping[str, Tensor] = {}
+    statistics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Attention(Protocol):

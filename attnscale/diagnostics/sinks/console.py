@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from attnscale._util.optional import need
+from attnscale.diagnostics.alerts import ALERTS
 from attnscale.diagnostics.records.record import Alert, Record, layers_of
-from attnscale.diagnostics.views.display import ALERTS, MAIN, Quantity
+from attnscale.diagnostics.views.display import MAIN, Quantity
 from attnscale.errors import reject_type
 
 FILE_WIDTH = 120  # where rich would assume 80

@@ -15,13 +15,17 @@ from attnscale._util import state
 from attnscale._util.checks import read_int
 from attnscale._util.optional import need
 from attnscale.diagnostics.records.record import Alert, Record, by_kind, layers_of
-from attnscale.diagnostics.views.display import Quantity
+from attnscale.diagnostics.views.display import Grid, Quantity, colour, main_grids
 from attnscale.diagnostics.views.flatten import SPREAD
-from attnscale.diagnostics.views.heatmap import Grid, draw, main_grids
 from attnscale.errors import reject, reject_type
 
 BINS = 20
 SHOWN_ALERTS = 50  # in one text
+BACKGROUND = (255, 255, 255)
+INK = (40, 40, 40)
+MARGIN = 8
+LINE = 16  # height of a line of text
+LARGEST = 1024  # cells of a large model shrink to fit
 
 
 class TensorBoardSink:
@@ -63,7 +67,7 @@ class TensorBoardSink:
             values += self._scalars(records, grid.quantity)
             values += self._histogram(grid)
             if with_images:
-                picture = draw(grid, "TensorBoardSink")
+                picture = draw(grid)
                 values += self._summary.image(f"attn.{grid.quantity.name}/map", picture, dataformats="HWC").value
         self._write(values, step)
 
@@ -132,3 +136,42 @@ class _WholeWrites(FileIO):
         while view:
             view = view[super().write(view) :]
         return len(content)
+
+
+def cell_size(layers: int, heads: int) -> int:
+    """Pixels of a cell, with its gap of one pixel where there is room for one."""
+    return max(2, min(24, LARGEST // max(layers, heads, 1)))
+
+
+def draw(grid: Grid) -> Any:
+    """An RGB array [height, width, 3] of uint8: a cell per layer and head, names on the left, the scale above."""
+    numpy, image, canvas, fonts = (
+        need(module, "TensorBoardSink", "log") for module in ("numpy", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
+    )
+    font = fonts.load_default()
+    size = cell_size(len(grid.layers), len(grid.values[0]))
+    gap = 1 if size > 4 else 0
+    step = 1 if size >= LINE - 4 else -(-LINE // size)  # names only where they do not overlap
+    low, high = grid.scale()
+    head = f"{grid.quantity.title}   {low:.3g} .. {high:.3g}{'  (log)' if grid.quantity.log else ''}"
+    names = {row: name for row, name in enumerate(grid.layers) if row % step == 0}
+    left = MARGIN + max(math.ceil(font.getlength(name)) for name in names.values()) + MARGIN
+    top = MARGIN + 2 * LINE + MARGIN
+    body = size * len(grid.values[0])
+    width = left + max(body, math.ceil(font.getlength(head))) + MARGIN
+    bottom = top + size * len(grid.layers)
+    picture = image.new("RGB", (width, bottom + LINE + MARGIN), BACKGROUND)
+    pen = canvas.Draw(picture)
+    bar = width - MARGIN - left
+    for x in range(bar):
+        pen.line((left + x, MARGIN + LINE, left + x, MARGIN + 2 * LINE - 5), fill=colour(x / max(bar - 1, 1)))
+    for row, shares in enumerate(grid.shares()):
+        for column, share in enumerate(shares):
+            y, x = top + row * size, left + column * size
+            pen.rectangle((x, y, x + size - gap - 1, y + size - gap - 1), fill=colour(share))
+    pen.text((left, MARGIN), head, fill=INK, font=font)
+    for row, name in names.items():
+        pen.text((MARGIN, top + row * size + max(0, (size - LINE) // 2)), name, fill=INK, font=font)
+    for column in range(0, len(grid.values[0]), step):
+        pen.text((left + column * size + gap, bottom), str(column), fill=INK, font=font)
+    return numpy.asarray(picture)

@@ -1,4 +1,4 @@
-"""How quantities, alerts and layers are shown: names, units, scales, colours and explanations.
+"""How quantities and layers are shown: names, units, scales, colours and explanations.
 
 The page, the terminal, plots, TensorBoard and the README take them from here.
 """
@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from attnscale.diagnostics.records.record import Record
+from attnscale.diagnostics.records.record import Record, layers_of
 
 # Viridis at nine places, dark for low values; still readable in grey print.
 COLOURS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+RGB = tuple(tuple(bytes.fromhex(colour[1:])) for colour in COLOURS)
+MISSING = (225, 225, 225)  # a head the layer does not have, or NaN
 
 
 class Quantity(NamedTuple):
@@ -37,10 +39,7 @@ class Quantity(NamedTuple):
 
     def of(self, record: Record, statistic: str = "mean") -> float | None:
         """Its value in a record, None if it is not there."""
-        if not self.phase:
-            return record.scalars.get(self.name)
-        summary = (record.forward if self.phase == "forward" else record.backward).get(self.name)
-        return None if summary is None else float(getattr(summary, statistic))
+        return record.value(self.phase, self.name, statistic)
 
 
 GAP_COUNT = "gap_count_"  # followed by the gap t
@@ -54,6 +53,8 @@ _ROWS = (
     Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1, w_max ≥ 1/ζ(r)", log=True),
     Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: how closely keys follow the best"),
     Quantity("prominence", "forward", "prominence", "prominence of the best score", "about 1 if the scores are noise"),
+    Quantity("first_share", "forward", "first keys", "weight on the first keys", "high at an attention sink", 0.0, 1.0),
+    Quantity("winner", "forward", "winner", "slot of the best key", "the slot of the key that weighs most"),
     Quantity("beta", "forward", "β", "temperature β", "the factor of the logits that the policy gave"),
     Quantity("visible", "forward", "n", "visible keys n", "keys that the row may see"),
     Quantity("score_gradient", "backward", "|dS|", "row norm of dS", "gradient of a row's raw scores", log=True),
@@ -75,6 +76,8 @@ MAIN = tuple(
     QUANTITIES[name]
     for name in ("w_max", "relative_entropy", "max_logit", "criticality", "angle_ratio", "score_gradient", "gain")
 )
+# What the terminal shows of each layer, and how heads become one number: a single bad head shows in an extreme.
+WATCHED = {"w_max": "mean", "relative_entropy": "mean", "gain": "least", "max_logit": "largest"}
 
 
 def quantity_of(name: str, phase: str = "forward") -> Quantity:
@@ -90,24 +93,6 @@ def quantity_of(name: str, phase: str = "forward") -> Quantity:
     return QUANTITIES.get(name) or Quantity(name, phase, name, name, "")
 
 
-class AlertKind(NamedTuple):
-    """What an alert means, and the quantities that show it, the first of which has the limit."""
-
-    explanation: str
-    quantities: tuple[str, ...]
-
-
-ALERTS = {
-    "diffuse": AlertKind("attention is spread over all keys", ("relative_entropy",)),
-    "collapsed": AlertKind("one key has all the weight", ("w_max",)),
-    "noise": AlertKind("most of the weight is on a score no higher than noise", ("prominence", "w_max")),
-    "exploding": AlertKind("a logit of a sampled row has become too large", ("max_logit",)),
-    "vanishing": AlertKind("hardly any gradient passes the attention", ("gain",)),
-    "mismatch": AlertKind("backward saw other statistics than forward", ("mismatch",)),
-    "broken": AlertKind("NaN or infinity in the output", ("broken_row",)),
-}
-
-
 def place_on_scale(x: float, low: float, high: float, log: bool) -> float:
     """Where a value lies between the ends of a scale, 0 to 1; NaN stays NaN."""
     if math.isnan(x):
@@ -115,6 +100,57 @@ def place_on_scale(x: float, low: float, high: float, log: bool) -> float:
     if x <= low or x >= high:  # infinities, and what has no logarithm, lie at the ends
         return 0.5 if x == low == high else float(x > low)
     return math.log(x / low) / math.log(high / low) if log else (x - low) / (high - low)
+
+
+class Grid(NamedTuple):
+    """One quantity over layers × heads; NaN where there is none."""
+
+    quantity: Quantity
+    layers: list[str]
+    values: list[list[float]]
+
+    def scale(self) -> tuple[float, float]:
+        """The ends of the colour scale: fixed ones, or the least and largest value that can be shown."""
+        shown = [x for row in self.values for x in row if math.isfinite(x) and (x > 0 or not self.quantity.log)]
+        low = self.quantity.low if self.quantity.low is not None else min(shown, default=0.0)
+        high = self.quantity.high if self.quantity.high is not None else max(shown, default=low)
+        return low, max(high, low)
+
+    def shares(self) -> list[list[float]]:
+        """The values as places on the scale, 0 to 1; NaN stays NaN."""
+        low, high = self.scale()
+        return [[place_on_scale(x, low, high, self.quantity.log) for x in row] for row in self.values]
+
+
+def grid_of(records: Sequence[Record], quantity: Quantity) -> Grid | None:
+    """A quantity over layers × heads, rows filled up to the layer with most heads; None if no record has it."""
+    layers = layers_of(records)
+    known = {(r.layer, r.head): x for r in records if (x := quantity.of(r)) is not None}
+    if not known:
+        return None
+    heads = 1 + max(record.head for record in records)
+    values = [[known.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
+    return Grid(quantity, layers, values)
+
+
+def main_grids(records: Sequence[Record]) -> list[Grid]:
+    """The grids of the main quantities that are there."""
+    return [grid for quantity in MAIN if (grid := grid_of(records, quantity)) is not None]
+
+
+def colour(share: float) -> tuple[int, int, int]:
+    """The colour of a place on the scale, 0 to 1.
+
+    >>> colour(0.0), colour(1.0), colour(float("nan"))
+    ((68, 1, 84), (253, 231, 37), (225, 225, 225))
+    """
+    if math.isnan(share):
+        return MISSING
+    place = min(max(share, 0.0), 1.0) * (len(RGB) - 1)
+    index = min(int(place), len(RGB) - 2)
+    part = place - index
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(RGB[index], RGB[index + 1], strict=True))
+    return red, green, blue
 
 
 def short_names(layers: Sequence[str]) -> list[str]:

@@ -13,13 +13,12 @@ from torch import nn
 from attnscale._util.optional import need
 from attnscale.diagnostics.monitor import Monitor
 from attnscale.diagnostics.records.record import Record
-from attnscale.diagnostics.views.display import COLOURS
+from attnscale.diagnostics.views.display import COLOURS, MISSING, colour, main_grids
 from attnscale.diagnostics.views.flatten import numbers_of
-from attnscale.diagnostics.views.heatmap import MISSING, colour, main_grids
 from attnscale.errors import ArgumentError
 
 
-class Inspection:
+class Observation:
     """`records`, one per layer and head, empty until the block ends. Prints as a table."""
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class Inspection:
         return "\n".join(map("  ".join, aligned))
 
     def __repr__(self) -> str:
-        return f"<Inspection of {len(self.records)} heads>"
+        return f"<Observation of {len(self.records)} heads>"
 
     def _repr_html_(self) -> str:
         if not self.records:
@@ -103,7 +102,7 @@ class Inspection:
 
 
 @contextmanager
-def observe(model: nn.Module, rows: int | None = None) -> Iterator[Inspection]:
+def observe(model: nn.Module, rows: int | None = None) -> Iterator[Observation]:
     """Measure every attention of a model while a block runs, including a backward inside it.
 
     `rows` samples so many rows of each call instead of all. The model is left as it was.
@@ -116,10 +115,10 @@ def observe(model: nn.Module, rows: int | None = None) -> Iterator[Inspection]:
     >>> [(seen.layer, seen.head, seen.forward["visible"].max) for seen in record.records]
     [('MultiheadAttention', 0, 8.0), ('MultiheadAttention', 1, 8.0)]
     """
-    inspection = Inspection()
+    observation = Observation()
     with Monitor(model, every=1, rows=rows, alerts=None) as monitor:
-        yield inspection
-        inspection.records = tuple(monitor.step(0))
+        yield observation
+        observation.records = tuple(monitor.step(0))
 
 
 def _short(x: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,10 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnostics.records.jsonl import Tail
-from attnscale.diagnostics.records.record import Alert
-from attnscale.diagnostics.views.display import QUANTITIES, place_on_scale, short_names
-from attnscale.diagnostics.views.history import COLUMNS, History
+from attnscale.diagnostics.records.record import Alert, Record, Tail
+from attnscale.diagnostics.views.display import QUANTITIES, WATCHED, place_on_scale, short_names
 from attnscale.errors import reject
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -25,6 +24,77 @@ NUMBER = 8  # characters of a number and the gap before it
 NARROW = 6  # the shortest useful sparkline
 SHOWN_ALERTS = 8
 RECORDS = "a file of records, lines of JSON that a JsonlSink writes"
+
+
+class History:
+    """Takes records and alerts as they come. Memory is bounded: of many steps every second, fourth, … is kept.
+
+    `series(layer, quantity)` are the values at `steps`, the last of which is the latest report, for each quantity of
+    `WATCHED`.
+    """
+
+    def __init__(self, most_steps: int = 512, most_alerts: int = 256) -> None:
+        self.most_steps = most_steps
+        self.alerts: deque[Alert] = deque(maxlen=most_alerts)
+        self.by_layer: Counter[str] = Counter()
+        self.by_kind: Counter[str] = Counter()
+        self.heads: dict[str, int] = {}
+        self.alerting: set[str] = set()  # layers with an alert in the latest report
+        self.reports = 0  # steps seen, the latest included
+        self._stride = 1
+        self._kept: list[tuple[int, dict[str, dict[str, float]]]] = []
+        self._latest: tuple[int, dict[str, list[Record]]] | None = None
+
+    @property
+    def layers(self) -> list[str]:
+        """In the order they first appeared."""
+        return list(self.heads)
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that are kept, and the latest."""
+        kept = [step for step, _ in self._kept]
+        return kept if self._latest is None else [*kept, self._latest[0]]
+
+    def add(self, items: Iterable[Record | Alert]) -> None:
+        """Take what has come."""
+        for item in items:
+            if isinstance(item, Alert):
+                self.alerts.append(item)
+                self.by_layer[item.layer] += 1
+                self.by_kind[item.kind] += 1
+                if self._latest is not None and item.step == self._latest[0]:
+                    self.alerting.add(item.layer)
+            else:
+                if self._latest is None or item.step != self._latest[0]:
+                    self._latest = self._begin(item.step)
+                self._latest[1].setdefault(item.layer, []).append(item)
+                self.heads[item.layer] = max(self.heads.get(item.layer, 0), item.head + 1)
+
+    def series(self, layer: str, quantity: str) -> list[float]:
+        """One value per step of `steps`; NaN where the layer has none."""
+        values = [layers.get(layer, {}).get(quantity, math.nan) for _, layers in self._kept]
+        return values if self._latest is None else [*values, self.latest(layer).get(quantity, math.nan)]
+
+    def latest(self, layer: str) -> dict[str, float]:
+        """The layer's numbers in the latest report; empty where it is not in it."""
+        records = [] if self._latest is None else self._latest[1].get(layer, [])
+        return {name: _join(records, name) for name in WATCHED} if records else {}
+
+    def _begin(self, step: int) -> tuple[int, dict[str, list[Record]]]:
+        """Start a report, after keeping the latest one if it is one to keep."""
+        if self._latest is not None:
+            before, layers = self._latest
+            if (self.reports - 1) % self._stride == 0 and before < step:
+                self._kept.append((before, {layer: self.latest(layer) for layer in layers}))
+            if before > step:  # resumed from a checkpoint: later steps are repeated
+                self._kept = [kept for kept in self._kept if kept[0] < step]
+        self.alerting.clear()
+        self.reports += 1
+        if len(self._kept) >= self.most_steps:
+            del self._kept[1::2]
+            self._stride *= 2
+        return step, {}
 
 
 class Watch:
@@ -100,17 +170,17 @@ class Watch:
         names = short_names(layers)
         widest = max(5, min(max(map(len, names)), 28, width // 4))
         room = width - widest - 2 - 8 * bool(self.history.by_layer)
-        fitting = next((number for number in range(len(COLUMNS), 0, -1) if room // number >= NARROW + NUMBER + 2), 0)
+        fitting = next((number for number in range(len(WATCHED), 0, -1) if room // number >= NARROW + NUMBER + 2), 0)
         spark = min(room // fitting - NUMBER - 2, 48) if fitting else 0
         with_alerts = bool(fitting and self.history.by_layer)
-        ranges = {quantity: self._range(quantity) for quantity in [*COLUMNS][: fitting or 1]}
+        ranges = {quantity: self._range(quantity) for quantity in [*WATCHED][: fitting or 1]}
         used = widest + 2 + 8 * with_alerts + len(ranges) * (spark + NUMBER + 2)
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, width=min(width, used))
         table.add_column("layer", width=widest, no_wrap=True, overflow="ellipsis")
         if with_alerts:
             table.add_column("alerts", justify="right", width=6)
         for quantity in ranges:
-            title, over_heads = QUANTITIES[quantity].title, COLUMNS[quantity].over_heads
+            title, over_heads = QUANTITIES[quantity].title, WATCHED[quantity]
             long = title if over_heads == "largest" else f"{title} ({over_heads})"
             heading = long if len(long) <= spark + NUMBER else title
             table.add_column(heading, width=spark + NUMBER, no_wrap=True, overflow="crop")
@@ -133,6 +203,15 @@ class Watch:
         values = [x for layer in self.history.layers for x in self.history.series(layer, quantity) if math.isfinite(x)]
         low, high = min(values, default=0.0), max(values, default=0.0)
         return low, high, shown.log and low > 0
+
+
+def _join(records: Iterable[Record], name: str) -> float:
+    """One number of a layer from those of its heads; NaN does not count."""
+    statistic = {"mean": "mean", "least": "min", "largest": "max"}[WATCHED[name]]
+    values = [x for r in records if (x := QUANTITIES[name].of(r, statistic)) is not None and not math.isnan(x)]
+    if not values:
+        return math.nan
+    return {"mean": sum(values) / len(values), "min": min(values), "max": max(values)}[statistic]
 
 
 def sparkline(

@@ -76,7 +76,7 @@ def test_it_prints_as_an_aligned_table(seen):
     layer, head, w_max = lines[4].split()[:3]
     assert (layer, head) == ("blocks.1.attention", "1")
     assert float(w_max) == pytest.approx(seen.records[3].forward["w_max"].mean, rel=1e-3)
-    assert repr(seen) == "<Inspection of 6 heads>"
+    assert repr(seen) == "<Observation of 6 heads>"
 
 
 class Cells(html.parser.HTMLParser):
