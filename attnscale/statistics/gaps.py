@@ -181,11 +181,23 @@ def largest(x: Tensor, ranks: int) -> Tensor:
         found = x.topk(min(ranks, keys), dim=-1).values
         return found if keys >= ranks else pad(found, (0, ranks - keys), value=-math.inf)
     side_by_side = x[..., : runs * width].unflatten(-1, (runs, width))  # type: ignore[no-untyped-call]
-    columns = side_by_side.amax(-2).topk(ranks, dim=-1, sorted=False).indices
+    columns = _best(side_by_side.amax(-2), ranks)[1]
     found = side_by_side.gather(-1, columns[..., None, :].expand(*x.shape[:-1], runs, ranks)).flatten(-2)
     if keys > runs * width:
         found = torch.cat([found, x[..., runs * width :]], dim=-1)
-    return found.topk(ranks, dim=-1).values
+    return _best(found, ranks)[0]
+
+
+def _best(x: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The largest values and their places in rows [..., K], as topk has them; of a pair, by two maxima: less work."""
+    if ranks != 2:
+        found = x.topk(ranks, dim=-1)
+        return found.values, found.indices
+    first = x.max(-1, keepdim=True)
+    second = x.scatter(-1, first.indices, -math.inf).max(-1, keepdim=True)
+    # Where all others are −∞ too, the second could be found in the place of the first.
+    place = torch.where(second.indices == first.indices, (first.indices + 1) % x.shape[-1], second.indices)
+    return torch.cat([first.values, second.values], -1), torch.cat([first.indices, place], -1)
 
 
 def _reach(best: Tensor) -> Tensor:

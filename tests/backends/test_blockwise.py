@@ -53,7 +53,8 @@ features = pytest.mark.parametrize("feature", FEATURES)
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "ROWS", 16)
-    monkeypatch.setattr(tiles, "KEYS", 10)
+    monkeypatch.setattr(tiles, "SCORES", 160)
+    monkeypatch.setattr(tiles, "SAMPLED_SCORES", 160)
 
 
 def arguments(feature: str, dtype: torch.dtype = torch.float64) -> dict:

@@ -71,7 +71,7 @@ def test_rows_of_no_keys():
 @pytest.mark.parametrize("numbers", [60, 2**18])
 @pytest.mark.parametrize("sinks", [None, SINKS[[0, 1, 0, 2]].float()])
 def test_sampled_rows_are_those_of_the_matrix(accumulation, numbers, sinks, monkeypatch):
-    monkeypatch.setattr(tiles, "WHOLE", numbers)
+    monkeypatch.setattr(tiles, "SAMPLED_SCORES", numbers)
     q, k, v = (torch.randn(2, heads, 50, 8, generator=GENERATOR) for heads in (4, 2, 2))
     request = StatsRequest(gap_thresholds=(0.5, math.inf), accumulation=accumulation, min_rank=3, rows=6)
     rules = {"is_causal": True, "window": 20, "enable_gqa": True, "policy": "log", "sinks": sinks}

@@ -127,8 +127,8 @@ def test_a_temperature_that_was_learned_may_have_any_sign(beta):
 @pytest.mark.parametrize("numbers", [24, 100, 300])
 @pytest.mark.parametrize("rule", ["window", "padding", "mask"])
 def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
-    monkeypatch.setattr(tiles, "WHOLE", numbers)
-    monkeypatch.setattr(tiles, "MOST_WHOLE_ROWS", 5)
+    monkeypatch.setattr(tiles, "SAMPLED_SCORES", numbers)
+    monkeypatch.setattr(tiles, "LEAST_ROWS", 5)
     call, upstream = call_of(RULES[rule])
     assert_measured(replace(call, beta=-0.5), upstream)
     assert_measured(*call_of(RULES[rule], kv_heads=2))
@@ -137,7 +137,7 @@ def test_blocks_of_any_size_give_the_same(rule, numbers, monkeypatch):
 
 @pytest.mark.parametrize("rule", ["window", "padding", "mask"])
 def test_blocks_of_a_single_row_give_the_same(rule, monkeypatch):
-    monkeypatch.setattr(tiles, "WHOLE", 1)
+    monkeypatch.setattr(tiles, "SAMPLED_SCORES", 1)
     rows = torch.tensor([0, 20, LENGTH - 1])
     call, upstream = call_of(RULES[rule], kv_heads=2)
     assert_measured(call.select(rows), upstream[:, :, rows])
@@ -146,7 +146,7 @@ def test_blocks_of_a_single_row_give_the_same(rule, monkeypatch):
 @pytest.mark.parametrize("numbers", [24, 300, 2**18])
 @pytest.mark.parametrize("rule", RULES)
 def test_sequences_of_a_batch_are_measured_as_each_alone(rule, numbers, monkeypatch):
-    monkeypatch.setattr(tiles, "WHOLE", numbers)
+    monkeypatch.setattr(tiles, "SAMPLED_SCORES", numbers)
     call, upstream = call_of(RULES[rule], kv_heads=2)
     together = measured(call, upstream)
     for index in range(2):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from attnscale._util.tracing import is_watched, without_autocast
+from attnscale._util.tracing import autocast_off, is_watched, without_autocast
 from attnscale.call.attention_call import FLAT_CALL, AttentionCall, FlatCall
 from attnscale.errors import BackendError
 from attnscale.statistics.gaps import HIDDEN
@@ -49,12 +49,14 @@ def attend_rows(
     """Output and measures of all rows of a call. The seed is that of dropout, where there is any; None: a new one."""
     if call.dropout_p > 0.0 and seed is None:
         seed = torch.randint(2**62, (), device="cpu")
-    flat = FlatCall.of(replace(call, beta=call.row_beta()))
     # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
     # tensors, which have no values to read, nor for subclasses, which compute by themselves.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
-    forward = _forward if direct and not torch.is_grad_enabled() and not is_watched() else rows_forward
-    out, floats, integers = forward(*flat, *request.flat(), prominence, seed)
+    if direct and not torch.is_grad_enabled() and not is_watched():
+        with autocast_off(call.query.device):
+            return _attend(call, request, prominence, seed)
+    flat = FlatCall.of(replace(call, beta=call.row_beta()))
+    out, floats, integers = rows_forward(*flat, *request.flat(), prominence, seed)
     return MeasuredRows(out, RowMeasures.unpacked(floats.detach(), integers))
 
 
@@ -67,9 +69,12 @@ def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool
 
 @without_autocast
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    flat, others = FlatCall.split(arguments)
-    *asked, prominence, seed = others
-    call, request = flat.to_call(), StatsRequest(*asked)
+    flat, (*asked, prominence, seed) = FlatCall.split(arguments)
+    out, measures = _attend(flat.to_call(), StatsRequest(*asked), prominence, seed)
+    return out, *measures.packed()
+
+
+def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: Tensor | None) -> MeasuredRows:
     rows = CallRows(call)
     rows.drop_broken(keys=False)
     shape, thresholds = call.query.shape[:3], len(request.gap_thresholds or ())
@@ -111,7 +116,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     measures = softmax_measures(top, total, moment if request.entropy else None, sinks)
     if request.winner:
         integers[..., 0].masked_fill_(~(top > HIDDEN / 2), -1)
-    return out, torch.stack([*measures, lower, upper, spread], dim=-1), integers
+    return MeasuredRows(out, RowMeasures(*measures, lower, upper, spread, integers[..., 0], integers[..., 1:]))
 
 
 def _store(rows: CallRows, block: Block, found: RowSums, sums: Tensor, integers: Tensor) -> None:

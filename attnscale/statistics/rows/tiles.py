@@ -22,14 +22,11 @@ from attnscale.statistics.gaps import HIDDEN
 # Rows of a block over all its heads, and of one head: enough for a matrix product to be fast, few enough for a cache.
 ROWS = 1024
 ROWS_PER_HEAD = 128
-# Longer rows are taken in pieces, of this many keys if the block has that many rows.
-KEYS = 2048
-# Scores of a block whose rows are meant to be whole: several operators pass over them, so they have to stay in a cache.
-WHOLE = 2**18
-# Rows of one head in such a block: at most, as sampled rows end far apart and a block is as wide as its widest row; and
-# at least, where a block has several heads, as matrix products of fewer are slow.
-MOST_WHOLE_ROWS = 64
-LEAST_WHOLE_ROWS = 16
+LEAST_ROWS = 16  # of a head, where a block has several
+# Scores of a tile; and those of a call with few rows, as sampled ones are: these end far apart, and a block is as wide
+# as its widest row.
+SCORES = 2**21
+SAMPLED_SCORES = 2**18
 LOG2E = 1 / math.log(2)
 
 
@@ -130,8 +127,7 @@ class CallRows:
             starts, stops = ([[end] * queries] for end in self.call.context.key_range())
         together, rows = self._extent(stops[0], whole)
         sequences, heads = max(1, together // kv_heads), min(kv_heads, together)
-        most = together * self.group * rows
-        width = max(1, WHOLE // most) if whole else ROWS * KEYS // min(ROWS, most)
+        width = max(1, self._scores // (together * self.group * rows))
         for begin in range(0, batch, sequences):
             end = min(begin + sequences, batch)
             start, stop = (bounds[begin:end] if len(bounds) > 1 else bounds for bounds in (starts, stops))
@@ -150,15 +146,21 @@ class CallRows:
         """How many heads of k a block has, over all its sequences, and how many rows of each head of q."""
         keys, queries, lanes = self.key.shape[2], len(stops), self.query.shape[0] * self.key.shape[1]
         if whole:
-            room = max(1, WHOLE // (keys * self.group))  # for rows of heads of k
-            most = max(1, min(queries, MOST_WHOLE_ROWS, max(room // lanes, min(LEAST_WHOLE_ROWS, room))))
+            room = max(1, self._scores // (keys * self.group))  # for rows of heads of k
+            most = max(room // lanes, min(LEAST_ROWS, room))
+            most = max(1, min(queries, ROWS_PER_HEAD // self.group or 1, most))
             rows = -(-queries // -(-queries // most))  # of even size
-            return max(1, room // rows), rows
-        # Fewer rows where neighbours end far apart, as sampled ones do.
+            return max(1, min(lanes, room // rows)), rows
+        # Fewer rows where neighbours end far apart.
         apart = abs(stops[-1] - stops[0]) / queries
         per_head = ROWS_PER_HEAD if apart < 8 else max(64, int(4 * ROWS_PER_HEAD / apart))
         rows = max(1, min(queries, per_head // self.group))
-        return max(1, ROWS // (self.group * rows)), rows
+        return max(1, min(lanes, ROWS // (self.group * rows))), rows
+
+    @property
+    def _scores(self) -> int:
+        """How many scores a tile has at most, unless one row of a head has more."""
+        return SAMPLED_SCORES if self.query.shape[2] < ROWS_PER_HEAD else SCORES
 
     def scores(self, block: Block) -> Tensor:
         """Raw scores softcap(scale·q·k) + bias of a tile; hidden ones are `HIDDEN`."""
@@ -316,7 +318,7 @@ def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
     if keys.dtype == rows.dtype:
         torch.bmm(rows, keys.mT, out=out)
         return
-    step = max(1, ROWS * KEYS // max(1, keys.shape[0] * keys.shape[2]))
+    step = max(1, SAMPLED_SCORES // max(1, keys.shape[0] * keys.shape[2]))
     for left in range(0, keys.shape[1], step):
         torch.bmm(rows, keys[:, left : left + step].to(rows.dtype).mT, out=out[..., left : left + step])
 
@@ -324,7 +326,7 @@ def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
 def tile_room(purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for a tensor like the scores of a tile; valid until this thread uses it for the same purpose again."""
     numel = math.prod(shape)
-    most = next((size for size in (WHOLE, ROWS * KEYS) if numel <= size), numel)
+    most = next((size for size in (SAMPLED_SCORES, SCORES) if numel <= size), numel)
     return room(f"tile {purpose} {most}", (most,), like)[:numel].view(shape)
 
 
