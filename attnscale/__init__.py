@@ -16,7 +16,7 @@ from attnscale.attention import (
     explain_dispatch,
     scaled_dot_product_attention,
 )
-from attnscale.call.lengths import visible_keys
+from attnscale.call.parse import visible_keys
 from attnscale.convert import convert
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, AttnScaleWarning, BackendError

@@ -11,21 +11,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from attnscale._util.processes import OwnHeads, refuse_dtensor
+from attnscale._util.processes import OwnHeads
+from attnscale._util.tracing import refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.one_torch_call import attend_in_one_call
-from attnscale.backends.sdpa import TORCH_ATTENTION, attend
+from attnscale.backends.sdpa import TORCH_ATTENTION, attend, attend_in_one_call
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
-from attnscale.call.layout import Layout, read_layout
-from attnscale.call.nested import attend_nested
+from attnscale.call.layout import Layout, check_sinks, default_scale, read_layout, read_numbers
 from attnscale.call.parse import KeyRules, Packing, describe
-from attnscale.call.score_options import check_sinks, default_scale, read_numbers
 from attnscale.call.tap import Tap
+from attnscale.call.torch_forms import attend_nested
 from attnscale.errors import ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec
-from attnscale.policies.adaptive import reads_scores
+from attnscale.policies.base import reads_scores
 from attnscale.policies.build import resolve
 from attnscale.policies.temperature import refuse_unknown_length, temperature
 from attnscale.statistics import AttentionOutput, RowStats, Span, StatsRequest, checked_request, find_places

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from attnscale._util.removable import Removable
+from attnscale._util.handles import Removable
 from attnscale.errors import ArgumentError, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy_for
 

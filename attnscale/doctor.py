@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from attnscale._util.cache_folder import cache_folder
-from attnscale._util.versions import version_of
+from attnscale._util.files import cache_folder
+from attnscale._util.optional import version_of
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.backends import trust
 from attnscale.backends.dispatch import BACKENDS, check_kernels

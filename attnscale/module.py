@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from attnscale._util.checks import check_dense, check_floating, is_floating, read_int
-from attnscale._util.processes import is_dtensor
+from attnscale._util.tracing import is_dtensor
 from attnscale.attention import AttentionRules, attention_and_weights, attention_through
-from attnscale.call.causal_bias import is_causal_bias
-from attnscale.call.nested import nest_like, pad_nested
 from attnscale.call.tap import Tap
+from attnscale.call.torch_forms import is_causal_bias, nest_like, pad_nested
 from attnscale.errors import ArgumentTypeError, BackendError, ModuleArgumentError, ModuleDtypeError, reject, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 from attnscale.policies.settle import settle

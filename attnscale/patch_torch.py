@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from attnscale._util import state
-from attnscale._util.removable import Removable
+from attnscale._util.handles import Removable
 from attnscale.attention import attention_and_weights, scaled_dot_product_attention
 from attnscale.backends.sdpa import TORCH_ATTENTION
-from attnscale.call.causal_bias import is_causal_bias
+from attnscale.call.torch_forms import is_causal_bias
 from attnscale.errors import BackendError
 from attnscale.policies import Policy, PolicySpec, build_policy
 

@@ -15,7 +15,7 @@ from attnscale.errors import ArgumentError, BackendError, reject, reject_type
 from attnscale.statistics import RowStats, StatsRequest, checked_request, row_statistics
 from attnscale.statistics.gaps import FAR
 from attnscale_kernels import interpreting, why_unavailable
-from attnscale_kernels.derivatives import other_derivative
+from attnscale_kernels.availability import other_derivative
 
 
 class SoftmaxOutput(NamedTuple):

@@ -1,9 +1,22 @@
-"""Atomic writes."""
+"""Files: written whole or not at all, tables, YAML, and the folder of what may be kept between runs."""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from attnscale._util.optional import need
+from attnscale.errors import reject
+
+OVERRIDE = "ATTNSCALE_CACHE_DIR"
+# The configurations that come with the package. In a clone this is a link to the folder of that name.
+PACKAGED = Path(__file__).parents[1] / "configs"
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -23,3 +36,82 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def cache_folder() -> Path:
+    """Where this package may keep files that can be made again; ATTNSCALE_CACHE_DIR names another place.
+
+    >>> os.environ["ATTNSCALE_CACHE_DIR"] = "/somewhere/else"
+    >>> cache_folder().as_posix()
+    '/somewhere/else'
+    >>> del os.environ["ATTNSCALE_CACHE_DIR"]
+    """
+    chosen = os.environ.get(OVERRIDE)
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "attnscale"
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as CSV, whole or not at all: floats with six digits, nothing where there is no number.
+
+    >>> import tempfile
+    >>> target = Path(tempfile.mkdtemp(), "table.csv")
+    >>> write_table(target, ["n", "value"], [{"n": 2, "value": 1 / 3}, {"n": 4, "value": math.nan}])
+    >>> target.read_text().split()
+    ['n,value', '2,0.333333', '4,']
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_written(row.get(column, "")) for column in columns] for row in rows)
+    write_whole(path, text.getvalue())
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, or in a configuration of the package where there is no such file.
+
+    A configuration is named as in the repository, configs/policy/log.yaml, or in short, policy/log.
+
+    >>> import tempfile, pathlib
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "policy.yaml")
+    >>> _ = file.write_text("name: log\\nreference_length: 2048\\n")
+    >>> read_yaml(file)
+    {'name': 'log', 'reference_length': 2048}
+    """
+    file = _find(Path(path))
+    if not file.is_file():
+        reject("path", str(path), "an existing YAML file, or a configuration of the package such as policy/log")
+    yaml = need("yaml", "a YAML file", "cli")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reject("path", str(path), f"well-formed YAML ({error})")
+    if not isinstance(content, dict):
+        reject("path", str(path), f"a YAML mapping at the top level, not {type(content).__name__}")
+    return content
+
+
+def write_yaml(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML, atomically."""
+    write_whole(path, need("yaml", "a YAML file", "cli").safe_dump(dict(content), sort_keys=False))
+
+
+def _find(path: Path) -> Path:
+    """The file of the package that a path names, unless there is one at the path itself."""
+    if path.is_file() or path.is_absolute():
+        return path
+    inside = PACKAGED.joinpath(*path.parts[path.parts[:1] == ("configs",) :])
+    return inside if inside.suffix else inside.with_suffix(".yaml")

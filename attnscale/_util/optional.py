@@ -37,3 +37,15 @@ def install_command(extra: str) -> str:
         return f"pip install '.[{extra}]' in the repository of attnscale"
     packages = [line.partition(";")[0].strip() for line in declared if re.search(rf"extra == .{extra}\W", line)]
     return shlex.join(["pip", "install", *packages])
+
+
+def version_of(package: str) -> str:
+    """The version of an installed distribution.
+
+    >>> version_of("no-such-package")
+    'not installed'
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

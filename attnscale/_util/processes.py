@@ -17,20 +17,6 @@ def local(x: Tensor) -> Tensor:
     return x if to_local is None else to_local()
 
 
-def is_dtensor(x: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing the class."""
-    return type(x) is not Tensor and hasattr(x, "placements")
-
-
-def refuse_dtensor(query: Tensor) -> None:
-    """Refuse queries that are a DTensor: a process computes the heads that it has."""
-    if is_dtensor(query):
-        raise BackendError(
-            "query as a DTensor is not accepted: expected the heads of this process, which ColwiseParallel gives "
-            "without use_local_output=False, or a module with attnscale.distributed.HeadParallel() in the plan"
-        )
-
-
 def read_group(argument: str, over: object) -> distributed.ProcessGroup | None:
     """A process group, or that of a DeviceMesh, all of whose dimensions count; None stays None."""
     if over is None:

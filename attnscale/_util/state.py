@@ -17,7 +17,7 @@ import torch
 from attnscale._util.memory import Memory
 
 SCRATCH = threading.local()  # _util.scratch: a few buffers a thread
-SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.sampling: which rows a request samples
+SAMPLED_ROWS: Memory[Any] = Memory(most=64)  # statistics.request: which rows a request samples
 BETAS: Memory[Any] = Memory(most=64)  # policies.temperature: β of policies that are formulas
 COUNT_NUMBERS = itertools.count()  # policies.temperature: names of counts that cannot change
 ESTIMATE_NUMBERS = itertools.count(1)  # policies.adaptive: estimates in the order of their first reduction

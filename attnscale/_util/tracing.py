@@ -1,4 +1,4 @@
-"""What torch does with the tensors that are computed now: tracing, transforms, autocast."""
+"""What torch does with the tensors that are computed now: tracing, transforms, autocast, DTensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from attnscale.errors import BackendError
 
 Found = TypeVar("Found")
 
@@ -63,3 +65,17 @@ def has_autocast(device: torch.device) -> bool:
     if not torch._C._is_any_autocast_enabled():  # much cheaper than the rest
         return False
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def is_dtensor(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing the class."""
+    return type(x) is not Tensor and hasattr(x, "placements")
+
+
+def refuse_dtensor(query: Tensor) -> None:
+    """Refuse queries that are a DTensor: a process computes the heads that it has."""
+    if is_dtensor(query):
+        raise BackendError(
+            "query as a DTensor is not accepted: expected the heads of this process, which ColwiseParallel gives "
+            "without use_local_output=False, or a module with attnscale.distributed.HeadParallel() in the plan"
+        )

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
-from attnscale.statistics.rows.attend import attend_rows
-from attnscale.statistics.sampling import measure_statistics
+from attnscale.statistics.rows.attend import attend_rows, measure_statistics
 
 
 class BlockwiseBackend:

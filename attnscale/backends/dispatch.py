@@ -18,13 +18,12 @@ from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
 from attnscale.policies import Policy
-from attnscale.policies.adaptive import ScorePolicy, reads_scores
+from attnscale.policies.base import ScorePolicy, reads_scores
 from attnscale.policies.temperature import check_beta, temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
-from attnscale.statistics.rows.attend import no_derivative
+from attnscale.statistics.rows.attend import measure_sampled_rows, no_derivative
 from attnscale.statistics.rows.chosen_slots import differentiable_accumulation, first_share
-from attnscale.statistics.sampling import measure_sampled_rows
-from attnscale_kernels.derivatives import other_derivative
+from attnscale_kernels.availability import other_derivative
 
 # In order of preference for "auto", but for what `_preference` says.
 MEASURING: dict[str, MeasuringBackend] = {

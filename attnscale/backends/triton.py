@@ -12,7 +12,7 @@ from attnscale._util.tracing import autocast_dtype
 from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality, largest_weight
 from attnscale.statistics.gaps import Accumulation
-from attnscale.statistics.sampling import measure_statistics
+from attnscale.statistics.rows.attend import measure_statistics
 from attnscale_kernels import Visibility, interpreting, why_unavailable
 from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 

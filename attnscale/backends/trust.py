@@ -23,9 +23,8 @@ import torch
 
 import attnscale_kernels
 from attnscale._util import state
-from attnscale._util.cache_folder import cache_folder
-from attnscale._util.files import write_whole
-from attnscale._util.versions import version_of
+from attnscale._util.files import cache_folder, write_whole
+from attnscale._util.optional import version_of
 from attnscale.errors import AttnScaleWarning, reject
 
 BY_HAND = "ATTNSCALE_TRITON"

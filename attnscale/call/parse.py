@@ -8,12 +8,13 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Unpack
 
-from attnscale._util.checks import check_broadcasts, check_dense, is_floating, read_int
+from attnscale._util.checks import check_broadcasts, check_dense, check_flag, is_floating, read_int
 from attnscale._util.tracing import is_watched
-from attnscale.call.causal_bias import read_causal_bias
-from attnscale.call.context import COUNTED, Context, Window
+from attnscale.call.context import COUNTED, Context, Window, count_visible
 from attnscale.call.layout import Layout
+from attnscale.call.torch_forms import is_causal_bias, read_causal_bias
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 Packing = Tensor | tuple[Tensor, Tensor]
@@ -115,6 +116,30 @@ def describe(
         positions=positions,
         visible=visible,
     )
+
+
+def visible_keys(
+    queries: int, keys: int, *, batch: int = 1, heads: int = 1, **rules: Unpack[VisibilityRules]
+) -> Tensor:
+    """n [B|1, H|1, Tq]: how many of `keys` each of `queries` rows may see, as int64.
+
+    The rules are the keywords of `scaled_dot_product_attention`: `is_causal`, `attn_mask`, `window`, `positions`,
+    `key_padding`, `document_ids`, `cu_seqlens`, `cache_offset`. The tensors among them decide the device.
+
+    >>> visible_keys(4, 4, is_causal=True, window=3)
+    tensor([[[1, 2, 3, 3]]])
+    >>> visible_keys(1, 8, is_causal=True, cache_offset=5)
+    tensor([[[6]]])
+    """
+    extents = (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads))
+    queries, keys, batch, heads = (read_int(name, extent, "an int >= 0", least=0) for name, extent in extents)
+    check_flag("is_causal", rules.get("is_causal", False))
+    parts = [part for rule in rules.values() for part in (rule if isinstance(rule, (tuple, list)) else (rule,))]
+    # A causal bias of torch holds no values, so that its device means nothing.
+    tensors = [part for part in parts if isinstance(part, Tensor) and not is_causal_bias(part)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    layout = Layout((batch, heads), True, heads)
+    return count_visible(describe(layout, queries, keys, device, **rules))
 
 
 def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util import state
-from attnscale._util.uncopied import Uncopied
+from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 
 Run = Callable[[AttentionCall], Tensor]

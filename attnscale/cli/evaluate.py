@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from attnscale._util.files import PACKAGED, read_yaml
 from attnscale._util.optional import need
-from attnscale._util.yaml_files import PACKAGED, read_yaml
 from attnscale.cli.parser import Parser, moved, shown_progress
 from attnscale.cli.show import show_evaluation
 from attnscale.errors import ArgumentError, reject

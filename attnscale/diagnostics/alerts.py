@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnscale._util.checks import check_flag, read_int, read_number
-from attnscale._util.uncopied import Uncopied
-from attnscale._util.yaml_files import read_yaml
+from attnscale._util.files import read_yaml
+from attnscale._util.handles import Uncopied
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.views.display import QUANTITIES
 from attnscale.errors import ArgumentError, MonitorWarning, reject, reject_type

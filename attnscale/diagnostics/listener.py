@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attnscale._util.uncopied import Uncopied
+from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context, shown
 from attnscale.call.tap import CallEvent

@@ -22,7 +22,7 @@ from attnscale.distributed.shards import TokenShards
 from attnscale.distributed.ulysses import Ulysses
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies import Policy, PolicySpec
-from attnscale.policies.adaptive import ScorePolicy, reads_scores
+from attnscale.policies.base import ScorePolicy, reads_scores
 from attnscale.policies.temperature import check_beta, temperature
 from attnscale.statistics import AttentionOutput, RowPlaces, RowStats, Span, StatsRequest, checked_request
 

@@ -13,7 +13,7 @@ from attnscale._util.processes import wait
 from attnscale.backends import dispatch
 from attnscale.call.attention_call import AttentionCall
 from attnscale.distributed.shards import TokenShards, take_tokens
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies.base import ScorePolicy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 
 

@@ -24,10 +24,9 @@ from attnscale.distributed.gather import gather_keys
 from attnscale.distributed.ring_statistics import add_first_share, add_gaps
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import BackendError
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies.base import ScorePolicy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
-from attnscale.statistics.rows.attend import attend_rows, rows_backward
-from attnscale.statistics.sampling import measure_statistics
+from attnscale.statistics.rows.attend import attend_rows, measure_statistics, rows_backward
 
 BLOCKWISE = BlockwiseBackend()
 

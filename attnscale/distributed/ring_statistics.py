@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.lengths import first_slots
+from attnscale.call.context import first_slots
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.rows.chosen_slots import weight_at

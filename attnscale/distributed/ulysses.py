@@ -16,7 +16,7 @@ from attnscale.call.context import Context
 from attnscale.call.tap import Tap
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import reject
-from attnscale.policies.adaptive import ScorePolicy
+from attnscale.policies.base import ScorePolicy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
 
 

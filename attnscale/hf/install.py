@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale._util.files import write_whole
+from attnscale._util.handles import Removable
 from attnscale._util.optional import need
-from attnscale._util.removable import Removable
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject
 from attnscale.hf import selection
 from attnscale.hf.attention_layers import AttentionLayer, name_layers, reject_model, routed_layers, transformers_model

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
 from attnscale.call.context import shown
-from attnscale.call.context_parallel import active_mesh, refuse_context_parallel, rotates_keys, sequence_is_split
+from attnscale.call.torch_forms import active_mesh, refuse_context_parallel, rotates_keys, sequence_is_split
 from attnscale.errors import ArgumentError, BackendError
 from attnscale.hf.attention_layers import CHOSEN_KEYS
 from attnscale.module import ScaledDotProductAttention

@@ -14,8 +14,8 @@ from attnscale.call.tap import Listener, Run, Tap
 from attnscale.diagnostics import find_attention
 from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import HIDDEN, accumulation_scales
+from attnscale.statistics.rows.attend import measure_statistics
 from attnscale.statistics.rows.tiles import whole_row_scores
-from attnscale.statistics.sampling import measure_statistics
 
 RANKS = (2, 8, 16)  # Λ from these ranks on: the first ranks make it heavy-tailed
 FIRST_KEYS = 4  # left out of "without_first": an attention sink lies there, and inflates Λ

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.files import read_yaml
 from attnscale._util.optional import need
-from attnscale._util.yaml_files import read_yaml
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies import POLICIES, build_policy_for
 from attnscale.policies.build import required_fields

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from attnscale import __version__
-from attnscale._util.csv_files import write_table
-from attnscale._util.files import write_whole
+from attnscale._util.files import write_table, write_whole
 from attnscale.errors import ArgumentError
 from attnscale.lab.attention_rows import QUANTITIES
 from attnscale.lab.tasks import TASKS, Key

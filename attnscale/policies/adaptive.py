@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnscale._util import state
 from attnscale._util.processes import RowGroup, local, sum_over_rows
 from attnscale.errors import ArgumentError, reject
-from attnscale.policies.base import LengthPolicy, Policy, ln
+from attnscale.policies.base import ScorePolicy, ln
 from attnscale.policies.fields import flag, length, not_negative, number, positive, read_length
 from attnscale.statistics import RowStats, StatsRequest
 
@@ -24,37 +24,6 @@ if TYPE_CHECKING:
 
 # How many times the expected 1/Λ a call may contribute to the running estimate of `GapAdaptive(scope="head")`.
 LARGEST_STEP = 4.0
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class ScorePolicy(LengthPolicy):
-    """Base of the policies that read scores: `request` says which statistics at β = 1, `from_stats` makes β of them.
-
-    `needs_scores` may change: a policy frozen in eval mode is a function of length like any other.
-    """
-
-    needs_scores: ClassVar[bool] = True
-    gradient: ClassVar[str] = "detach"
-
-    @property
-    def request(self) -> StatsRequest:
-        """What to measure at β = 1."""
-        raise NotImplementedError
-
-    def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
-        """β [B, H, Tq] in fp32; `accumulation` is Λ with a gradient, where `gradient="through"` asks for it."""
-        raise NotImplementedError
-
-    def formula(self, n: Tensor, position: Tensor) -> Tensor:
-        raise ArgumentError(f"policy {self.name!r} cannot be called with lengths alone: it needs the scores of a row")
-
-    def longest_beta(self) -> float:
-        return 1.0  # of no length: `from_stats` bounds it
-
-
-def reads_scores(policy: Policy) -> TypeGuard[ScorePolicy]:
-    """Whether a policy needs the scores of a call at the moment."""
-    return isinstance(policy, ScorePolicy) and policy.needs_scores
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

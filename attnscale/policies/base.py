@@ -7,16 +7,17 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from attnscale._util.checks import plain_numbers, read_int
+from attnscale._util.files import write_yaml
 from attnscale._util.processes import OwnHeads
 from attnscale._util.tracing import is_watched
-from attnscale._util.yaml_files import write_yaml
-from attnscale.errors import FrozenPolicyError, reject, reject_type
+from attnscale.errors import ArgumentError, FrozenPolicyError, reject, reject_type
+from attnscale.statistics import RowStats, StatsRequest
 
 # A policy whose β is not finite at this length is refused when it is built.
 LONGEST_USUAL_CONTEXT = 2**20
@@ -234,3 +235,34 @@ def _is_negative(n: int | Tensor) -> bool:
 
 def _has_float64(x: Tensor) -> bool:
     return x.device.type != "mps"
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ScorePolicy(LengthPolicy):
+    """Base of the policies that read scores: `request` says which statistics at β = 1, `from_stats` makes β of them.
+
+    `needs_scores` may change: a policy frozen in eval mode is a function of length like any other.
+    """
+
+    needs_scores: ClassVar[bool] = True
+    gradient: ClassVar[str] = "detach"
+
+    @property
+    def request(self) -> StatsRequest:
+        """What to measure at β = 1."""
+        raise NotImplementedError
+
+    def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
+        """β [B, H, Tq] in fp32; `accumulation` is Λ with a gradient, where `gradient="through"` asks for it."""
+        raise NotImplementedError
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        raise ArgumentError(f"policy {self.name!r} cannot be called with lengths alone: it needs the scores of a row")
+
+    def longest_beta(self) -> float:
+        return 1.0  # of no length: `from_stats` bounds it
+
+
+def reads_scores(policy: Policy) -> TypeGuard[ScorePolicy]:
+    """Whether a policy needs the scores of a call at the moment."""
+    return isinstance(policy, ScorePolicy) and policy.needs_scores

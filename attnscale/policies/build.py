@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from attnscale._util import state
-from attnscale._util.yaml_files import read_yaml
+from attnscale._util.files import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import adaptive, laws, learned, per_head, published
 from attnscale.policies.base import LengthPolicy, Policy

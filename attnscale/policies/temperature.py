@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
-from attnscale.call.context import COUNTED, Context
-from attnscale.call.context_parallel import refuse_context_parallel
-from attnscale.call.lengths import count_visible, find_positions, same_for_every_row
+from attnscale.call.context import COUNTED, Context, count_visible, find_positions, same_for_every_row
+from attnscale.call.torch_forms import refuse_context_parallel
 from attnscale.errors import ArgumentError, BackendError
 from attnscale.policies.base import FormulaPolicy, Policy
 

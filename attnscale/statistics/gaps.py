@@ -155,7 +155,7 @@ def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
 def bracket(spectrum: Spectrum) -> Accumulation:
     """Λ from the spectrum of each row: 0 for a row of fewer keys than ranks, ∞ for a tie, NaN for a row with a NaN."""
     best, reach, rank = spectrum.best, _reach(spectrum.best), spectrum.best.shape[-1]
-    edges = torch.tensor([bins.bin_start(i) for i in range(bins.BINS)], dtype=best.dtype, device=best.device)
+    edges = torch.tensor(bins.STARTS, dtype=best.dtype, device=best.device)
     ln_counts = spectrum.counts.cumsum(-1).clamp_(min=1.0).log_()  # of N up to the end of each bin
     upper = (ln_counts / edges).amax(-1) * ((1 + bins.SLACK) / reach)
     lower = (ln_counts[..., :-1] / edges[1:]).amax(-1).clamp(min=math.log(rank)) * ((1 - bins.SLACK) / reach)

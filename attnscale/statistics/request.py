@@ -1,4 +1,4 @@
-"""What can be asked for of the rows of an attention call."""
+"""What can be asked for of the rows of an attention call, and which of them are sampled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from attnscale._util import state
 from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.schema import operator_schema
 from attnscale.errors import reject, reject_type
@@ -93,3 +97,31 @@ def checked_request(request: object) -> StatsRequest:
     if not isinstance(request, StatsRequest):
         reject_type("request", request, "a StatsRequest or None")
     return request
+
+
+def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
+    """`rows` of the row numbers 0 … queries−1, increasing, one from each of as many equal strata; not to be changed.
+
+    Every row is as likely as any other, and the last stratum may continue at the first row.
+
+    >>> sample_rows(1000, 4, 0, torch.device("cpu")).tolist() == sample_rows(1000, 4, 0, torch.device("cpu")).tolist()
+    True
+    """
+    rows = min(rows, queries)
+    found: Tensor = state.SAMPLED_ROWS.recall(
+        (queries, rows, seed), device, lambda: _draw_rows(queries, rows, seed, device)
+    )
+    return found
+
+
+def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
+    # On the host whatever the default device, so that a seed draws the same rows everywhere.
+    edges = torch.arange(rows + 1, dtype=torch.int64, device="cpu") * queries // max(rows, 1)
+    width = edges[1:] - edges[:-1]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    draw = torch.rand(rows, generator=generator, dtype=torch.float64, device="cpu")
+    # Strata differ in width by one row where they do not divide the queries, and a narrow one is more likely to give
+    # each of its rows. Rotated by a random number of rows, all rows are equally likely.
+    turn = torch.randint(max(queries, 1), (1,), generator=generator, device="cpu")
+    chosen = (edges[:-1] + (draw * width).to(torch.int64) + turn) % max(queries, 1)
+    return chosen.sort().values.to(device)

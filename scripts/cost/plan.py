@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnscale._util.yaml_files import read_yaml
+from attnscale._util.files import read_yaml
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.bench.rows import Row
 from attnscale.errors import ArgumentError, reject, reject_type

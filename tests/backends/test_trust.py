@@ -22,7 +22,7 @@ from torch import Tensor
 import attnscale
 from attnscale import AttnScaleWarning, StatsRequest, attention_with_stats, explain_dispatch
 from attnscale._util import state
-from attnscale._util.cache_folder import cache_folder
+from attnscale._util.files import cache_folder
 from attnscale.backends import dispatch, trust
 from attnscale.backends.self_check import find_fault
 from attnscale.backends.triton import TritonBackend

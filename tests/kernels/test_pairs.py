@@ -9,9 +9,9 @@ from corrected_interpreter import corrected
 from flash_cases import DTYPES, Case, assert_backward, inputs_of
 from interpreted_assembly import execute
 
+from attnscale_kernels.device import difference, product, product_less
 from attnscale_kernels.flash.launch import backward_launches, forward_launches
 from attnscale_kernels.launch import SM_80, SM_90, SM_100, assuming
-from attnscale_kernels.pairs import difference, product, product_less
 
 FP32, FP16, BF16 = DTYPES
 ROWS, COLUMNS = 4, 8

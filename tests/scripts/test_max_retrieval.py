@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnscale._util.yaml_files import read_yaml
+from attnscale._util.files import read_yaml
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
 from attnscale.policies import Policy

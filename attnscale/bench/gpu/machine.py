@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from attnscale._util.yaml_files import read_yaml
+from attnscale._util.files import read_yaml
 from attnscale.bench.gpu.problem import Card
 from attnscale.errors import ArgumentError, BackendError, MissingDependencyError, reject, reject_type
 from attnscale.policies import FormulaPolicy, build_policy

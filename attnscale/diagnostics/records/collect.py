@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from attnscale._util.uncopied import Uncopied
+from attnscale._util.handles import Uncopied
 from attnscale.diagnostics.alerts import Notices
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.records.record import Record

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnscale._util.uncopied import Uncopied
+from attnscale._util.handles import Uncopied
 from attnscale.diagnostics.records.record import Summary
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 

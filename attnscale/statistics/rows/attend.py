@@ -19,7 +19,9 @@ from attnscale._util.tracing import autocast_off, is_watched, without_autocast
 from attnscale.call.attention_call import FLAT_CALL, AttentionCall, FlatCall
 from attnscale.errors import BackendError
 from attnscale.statistics.gaps import HIDDEN
-from attnscale.statistics.request import FLAT_REQUEST, StatsRequest
+from attnscale.statistics.request import FLAT_REQUEST, StatsRequest, sample_rows
+from attnscale.statistics.row_stats import RowStats
+from attnscale.statistics.rows.chosen_slots import first_share
 from attnscale.statistics.rows.measures import (
     FLOATS,
     RowMeasures,
@@ -30,7 +32,7 @@ from attnscale.statistics.rows.measures import (
     softmax_measures,
 )
 from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
-from attnscale_kernels.derivatives import other_derivative
+from attnscale_kernels.availability import other_derivative
 
 LSE = RowMeasures._fields.index("lse")
 NOTHING = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
@@ -65,6 +67,23 @@ def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool
     nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # no product with the values
     with torch.no_grad():
         return attend_rows(replace(call.detached(), value=nothing), request, prominence=prominence).measures
+
+
+def measure_sampled_rows(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """The statistics of the rows that a request samples, as [B, H, R]."""
+    queries = call.query.shape[2]
+    rows = sample_rows(queries, queries if request.rows is None else request.rows, request.seed, call.query.device)
+    return measure_statistics(call.detached().select(rows), request)._replace(rows=rows.clone())
+
+
+def measure_statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """The statistics of all rows of a call, as [B, H, Tq], without its output."""
+    known = RowStats.counted(call, with_sink=request.softmax)
+    measures = measure_rows(call, request)
+    stats = measures.to_stats(request, known, call.row_beta().detach())
+    if request.first_share is None:
+        return stats
+    return stats._replace(first_share=first_share(call, request.first_share, measures.lse))
 
 
 @without_autocast

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnscale._util.tracing import autocast_off, without_autocast
 from attnscale.call.attention_call import FLAT_CALL, AttentionCall, FlatCall
-from attnscale.call.lengths import first_slots
+from attnscale.call.context import first_slots
 from attnscale.statistics.gaps import find_contact
 from attnscale.statistics.rows.tiles import whole_row_scores
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.lengths import count_visible, count_visible_before
+from attnscale.call.context import count_visible, count_visible_before
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest
 from attnscale.statistics.rows.attend import measure_rows

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnscale._util.csv_files import write_table
-from attnscale._util.files import write_whole
+from attnscale._util.files import write_table, write_whole
 from attnscale._util.optional import need
 from attnscale.errors import reject
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ..arguments import check_attention, check_numbers, check_splits
-from ..derivatives import refuse_others
+from ..availability import refuse_others
 from ..errors import reject_type
 from ..launch import Forward, new_forward, run
 from ..operators import is_eager, needs_gradient, operator

@@ -14,14 +14,16 @@ from ..device import (
     LOG2E,
     bounds_of_keys,
     capped_scores,
+    difference,
     keep,
     keep_by_slot,
+    product,
+    product_less,
     program_rows,
     visible,
     visible_from,
     visible_keys,
 )
-from ..pairs import difference, product, product_less
 from ..tiles import (
     end_phase,
     first_phase,

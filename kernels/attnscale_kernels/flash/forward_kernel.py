@@ -16,12 +16,13 @@ from ..device import (
     attention_scores,
     finish_softmax,
     keep,
+    product,
+    product_less,
     program_rows,
     row_temperature,
     sum_in_parts,
     visible_keys,
 )
-from ..pairs import product, product_less
 from ..tiles import (
     end_phase,
     first_phase,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..arguments import check_attention, check_backward, check_numbers
-from ..derivatives import refuse_others, refuse_second
+from ..availability import refuse_others, refuse_second
 from ..errors import reject_type
 from ..launch import Forward, empty_like_layout, new_forward, run
 from ..operators import is_eager, needs_gradient, operator

@@ -28,4 +28,5 @@ def bin_start(number: int) -> float:
     return (bin_edge(number) + EPSILON) / (2 + EPSILON)
 
 
-LONGEST = int(2 ** ((1 + WIDTH) * bin_start(BINS - 1)))
+STARTS = tuple(bin_start(number) for number in range(BINS))
+LONGEST = int(2 ** ((1 + WIDTH) * STARTS[-1]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_softmax, check_softmax_backward, finite, numbers
-from ..derivatives import refuse_others, refuse_second
+from ..availability import refuse_others, refuse_second
 from ..launch import on_device
 from ..operators import operator
 from .launch import RowSoftmax, softmax_backward, softmax_forward
