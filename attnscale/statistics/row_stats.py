@@ -71,8 +71,8 @@ class RowStats(NamedTuple):
         sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge them
         in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys
         already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
-        `common_maximum`. `winner` is that of the side with the larger logit, or the first of two equal ones, so that both
-        sides must number their keys alike. Λ and `first_share` cannot be merged.
+        `common_maximum`. `winner` is that of the side with the larger logit, or the first of two equal ones: both sides
+        must number their keys alike. Λ and `first_share` cannot be merged.
 
         >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from parallel_model import HEADS, Run, batch, build
-from ranks import join, on_two_ranks
+from ranks import join, on_ranks, on_two_ranks
 from same_records import assert_same
 from spread_attention import (
+    CHOSEN_REQUESTS,
+    CHOSEN_RULES,
     DIM,
     METHODS,
     POLICIES,
@@ -16,6 +20,8 @@ from spread_attention import (
     attend,
     attention_everywhere,
     bytes_sent,
+    chosen_everywhere,
+    chosen_keys,
     dropped,
     masked,
     masks,
@@ -37,6 +43,7 @@ def everything(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return {
         "attention": attention_everywhere(rank, mesh),
+        "chosen keys": chosen_everywhere(rank, mesh),
         "masks": masks(rank, mesh),
         "dropped": dropped(rank, mesh),
         "tensor parallel": tensor_parallel(rank),
@@ -85,6 +92,35 @@ def test_attention_of_a_spread_sequence_is_that_of_the_whole(policy, rule, ranks
                     found[name], own_part, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-10,
                     msg=lambda m, n=name, how=method: f"{how}, {n}: {m}",
                 )  # fmt: skip
+
+
+def on_four(rank: int) -> dict:
+    return chosen_everywhere(rank, init_device_mesh("cpu", (4,)))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.mark.parametrize("rule", CHOSEN_RULES)
+@pytest.mark.parametrize("name", CHOSEN_REQUESTS)
+def test_winner_and_first_share_of_a_spread_sequence_are_those_of_the_whole(rule, name, ranks, four_ranks):
+    request = replace(CHOSEN_REQUESTS[name], rows=None)
+    whole = chosen_keys(attention_with_stats, rule, request, torch.arange(TOKENS), backend="reference")
+    for size, group in ((2, [rank["chosen keys"] for rank in ranks]), (4, four_ranks)):
+        for own, rank in zip(places(size).view(size, -1).long(), group, strict=True):
+            for method in METHODS:
+                found, where = rank.get((rule, name, method)), f"{method} in {size} processes"
+                if found is None:
+                    assert method == "ulysses", where  # which takes no mask
+                    continue
+                assert (found["lse"] is None) == (name == "alone"), where
+                assert (found["rows"] is None) == (name != "sampled"), where
+                rows = own if found["rows"] is None else own[found["rows"]]
+                assert torch.equal(found["winner"], whole["winner"][:, :, rows]), where
+                share = whole["share"][:, :, rows]
+                torch.testing.assert_close(found["share"], share, rtol=1e-10, atol=1e-12, equal_nan=True, msg=where)
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
