@@ -37,6 +37,8 @@ from attnscale import ArgumentError, ArgumentTypeError, BackendError, StatsReque
 from attnscale.cli.parallel_cost import ShardedAttention
 from attnscale.diagnostics import Record
 from attnscale.distributed import ContextParallel, HeadParallel, context_parallel_attention, share_rows
+from attnscale.statistics.gaps import Spectrum
+from attnscale.statistics.rows import measures
 
 
 def everything(rank: int) -> dict:
@@ -333,6 +335,39 @@ def test_sampled_rows_and_masks_are_those_of_one_process(mesh):
         torch.testing.assert_close(found.output, expected.output)
         torch.testing.assert_close(found.stats.rows, expected.stats.rows)
         torch.testing.assert_close(found.stats.entropy, expected.stats.entropy)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("kind", ["bracket", "exact"])
+def test_a_scale_that_policy_and_request_share_is_measured_once(method, rows, kind, mesh, monkeypatch):
+    measured = []
+    for name in ("bracket", "find_contact"):
+        original = getattr(measures, name)
+
+        def count(x, *others, original=original):
+            measured.append((x.best if isinstance(x, Spectrum) else x)[..., 0].numel())
+            return original(x, *others)
+
+        monkeypatch.setattr(measures, name, count)
+    q = torch.randn(2, 4, 8, 4, dtype=torch.float64)
+    options = {"is_causal": True, "policy": {"name": "gap_adaptive", "exact": kind == "exact"}}
+    options["request"] = StatsRequest(accumulation=kind, gap_thresholds=(0.5, 1.0), rows=rows)
+    expected = attention_with_stats(q, q, q, **options)
+    measured.clear()
+    found = context_parallel_attention(q, q, q, mesh=mesh, positions=torch.arange(8), method=method, **options)
+    assert sum(measured) == 2 * 4 * 8
+    torch.testing.assert_close(found.output, expected.output)
+    assert torch.equal(found.stats.gap_counts, expected.stats.gap_counts)
+    for name in ("accumulation", "criticality", "lse", "at_ceiling"):
+        torch.testing.assert_close(getattr(found.stats, name), getattr(expected.stats, name), msg=name)
+    other = {"request": StatsRequest(accumulation=kind, min_rank=4, rows=rows)}
+    expected = attention_with_stats(q, q, q, **options | other).stats
+    found = context_parallel_attention(
+        q, q, q, mesh=mesh, positions=torch.arange(8), method=method, **options | other
+    ).stats
+    torch.testing.assert_close(found.accumulation, expected.accumulation)
+    torch.testing.assert_close(found.criticality, expected.criticality)
 
 
 def test_heads_split_twice_have_the_same_numbers_in_either_order(ranks):
