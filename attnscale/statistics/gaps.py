@@ -159,9 +159,10 @@ def bracket(spectrum: Spectrum) -> Accumulation:
     ln_counts = spectrum.counts.cumsum(-1).clamp_(min=1.0).log_()  # of N up to the end of each bin
     upper = (ln_counts / edges).amax(-1) * ((1 + bins.SLACK) / reach)
     lower = (ln_counts[..., :-1] / edges[1:]).amax(-1).clamp(min=math.log(rank)) * ((1 - bins.SLACK) / reach)
-    gap = best[..., 0] - best[..., -1]  # NaN or 1e30 and more where there are too few keys
-    lower = torch.where(gap < FAR, torch.where(gap == 0, math.inf, lower), 0.0)
-    upper = torch.where(gap < FAR, torch.where(gap >= bins.TIED_BELOW, upper, math.inf), 0.0)
+    gap = best[..., 0] - best[..., -1]
+    enough = (gap < FAR) & (best[..., -1] > -FAR)  # keys that are seen; two hidden ones have no gap
+    lower = torch.where(enough, torch.where(gap == 0, math.inf, lower), 0.0)
+    upper = torch.where(enough, torch.where(gap >= bins.TIED_BELOW, upper, math.inf), 0.0)
     broken = best[..., 0].isnan() | (best[..., -1] == math.inf)
     return Accumulation(*(end.masked_fill(broken, math.nan) for end in (lower, upper)))
 
