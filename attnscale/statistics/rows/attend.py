@@ -24,12 +24,13 @@ from attnscale.statistics.row_stats import RowStats
 from attnscale.statistics.rows.chosen_slots import first_share
 from attnscale.statistics.rows.measures import (
     FLOATS,
+    GapMeasures,
     RowMeasures,
     RowSums,
     add_keys,
     best_scores,
     measure_gaps,
-    softmax_measures,
+    row_measures,
 )
 from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 from attnscale_kernels.availability import other_derivative
@@ -130,12 +131,11 @@ def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: 
             measured = measure_gaps(tiles, best, request, prominence=prominence, tile=True)
             rows.store(integers[..., 1:], block, measured.counts)
             rows.store(sums[..., 3:], block, torch.stack(measured[1:], dim=-1))
-    top, total, moment, lower, upper, spread = sums.unbind(-1)
+    top, total, moment, *of_gaps = sums.unbind(-1)
+    winner, counts = integers[..., 0], integers[..., 1:]
+    of_keys = RowSums(top, total, moment if request.entropy else None, None, winner)
     sinks = None if call.sinks is None else call.sinks[:, None]
-    measures = softmax_measures(top, total, moment if request.entropy else None, sinks)
-    if request.winner:
-        integers[..., 0].masked_fill_(~(top > HIDDEN / 2), -1)
-    return MeasuredRows(out, RowMeasures(*measures, lower, upper, spread, integers[..., 0], integers[..., 1:]))
+    return MeasuredRows(out, row_measures(of_keys, GapMeasures(counts, *of_gaps), sinks))
 
 
 def _store(rows: CallRows, block: Block, found: RowSums, sums: Tensor, integers: Tensor) -> None:
