@@ -77,6 +77,52 @@ def attention_everywhere(rank: int, mesh: Any) -> dict:
     return found
 
 
+CHOSEN_RULES: dict[str, dict[str, Any]] = {
+    **RULES,
+    "equal keys": {"is_causal": True},
+    "a NaN": {"is_causal": True, "window": 7},
+    "mask": {"attn_mask": torch.rand(2, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(6)) < 0.1},
+    "bias": {"attn_mask": torch.randn(TOKENS, TOKENS, generator=torch.Generator().manual_seed(7)).double()},
+}
+CHOSEN_REQUESTS = {
+    "beside others": StatsRequest(winner=True, first_share=3, accumulation="bracket"),
+    "alone": StatsRequest(False, False, False, False, winner=True, first_share=TOKENS),
+    "sampled": StatsRequest(winner=True, first_share=3, rows=5),
+}
+
+
+def chosen_keys(
+    attention: Any, rule: str, request: StatsRequest, own: torch.Tensor, **options: Any
+) -> dict[str, torch.Tensor | None]:
+    """Winner and weight of the first keys of some rows of a fixed sequence, and which rows."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(2, heads, TOKENS, DIM, dtype=torch.float64, generator=generator) for heads in (HEADS, 2))
+    if rule == "equal keys":  # of one component each, which no rounding tells apart
+        size = torch.randint(-2, 3, (2, 2, TOKENS, 1), generator=generator)
+        k = size.double() * torch.nn.functional.one_hot(torch.arange(TOKENS) % DIM, DIM)
+        q = torch.ones_like(q)
+    elif rule == "a NaN":
+        k[1, 0, 9] = torch.nan
+    rules = {name: x[..., own, :] if name == "attn_mask" else x for name, x in CHOSEN_RULES[rule].items()}
+    q, k = q[:, :, own], k[:, :, own]
+    stats = attention(q, k, k, enable_gqa=True, policy="log", request=request, **rules, **options).stats
+    return {"winner": stats.winner, "share": stats.first_share, "rows": stats.rows, "lse": stats.lse}
+
+
+def chosen_everywhere(rank: int, mesh: Any) -> dict:
+    size = mesh.size()
+    own = places(size).view(size, -1)[rank].long()
+    return {
+        (rule, name, method): chosen_keys(
+            context_parallel_attention, rule, request, own, mesh=mesh, positions=own, method=method
+        )
+        for rule in CHOSEN_RULES
+        for name, request in CHOSEN_REQUESTS.items()
+        for method in METHODS
+        if method != "ulysses" or "attn_mask" not in CHOSEN_RULES[rule]
+    }
+
+
 def masked(attention: Any, own: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     """Output and gradients under an additive mask that is one for all sequences and heads, and learned."""
     generator = torch.Generator().manual_seed(2)

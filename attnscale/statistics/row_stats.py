@@ -71,8 +71,8 @@ class RowStats(NamedTuple):
         sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge them
         in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys
         already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
-        `common_maximum`. `winner` is that of the side with the larger logit, so that both sides must number their keys
-        alike. Λ and `first_share` cannot be merged.
+        `common_maximum`. `winner` is that of the side with the larger logit, or the first of two equal ones: both sides
+        must number their keys alike. Λ and `first_share` cannot be merged.
 
         >>> from attnscale import row_statistics
         >>> scores = torch.randn(3, 10)
@@ -90,7 +90,10 @@ class RowStats(NamedTuple):
         if self.max_logit is not None:
             merged["max_logit"] = torch.maximum(self.max_logit, other.max_logit)
             if self.winner is not None and other.winner is not None:
-                merged["winner"] = torch.where(self.max_logit >= other.max_logit, self.winner, other.winner)
+                # The first of equal keys, and −1 beside a NaN, which has neither a larger nor a smaller logit.
+                first = torch.minimum(self.winner, other.winner)
+                first = torch.where(self.max_logit > other.max_logit, self.winner, first)
+                merged["winner"] = torch.where(self.max_logit < other.max_logit, other.winner, first)
         if common_maximum and self.gap_counts is not None and other.gap_counts is not None:
             merged["gap_counts"] = self.gap_counts + other.gap_counts
         return RowStats(

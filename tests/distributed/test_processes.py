@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from parallel_model import HEADS, Run, batch, build
-from ranks import join, on_two_ranks
+from ranks import join, on_ranks, on_two_ranks
 from same_records import assert_same
 from spread_attention import (
+    CHOSEN_REQUESTS,
+    CHOSEN_RULES,
     DIM,
     METHODS,
     POLICIES,
@@ -16,6 +20,8 @@ from spread_attention import (
     attend,
     attention_everywhere,
     bytes_sent,
+    chosen_everywhere,
+    chosen_keys,
     dropped,
     masked,
     masks,
@@ -31,12 +37,15 @@ from attnscale import ArgumentError, ArgumentTypeError, BackendError, StatsReque
 from attnscale.cli.parallel_cost import ShardedAttention
 from attnscale.diagnostics import Record
 from attnscale.distributed import ContextParallel, HeadParallel, context_parallel_attention, share_rows
+from attnscale.statistics.gaps import Spectrum
+from attnscale.statistics.rows import measures
 
 
 def everything(rank: int) -> dict:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return {
         "attention": attention_everywhere(rank, mesh),
+        "chosen keys": chosen_everywhere(rank, mesh),
         "masks": masks(rank, mesh),
         "dropped": dropped(rank, mesh),
         "tensor parallel": tensor_parallel(rank),
@@ -85,6 +94,35 @@ def test_attention_of_a_spread_sequence_is_that_of_the_whole(policy, rule, ranks
                     found[name], own_part, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-10,
                     msg=lambda m, n=name, how=method: f"{how}, {n}: {m}",
                 )  # fmt: skip
+
+
+def on_four(rank: int) -> dict:
+    return chosen_everywhere(rank, init_device_mesh("cpu", (4,)))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return on_ranks(on_four, tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.mark.parametrize("rule", CHOSEN_RULES)
+@pytest.mark.parametrize("name", CHOSEN_REQUESTS)
+def test_winner_and_first_share_of_a_spread_sequence_are_those_of_the_whole(rule, name, ranks, four_ranks):
+    request = replace(CHOSEN_REQUESTS[name], rows=None)
+    whole = chosen_keys(attention_with_stats, rule, request, torch.arange(TOKENS), backend="reference")
+    for size, group in ((2, [rank["chosen keys"] for rank in ranks]), (4, four_ranks)):
+        for own, rank in zip(places(size).view(size, -1).long(), group, strict=True):
+            for method in METHODS:
+                found, where = rank.get((rule, name, method)), f"{method} in {size} processes"
+                if found is None:
+                    assert method == "ulysses", where  # which takes no mask
+                    continue
+                assert (found["lse"] is None) == (name == "alone"), where
+                assert (found["rows"] is None) == (name != "sampled"), where
+                rows = own if found["rows"] is None else own[found["rows"]]
+                assert torch.equal(found["winner"], whole["winner"][:, :, rows]), where
+                share = whole["share"][:, :, rows]
+                torch.testing.assert_close(found["share"], share, rtol=1e-10, atol=1e-12, equal_nan=True, msg=where)
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
@@ -297,6 +335,39 @@ def test_sampled_rows_and_masks_are_those_of_one_process(mesh):
         torch.testing.assert_close(found.output, expected.output)
         torch.testing.assert_close(found.stats.rows, expected.stats.rows)
         torch.testing.assert_close(found.stats.entropy, expected.stats.entropy)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("kind", ["bracket", "exact"])
+def test_a_scale_that_policy_and_request_share_is_measured_once(method, rows, kind, mesh, monkeypatch):
+    measured = []
+    for name in ("bracket", "find_contact"):
+        original = getattr(measures, name)
+
+        def count(x, *others, original=original):
+            measured.append((x.best if isinstance(x, Spectrum) else x)[..., 0].numel())
+            return original(x, *others)
+
+        monkeypatch.setattr(measures, name, count)
+    q = torch.randn(2, 4, 8, 4, dtype=torch.float64)
+    options = {"is_causal": True, "policy": {"name": "gap_adaptive", "exact": kind == "exact"}}
+    options["request"] = StatsRequest(accumulation=kind, gap_thresholds=(0.5, 1.0), rows=rows)
+    expected = attention_with_stats(q, q, q, **options)
+    measured.clear()
+    found = context_parallel_attention(q, q, q, mesh=mesh, positions=torch.arange(8), method=method, **options)
+    assert sum(measured) == 2 * 4 * 8
+    torch.testing.assert_close(found.output, expected.output)
+    assert torch.equal(found.stats.gap_counts, expected.stats.gap_counts)
+    for name in ("accumulation", "criticality", "lse", "at_ceiling"):
+        torch.testing.assert_close(getattr(found.stats, name), getattr(expected.stats, name), msg=name)
+    other = {"request": StatsRequest(accumulation=kind, min_rank=4, rows=rows)}
+    expected = attention_with_stats(q, q, q, **options | other).stats
+    found = context_parallel_attention(
+        q, q, q, mesh=mesh, positions=torch.arange(8), method=method, **options | other
+    ).stats
+    torch.testing.assert_close(found.accumulation, expected.accumulation)
+    torch.testing.assert_close(found.criticality, expected.criticality)
 
 
 def test_heads_split_twice_have_the_same_numbers_in_either_order(ranks):

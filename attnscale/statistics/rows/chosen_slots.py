@@ -50,6 +50,8 @@ def differentiable_accumulation(call: AttentionCall, min_rank: int) -> Tensor:
 
 def first_share(call: AttentionCall, count: int, lse: Tensor) -> Tensor:
     """The weight [B, H, Tq] of the first `count` keys that each row sees, given its lse; 0 for a row that sees none."""
+    if not call.key.shape[2]:
+        return torch.zeros_like(lse)
     return weight_at(call.detached(), *first_slots(call.context, count), lse).clamp(max=1.0)
 
 
