@@ -500,7 +500,7 @@ def refusing_operators() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls of operators with one bad argument, by its name."""
     value, rows, out = GOOD["value"], normal(*ROWS), normal(*ROWS, VALUE_DIM)
     numbers = (0.25, None, 0.0)
-    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), *numbers, False)
+    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), *numbers, False, False)
     for bad in ("gradient", "out", "lse"):
         given_results = {"gradient": out, "out": out, "lse": rows}
         given_results[bad] = given_results[bad][:, :, :3]

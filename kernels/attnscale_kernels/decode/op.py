@@ -26,6 +26,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     entropy: bool = False,
+    winner: bool = False,
     splits: int | None = None,
 ) -> Forward:
     """`decode` as an operator."""
@@ -39,37 +40,39 @@ def decode_attention(
     if is_eager(*tensors) and not needs_gradient(*tensors):
         made = decode_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
-            splits=splits,
+            winner=winner, splits=splits,
         )  # fmt: skip
         return run(made, query)
     check_attention(query, key, value, beta, visibility, sinks)
     check_numbers(scale, softcap)
     check_splits(splits)
     refuse_others(*tensors)
-    out, lse, top, disorder = decode_op(query, key, value, beta, *visibility, sinks, scale, softcap, entropy, splits)
-    return Forward(out, lse, top, disorder if entropy else None)
+    out, lse, top, disorder, slots = decode_op(
+        query, key, value, beta, *visibility, sinks, scale, softcap, entropy, winner, splits
+    )
+    return Forward(out, lse, top, disorder if entropy else None, slots if winner else None)
 
 
 @operator(
     "decode",
     schema=f"(Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, float scale,"
-    " float? softcap, bool entropy, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor)",
+    " float? softcap, bool entropy, bool winner, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def decode_op(
     query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
-    *visibility, sinks, scale, softcap, entropy, splits = others
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, and lse, largest logit, entropy and winner per row; the last two empty where not asked for."""
+    *visibility, sinks, scale, softcap, entropy, winner, splits = others
     return decode(
         query, key, value, beta, Visibility(*visibility), scale=scale, softcap=softcap, sinks=sinks,
-        entropy=entropy, splits=splits,
+        entropy=entropy, winner=winner, splits=splits,
     ).outputs()  # fmt: skip
 
 
 @decode_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
     check_attention(query, key, value, beta, Visibility(*others[:7]), others[7])
-    return new_forward(query, value.shape[-1], entropy=others[-2]).outputs()
+    return new_forward(query, value.shape[-1], entropy=others[-3], winner=others[-2]).outputs()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

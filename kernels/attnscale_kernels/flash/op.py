@@ -31,6 +31,7 @@ def flash_attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     entropy: bool = False,
+    winner: bool = False,
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
@@ -52,7 +53,7 @@ def flash_attention(
             raise RuntimeError(NO_GRADIENT_OF_MASK)
         made = forward_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
-            seed=seed, entropy=entropy,
+            seed=seed, entropy=entropy, winner=winner,
         )  # fmt: skip
         found = run(made, query)
         if not recorded:
@@ -64,10 +65,10 @@ def flash_attention(
     check_numbers(scale, softcap, dropout_p)
     refuse_others(*tensors)
     out, *stats = flash_forward_op(
-        query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
+        query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy, winner
     )
-    lse, top, disorder = (x.detach() for x in stats)
-    return Forward(out, lse, top, disorder if entropy else None)
+    lse, top, disorder, slots = (x.detach() for x in stats)
+    return Forward(out, lse, top, disorder if entropy else None, slots if winner else None)
 
 
 # What forward and backward are given, before and after what only one of them needs.
@@ -77,24 +78,25 @@ NUMBERS = "float scale, float? softcap, float dropout_p"
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
-    *visibility, sinks, seed, scale, softcap, dropout_p, entropy = others
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, and lse, largest logit, entropy and winner per row; the last two empty where not asked for."""
+    *visibility, sinks, seed, scale, softcap, dropout_p, entropy, winner = others
     return flash_forward(
         query, key, value, beta, Visibility(*visibility), scale=scale, softcap=softcap, sinks=sinks,
-        dropout_p=dropout_p, seed=seed, entropy=entropy,
+        dropout_p=dropout_p, seed=seed, entropy=entropy, winner=winner,
     ).outputs()  # fmt: skip
 
 
 flash_forward_op = operator(
-    "flash_forward", f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)"
+    "flash_forward",
+    f"({TENSORS}, {NUMBERS}, bool entropy, bool winner) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(_forward)
 
 
 @flash_forward_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
     check_attention(query, key, value, beta, Visibility(*others[:7]), *others[7:9])
-    return new_forward(query, value.shape[-1], entropy=others[-1]).outputs()
+    return new_forward(query, value.shape[-1], entropy=others[-2], winner=others[-1]).outputs()
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -158,14 +160,14 @@ def _differentiate(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ..
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     if ctx.needs_input_grad[MASK]:
         raise RuntimeError(NO_GRADIENT_OF_MASK)
-    *tensors, scale, softcap, dropout_p, _ = inputs[7:]
+    *tensors, scale, softcap, dropout_p, _, _ = inputs[7:]
     _save(ctx, (*inputs[:4], *tensors, *output[:2]), inputs[4:7], (scale, softcap, dropout_p))
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     *others, dsinks = _differentiate(ctx, gradient)
-    return (*others, *(None,) * 7, dsinks, *(None,) * 5)
+    return (*others, *(None,) * 7, dsinks, *(None,) * 6)
 
 
 flash_forward_op.register_autograd(_backward, setup_context=_save_inputs)
@@ -189,7 +191,7 @@ class _EagerAttention(torch.autograd.Function):
         numbers: tuple[float, float | None, float],
     ) -> Tensor:
         """The output, which was found before."""
-        out, lse, _, _ = found
+        out, lse = found[:2]
         _save(ctx, (query, key, value, beta, *visibility[3:], sinks, seed, out, lse), visibility[:3], numbers)
         return out
 
