@@ -16,6 +16,7 @@ from attnscale_kernels.decode.launch import decode, decode_launches
 from attnscale_kernels.decode.op import decode_attention, decode_op
 from attnscale_kernels.flash.launch import flash_forward
 from attnscale_kernels.launch import Forward, Tile
+from attnscale_kernels.operators import FlatAttention
 from attnscale_kernels.visibility import Visibility
 
 TILE = Tile(16, 64, 4, 1)
@@ -336,7 +337,8 @@ def test_operators_pass_opcheck(entropy, winner):
     torch.use_deterministic_algorithms(False)
     q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
     visibility = Visibility(start=int32([0]), stop=int32([33]))
-    torch.library.opcheck(decode_op, (q, k, v, beta, *visibility, None, 0.25, None, entropy, winner, 1))
+    flat = FlatAttention.of(q, k, v, beta, visibility, scale=0.25, softcap=None)
+    torch.library.opcheck(decode_op, (*flat, entropy, winner, 1))
 
 
 def test_operators_compile_into_one_graph_and_pass_everything_on():
