@@ -108,7 +108,7 @@ def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: 
     integers = torch.zeros(*shape, 1 + thresholds, dtype=torch.int64, device=out.device)
     gaps, softmax = request.gaps or prominence, request.softmax or mixing
     number = itertools.count()
-    for block in rows.blocks(whole=gaps):
+    for block in rows.blocks(whole=gaps, by_sequence=mixing):
         found: RowSums | None = None
         best: Tensor | None = None
         scores: Tensor | None = None
@@ -208,7 +208,7 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     dbeta = torch.zeros_like(delta)
     bias = call.bias if wants_mask else None
     dmask = rows.query.new_zeros(0 if bias is None else bias.shape)
-    pieces = (piece for block in rows.blocks(whole=whole) for piece in block.pieces())
+    pieces = (piece for block in rows.blocks(whole=whole, by_sequence=True) for piece in block.pieces())
     for number, piece in enumerate(pieces):
         weights = rows.logits(piece).sub_(rows.rows_of(lse_in_bits, piece)[..., None]).exp2_()
         upstream = rows.rows_of(gradient, piece)
