@@ -346,7 +346,7 @@ def poisoned() -> Iterator[None]:
     buffers: list[Tensor] = []
 
     def poison(x: Tensor) -> Tensor:
-        if not x.numel() or not (x.is_floating_point() or x.dtype == torch.int32):
+        if not x.numel() or not (x.is_floating_point() or x.dtype in (torch.int32, torch.int64)):
             return x
         fill = math.nan if x.is_floating_point() else torch.iinfo(x.dtype).min
         buffer = torch.full((x.numel() + 2 * GUARD,), fill, dtype=x.dtype)
@@ -369,10 +369,11 @@ def poisoned() -> Iterator[None]:
         assert fresh[-GUARD:].all(), "something was written behind the last row"
 
 
-def forward(x: Inputs, tile: Tile | None = TILE) -> Forward:
-    """`flash_forward` with all statistics."""
+def forward(x: Inputs, tile: Tile | None = TILE, *, winner: bool = False) -> Forward:
+    """`flash_forward` with all statistics but the winner, which is on request."""
+    options = {**x.options, "entropy": True, "winner": winner, "tile": tile}
     with poisoned():
-        return flash_forward(x.q, x.k, x.v, x.beta, x.seen.visibility, **x.options, entropy=True, tile=tile)
+        return flash_forward(x.q, x.k, x.v, x.beta, x.seen.visibility, **options)
 
 
 def backward(x: Inputs, result: Forward, query_tile: Tile | None = TILE, key_tile: Tile | None = TILE) -> Backward:
@@ -421,7 +422,7 @@ def written_out(x: Inputs, dtype: torch.dtype = torch.float64) -> dict[str, Tens
     out = left @ wide_v
     gradients = torch.autograd.grad(out, list(leaves.values()), x.gradient.to(dtype), allow_unused=True)
     result |= {name: _found(g, leaf) for (name, leaf), g in zip(leaves.items(), gradients, strict=True)}
-    result["out"] = out.detach()
+    result["out"], result["logits"] = out.detach(), logits.detach()
     with torch.no_grad():
         result["lse"] = torch.where(some[..., 0], every.logsumexp(-1), -math.inf)
         result["max_logit"] = logits.amax(-1) if logits.shape[-1] else torch.full_like(result["lse"], -math.inf)

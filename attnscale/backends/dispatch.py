@@ -107,10 +107,10 @@ def measure(
         if request.first_share is not None:
             stats = stats._replace(first_share=first_share(call.autocast(), request.first_share, stats.lse))
         stats = stats.only(request)
-    return AttentionOutput(output, stats if known is None else add_gaps(stats, known, call.row_beta().detach()))
+    return AttentionOutput(output, stats if known is None else with_known_gaps(stats, known, call.row_beta().detach()))
 
 
-def add_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:
+def with_known_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:
     """Statistics of all rows or of a sample, with known gap counts and Λ of all rows, whose β is given."""
     if stats.rows is not None:
         known, beta = known.select(stats.rows), beta.index_select(2, stats.rows)

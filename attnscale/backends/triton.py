@@ -51,25 +51,27 @@ class TritonBackend:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        return _attend(call, entropy=False).out
+        return _attend(call).out
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        found = _attend(call, entropy=request.entropy)
+        found = _attend(call, entropy=request.entropy, winner=request.winner)
         return AttentionOutput(found.out, _statistics(call, request, found))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        found = _attend(call, entropy=request.entropy) if request.softmax else None
+        found = _attend(call, entropy=request.entropy, winner=request.winner) if request.softmax else None
         return _statistics(call, request, found)
 
 
-def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
+def _attend(call: AttentionCall, *, entropy: bool = False, winner: bool = False) -> Forward:
     from attnscale_kernels.decode.op import decode_attention
     from attnscale_kernels.flash.op import flash_attention
 
     beta = call.beta if isinstance(call.beta, Tensor) else call.row_beta()
     arguments = call.query, call.key, call.value, beta, visibility_of(call)
     if call.query.shape[2] <= FEW_ROWS and call.dropout_p == 0.0 and not _needs_gradient(call):
-        return decode_attention(*arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy)
+        return decode_attention(
+            *arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy, winner=winner
+        )
     # On the device, so that a captured graph draws a new seed at each replay.
     seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p > 0.0 else None
     return flash_attention(
@@ -80,6 +82,7 @@ def _attend(call: AttentionCall, *, entropy: bool) -> Forward:
         dropout_p=call.dropout_p,
         seed=seed,
         entropy=entropy,
+        winner=winner,
     )
 
 
@@ -95,7 +98,7 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
     call, stats = call.detached(), RowStats.counted(call, with_sink=request.softmax)
     asked: dict[str, Any] = {}
     if found is not None:
-        given = {"lse": found.lse, "max_logit": found.max_logit, "entropy": found.entropy}
+        given = {"lse": found.lse, "max_logit": found.max_logit, "entropy": found.entropy, "winner": found.winner}
         given["w_max"] = largest_weight(found.max_logit, found.lse)
         asked |= {name: x for name, x in given.items() if name in request.of_softmax}
     scores, scale, softcap = (call.query, call.key, visibility_of(call)), call.scale, call.softcap
@@ -106,14 +109,9 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
         bounds = accumulation_bracket(*scores, scale=scale, softcap=softcap)
         ends = Accumulation(bounds.lower, bounds.upper)
         asked |= {"accumulation": ends, "criticality": criticality(call.row_beta(), ends)}
-    # What no kernel gives is measured in torch.
-    kind = None if "accumulation" in asked else request.accumulation
-    rest = replace(request.gaps_alone(), gap_thresholds=None, accumulation=kind, winner=request.winner)
-    if rest.winner or rest.accumulation is not None:
-        measured = measure_statistics(call, rest)
-        asked |= {"winner": measured.winner}
-        if rest.accumulation is not None:
-            asked |= {"accumulation": measured.accumulation, "criticality": measured.criticality}
+    elif request.accumulation is not None:  # no kernel gives it
+        measured = measure_statistics(call, replace(request.gaps_alone(), gap_thresholds=None))
+        asked |= {"accumulation": measured.accumulation, "criticality": measured.criticality}
     return stats._replace(**asked)
 
 

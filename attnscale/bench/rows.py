@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attnscale._util.files import write_whole
 
 
-class Spread(NamedTuple):
+class Quartiles(NamedTuple):
     """The median of a measured number and the quartiles around it."""
 
     median: float
@@ -21,14 +21,14 @@ class Spread(NamedTuple):
     high: float
 
 
-def spread(values: list[float]) -> Spread:
+def quartiles(values: list[float]) -> Quartiles:
     """Median and quartiles within the measured range: an extrapolated quartile of times may be negative.
 
-    >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
-    Spread(median=3.0, low=2.0, high=4.0)
+    >>> quartiles([4.0, 1.0, 3.0, 2.0, 5.0])
+    Quartiles(median=3.0, low=2.0, high=4.0)
     """
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high)
+    return Quartiles(median, low, high)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _measured(
     if request is None or known is None:
         return exchange.measure(call.beta, request)
     output, stats = exchange.measure(call.beta, replace(request, gap_thresholds=None, accumulation=None))
-    return AttentionOutput(output, dispatch.add_gaps(stats, known, call.row_beta().detach()))
+    return AttentionOutput(output, dispatch.with_known_gaps(stats, known, call.row_beta().detach()))
 
 
 def _attend_reported(

@@ -256,7 +256,7 @@ def _first(owner: Any, names: tuple[str, ...]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardSource:
     """The source of a forward: the keywords it passes to the interface, and the tests around each of its rotations."""
 
     text: str = ""
@@ -265,18 +265,18 @@ class Forward:
     rotations: tuple[tuple[_Test, ...], ...] = ()
 
 
-def read_forward(module: nn.Module) -> Forward:
+def read_forward(module: nn.Module) -> ForwardSource:
     """The forward of a module's class; an empty one where there is no source."""
     return _read(type(module).forward)
 
 
 @functools.cache
-def _read(function: Callable[..., Any]) -> Forward:
+def _read(function: Callable[..., Any]) -> ForwardSource:
     try:
         text = textwrap.dedent(inspect.getsource(function))
         body = ast.parse(text)
     except (OSError, TypeError, SyntaxError):
-        return Forward()
+        return ForwardSource()
     keywords: dict[str, ast.expr] = {}
     rotations: list[tuple[_Test, ...]] = []
     for call, tests in _calls(body, ()):
@@ -285,7 +285,7 @@ def _read(function: Callable[..., Any]) -> Forward:
             keywords |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
         elif "rotary" in name or "rope" in name or "rotate" in name:
             rotations.append(tests)
-    return Forward(text, _REGISTRY in text or f"{_CALLED}(" in text, keywords, tuple(rotations))
+    return ForwardSource(text, _REGISTRY in text or f"{_CALLED}(" in text, keywords, tuple(rotations))
 
 
 def passed_keyword(module: nn.Module, keyword: str) -> Any:

@@ -69,7 +69,7 @@ class ChosenRows(Listener):
         if not chosen:
             return
         rows = torch.tensor([p - self.offset for p in chosen], device=call.query.device)
-        self.tables.append(RowTable(layer, chosen, measure_rows(call.detached().select(rows))))
+        self.tables.append(RowTable(layer, chosen, measure_chosen_rows(call.detached().select(rows))))
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def listen_to_rows(model: nn.Module, positions: Sequence[int]) -> Iterator[Chose
             tap.detach(module)
 
 
-def measure_rows(call: AttentionCall) -> Tensor:
+def measure_chosen_rows(call: AttentionCall) -> Tensor:
     """`QUANTITIES` [H, R, Q] of all rows of a call of one sequence."""
     stats = measure_statistics(call, StatsRequest(lse=False, max_logit=False))
     scales = stats.w_max.new_zeros(*stats.w_max.shape, 2 * len(RANKS))

@@ -10,7 +10,7 @@ from attnscale._util.checks import check_broadcasts, check_scores
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest, checked_request
 from attnscale.statistics.row_stats import RowStats
-from attnscale.statistics.rows.measures import RowMeasures, add_keys, best_scores, measure_gaps, softmax_measures
+from attnscale.statistics.rows.measures import RowSums, add_keys, best_scores, measure_gaps, row_measures
 from attnscale.statistics.rows.tiles import LOG2E
 
 
@@ -44,15 +44,12 @@ def row_statistics(
     scores = scores.clamp(min=HIDDEN).masked_fill(~mask, HIDDEN)
     logits = (scores * (beta * LOG2E)[..., None]).masked_fill(scores <= HIDDEN / 2, HIDDEN)
     sums = add_keys(None, logits.clone(), request)
-    sink_logits = None if sinks is None else sinks.detach()[:, None]
-    moment = None if sums.moment is None else sums.moment[..., 0]
-    softmax = softmax_measures(sums.top[..., 0], sums.total[..., 0], moment, sink_logits)
+    sums = RowSums._make(None if x is None else x[..., 0] for x in sums)
     gaps = measure_gaps([lambda: scores], best_scores(None, scores, request), request)
-    winner = known.visible if sums.winner is None else torch.where(sums.top > HIDDEN / 2, sums.winner, -1)[..., 0]
-    measures = RowMeasures(*softmax, *gaps[1:], winner, gaps.counts)
+    measures = row_measures(sums, gaps, None if sinks is None else sinks.detach()[:, None])
     stats = measures.to_stats(request, known, beta)
     if request.first_share is None:
         return stats
     first = mask & (mask.cumsum(-1) <= request.first_share)
-    weights = torch.where(first, torch.exp(logits / LOG2E - softmax.lse[..., None]), 0.0)
+    weights = torch.where(first, torch.exp(logits / LOG2E - measures.lse[..., None]), 0.0)
     return stats._replace(first_share=weights.sum(-1).clamp(max=1.0))

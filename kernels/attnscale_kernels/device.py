@@ -4,8 +4,8 @@ Scores y are the products q·k where logits are linear in them, else softcap(sca
 is y·c with one c per row, so that a temperature costs no instruction. Hidden scores are a finite number.
 
 Kernels take tensors as `View` of launch.py, and what rows may see as `Rule` of visibility.py. What is not asked for is
-None, which triton compiles out as it does a false constexpr: softcap, sinks_ptr, seed_ptr (dropout), entropy_ptr, a
-rule's left, right, padding_ptr, mask_ptr and bias_ptr.
+None, which triton compiles out as it does a false constexpr: softcap, sinks_ptr, seed_ptr (dropout), entropy_ptr,
+winner_ptr, a rule's left, right, padding_ptr, mask_ptr and bias_ptr.
 """
 
 from __future__ import annotations
@@ -259,6 +259,41 @@ def attention_scores(
     if PHASE != 1:
         y = tl.where(seen, y, HIDDEN)
     return y
+
+
+@triton.jit
+def sign_for_winner(sign, beta):
+    """The sign of β, or β where it has none: at 0 all logits are equal and the first key wins, at NaN no key does."""
+    return tl.where((beta < 0) | (beta > 0), sign, beta)
+
+
+@triton.jit
+def best_slot(y, left, m, winner):
+    """The slot of the largest score of each row so far: of y [BM, BN], from slot `left` on, or the `winner` before, m.
+
+    The lowest of equals. They are compared by slot, since the tiles of a list are not visited in order.
+    """
+    highest = tl.max(y, axis=1)
+    place = tl.arange(0, y.shape[1])[None, :]
+    first = left + tl.min(tl.where(y == highest[:, None], place, y.shape[1]), axis=1)
+    return better((highest, first), (m, winner))[1]
+
+
+@triton.jit
+def better(one, other):
+    """Of two scores, each with its slot, the larger; of equals that of the lower slot."""
+    leads = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+    return tl.where(leads, one[0], other[0]), tl.where(leads, one[1], other[1])
+
+
+@triton.jit
+def no_winner_of_nan(m, winner, total):
+    """The largest score of each row and its slot; where a score is NaN, a score above all others at no slot, −1.
+
+    Then the sum is NaN. So it is where the largest score is infinite, which has a slot all the same.
+    """
+    nan = (total != total) & (m != float("inf"))
+    return tl.where(nan, float("inf"), m), tl.where(nan, -1, winner)
 
 
 @triton.jit

@@ -271,18 +271,23 @@ class Forward(NamedTuple):
     lse: Tensor  # [B, H, Tq]
     max_logit: Tensor  # [B, H, Tq]
     entropy: Tensor | None  # [B, H, Tq]; None: not asked for
+    winner: Tensor | None = None  # [B, H, Tq] int64: the slot of the largest logit, −1 where there is none; or None
 
-    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What an operator returns, none of which can be None: an entropy that was not asked for is empty."""
-        return self.out, self.lse, self.max_logit, self.lse.new_empty(0) if self.entropy is None else self.entropy
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What an operator returns, none of which can be None: what was not asked for is empty."""
+        entropy = self.lse.new_empty(0) if self.entropy is None else self.entropy
+        winner = self.lse.new_empty(0, dtype=torch.int64) if self.winner is None else self.winner
+        return self.out, self.lse, self.max_logit, entropy, winner
 
 
-def new_forward(query: Tensor, width: int, entropy: bool) -> Forward:
+def new_forward(query: Tensor, width: int, entropy: bool, winner: bool) -> Forward:
     """Memory for the result of a forward with values as wide; the output in the layout of the query."""
     batch, heads, queries, _ = query.shape
     rows = query.new_empty(batch, heads, queries, dtype=torch.float32)
     top = torch.empty_like(rows)
-    return Forward(empty_like_layout(query, width), rows, top, torch.empty_like(rows) if entropy else None)
+    disorder = torch.empty_like(rows) if entropy else None
+    slots = torch.empty_like(rows, dtype=torch.int64) if winner else None
+    return Forward(empty_like_layout(query, width), rows, top, disorder, slots)
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How operators are registered with torch.library, and when they are not needed.
+"""How operators are registered with torch.library, the one flat form of their arguments, and when none is needed.
 
 Their namespace is that of the package that they are loaded as: the HuggingFace Hub loads it under names of its own,
 several versions in one process, and in one namespace the second would replace the operators of the first.
@@ -7,14 +7,16 @@ several versions in one process, and in one namespace the second would replace t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
+
+from .visibility import Visibility
 
 ORDINARY = frozenset((Tensor, nn.Parameter))
 NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
@@ -23,6 +25,96 @@ NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """A decorator that makes an operator of a function, which changes none of its arguments."""
     return torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=(), schema=schema)
+
+
+class FlatAttention(NamedTuple):
+    """An attention as the plain values that operators take and autograd saves.
+
+    The only list of them: the schema of every operator is made from it. Scores depend on the first `SCORES` of them.
+    """
+
+    query: Tensor
+    key: Tensor
+    slot: int
+    left: int | None
+    right: int | None
+    start: Tensor | None
+    stop: Tensor | None
+    padding: Tensor | None
+    mask: Tensor | None
+    scale: float
+    softcap: float | None
+    value: Tensor
+    beta: Tensor
+    sinks: Tensor | None
+    seed: Tensor | None
+    dropout_p: float
+
+    @property
+    def visibility(self) -> Visibility:
+        """Which keys rows may see."""
+        return Visibility(*self[2:9])
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Visibility]:
+        """What launches are given in order."""
+        return self.query, self.key, self.value, self.beta, self.visibility
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What launches are given by name."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "dropout_p": self.dropout_p,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        beta: Tensor,
+        visibility: Visibility,
+        sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float | None,
+        dropout_p: float = 0.0,
+    ) -> FlatAttention:
+        """The flat form of an attention."""
+        return cls(query, key, *visibility, float(scale), softcap, value, beta, sinks, seed, float(dropout_p))
+
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> tuple[FlatAttention, Sequence[Any]]:
+        """The attention with which the arguments of an operator begin, and the others."""
+        return cls(*arguments[: len(cls._fields)]), arguments[len(cls._fields) :]
+
+    @classmethod
+    def gradients(cls, **of_tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What the backward of an operator returns for its attention: the gradients of some tensors, by name."""
+        return tuple(of_tensors.get(name) for name in cls._fields)
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+}
+_TYPES = {name: _SCHEMA_TYPES[hint] for name, hint in get_type_hints(FlatAttention).items()}
+_ARGUMENTS = [f"{kind} {name}" for name, kind in _TYPES.items()]
+SCORES = FlatAttention._fields.index("value")
+FLAT_SCORES = ", ".join(_ARGUMENTS[:SCORES])
+FLAT_ATTENTION = ", ".join(_ARGUMENTS)
+# The fields that autograd saves as tensors.
+TENSORS = tuple(name for name, kind in _TYPES.items() if kind.startswith("Tensor"))
 
 
 def is_eager(*tensors: Tensor) -> bool:

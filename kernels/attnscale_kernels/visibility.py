@@ -10,9 +10,6 @@ from torch import Tensor
 
 from .launch_cache import layout
 
-# The fields of `Visibility` in the schema of an operator.
-SCHEMA = "SymInt slot, SymInt? left, SymInt? right, Tensor? start, Tensor? stop, Tensor? padding, Tensor? mask"
-
 
 class Rule(NamedTuple):
     """A `Visibility` as kernels take it: what is None is compiled out, and broadcast axes have a stride of 0."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from attnscale._util.scratch import forget
-from attnscale.bench.rows import Spread
+from attnscale.bench.rows import Quartiles
 
 
 def interleaved_ratio(
@@ -25,7 +25,7 @@ def interleaved_ratio(
     rounds: int,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     pairs: int = 1,
-) -> Spread:
+) -> Quartiles:
     """Time of `candidate` over time of `baseline`: both run in each round, in random order, after a warm-up.
 
     What disturbs the machine for longer than a round disturbs both; the median drops what disturbs one. Each time the
@@ -53,16 +53,16 @@ def interleaved_ratio(
                 candidates.append(seconds_of_candidate())
         ratios.append(sum(candidates) / sum(baselines))
     low, median, high = statistics.quantiles(ratios, n=4)
-    return Spread(median, low, high)
+    return Quartiles(median, low, high)
 
 
-def in_both_roles(ratio: Callable[[Any, Any], Spread], one: Any, other: Any) -> Spread:
+def in_both_roles(ratio: Callable[[Any, Any], Quartiles], one: Any, other: Any) -> Quartiles:
     """The mean of a ratio of two models and of the same with roles exchanged.
 
     Where a model lies in memory is worth several per cent, round after round: as much for one role as for the other.
     """
     first, second = ratio(one, other), ratio(other, one)
-    return Spread(*(math.sqrt(a * b) for a, b in zip(first, second, strict=True)))
+    return Quartiles(*(math.sqrt(a * b) for a, b in zip(first, second, strict=True)))
 
 
 def _seconds(function: Callable[[], object]) -> float:

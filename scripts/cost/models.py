@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnscale._util.optional import need
-from attnscale.bench.rows import Row, Spread
+from attnscale.bench.rows import Quartiles, Row
 from scripts.cost.measuring import in_both_roles, interleaved_ratio, label
 
 # Layers as in SmolLM2-135M; fewer of them for prefill, which would take minutes.
@@ -42,7 +42,7 @@ class ModelCost:
         other.load_state_dict(one.state_dict(), assign=True)
         step = prefill if self.mode == "prefill" else decode
 
-        def measured(swapped: Any, stock: Any) -> Spread:
+        def measured(swapped: Any, stock: Any) -> Quartiles:
             with hf.apply(swapped, "log", reference_length=2048):
                 ours, theirs = (step(transformers, model, self.length, self.padded) for model in (swapped, stock))
                 return interleaved_ratio(ours, theirs, self.rounds)

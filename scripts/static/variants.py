@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnscale_kernels.gaps.bins import BINS
 from attnscale_kernels.launch import Launch, Resources, assuming
 from attnscale_kernels.visibility import Visibility
 from scripts.static.calls import MASKED
@@ -260,7 +261,7 @@ def _gap_bracket(dim: int, rule: str) -> Variant:
         return bracket_launches(query, key, seen_by(rule), scale=SCALE)[0][0]
 
     structure = Structure(phases_of(rule, listed=False), sweeps=2)
-    return Variant("gap bracket", f"{rule}, 15 bins", "bf16", dim, 2, structure, build)
+    return Variant("gap bracket", f"{rule}, {BINS - 1} bins", "bf16", dim, 2, structure, build)
 
 
 def _gap_count() -> Launch:

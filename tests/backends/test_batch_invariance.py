@@ -10,8 +10,10 @@ import torch
 from corrected_interpreter import corrected
 from oracle import tensors
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from attnscale import StatsRequest, attention_with_stats, build_policy, scaled_dot_product_attention
+from attnscale.statistics.rows import tiles
 from attnscale_kernels import why_unavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN, in Triton's interpreter
@@ -104,3 +106,42 @@ def test_statistics_of_a_sequence_do_not_depend_on_the_others(policy, dtype, bac
         assert torch.equal(getattr(tame, name)[MINE], getattr(wild, name)[MINE]), name
     for a, b in zip(tame.accumulation, wild.accumulation, strict=True):
         assert torch.equal(a[MINE], b[MINE])
+
+
+REQUESTS = {
+    "softmax": StatsRequest(winner=True, first_share=3),
+    "gaps": StatsRequest(gap_thresholds=(0.5, 2.0), accumulation="bracket", winner=True),
+    "sampled": StatsRequest(accumulation="bracket", rows=20),
+}
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("rule", ["causal", "documents", "padding"])
+@pytest.mark.parametrize("scores", [100, 2000, 2**21])
+def test_a_sequence_is_cut_into_the_same_tiles_whatever_the_batch(request_name, rule, scores, monkeypatch):
+    for name in ("SCORES", "SAMPLED_SCORES"):
+        monkeypatch.setattr(tiles, name, scores)
+    length, batch = 150, 5
+    q, k, v = tensors((batch, 4, length, 8), (batch, 2, length, 8), torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    rules = {
+        "causal": {},
+        "documents": {"document_ids": torch.randint(40, (batch, length), generator=generator).sort(-1).values},
+        "padding": {"key_padding": torch.arange(length) < torch.tensor([[0], [3], [17], [60], [2]])},
+    }[rule]
+    whole, alone = (
+        run_with_stats(q[rows], k[rows], v[rows], REQUESTS[request_name], {name: x[rows] for name, x in rules.items()})
+        for rows in (slice(0, batch), slice(MINE, MINE + 1))
+    )
+    for one, other in zip(whole, alone, strict=True):
+        assert torch.equal(one[MINE : MINE + 1].nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def run_with_stats(q: Tensor, k: Tensor, v: Tensor, request: StatsRequest, rules: dict[str, Tensor]) -> list[Tensor]:
+    """Output, gradients and every statistic of the blockwise backend."""
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    given = {"is_causal": True, "enable_gqa": True, "policy": "log", "backend": "blockwise", **rules}
+    out, stats = attention_with_stats(*inputs, request=request, **given)
+    gradients = torch.autograd.grad(out.square().sum(), inputs)
+    found = tree_leaves(stats._replace(visible=None, rows=None, places=None))
+    return [out.detach(), *gradients, *(x for x in found if isinstance(x, Tensor))]

@@ -45,6 +45,7 @@ from attnscale_kernels import (
 from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.flash.op import flash_backward_op, flash_forward_op
 from attnscale_kernels.layers import ScaledAttention
+from attnscale_kernels.operators import FlatAttention
 from attnscale_kernels.softmax.op import softmax_backward_op
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 4, 2, 5, 7, 16, 8
@@ -88,6 +89,7 @@ GOOD: dict[str, Any] = {
     "dropout_p": 0.5,
     "seed": torch.tensor(7),
     "entropy": True,
+    "winner": True,
     "splits": 2,
     "thresholds": [0.5, math.inf],
     "r": 1.5,
@@ -249,7 +251,7 @@ def bad_values(name: str, argument: str, value: Any) -> Iterator[Bad]:
 def arguments_of(name: str) -> Iterator[tuple[str, str | None]]:
     """The arguments of an operator, and the fields of its visibility with the rule that they belong to."""
     parameters = parameters_of(name)
-    yield from ((argument, None) for argument in parameters if argument not in ("entropy", "is_causal"))
+    yield from ((argument, None) for argument in parameters if argument not in ("entropy", "winner", "is_causal"))
     if "visibility" in parameters:
         yield from ((field, rule) for rule, fields in FIELDS.items() for field in fields)
 
@@ -491,21 +493,20 @@ def test_a_changed_argument_is_refused_or_taken_for_what_it_is(change: Change) -
 # Operators of torch.library, torch.compile, and machines without a GPU.
 
 
-def flash_operands(**changed: Any) -> tuple[Any, ...]:
+def flash_operands(**changed: Any) -> FlatAttention:
     arguments = {name: GOOD[name] for name in ("query", "key", "value", "beta")} | changed
-    return (*arguments.values(), *Visibility(), None, None)
+    return FlatAttention.of(**arguments, visibility=Visibility(), scale=0.25, softcap=None)
 
 
 def refusing_operators() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls of operators with one bad argument, by its name."""
     value, rows, out = GOOD["value"], normal(*ROWS), normal(*ROWS, VALUE_DIM)
-    numbers = (0.25, None, 0.0)
-    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), *numbers, False)
+    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), False, False)
     for bad in ("gradient", "out", "lse"):
         given_results = {"gradient": out, "out": out, "lse": rows}
         given_results[bad] = given_results[bad][:, :, :3]
         gradient, forward, lse = given_results.values()
-        yield bad, functools.partial(flash_backward_op, gradient, *flash_operands(), forward, lse, *numbers, True)
+        yield bad, functools.partial(flash_backward_op, *flash_operands(), gradient, forward, lse, True)
     scores, beta = GOOD["scores"], GOOD["beta"]
     for bad in ("gradient", "weights", "scores"):
         matrices = {"gradient": scores, "weights": scores, "scores": scores} | {bad: scores[..., :3]}

@@ -16,6 +16,7 @@ from attnscale_kernels.decode.launch import decode, decode_launches
 from attnscale_kernels.decode.op import decode_attention, decode_op
 from attnscale_kernels.flash.launch import flash_forward
 from attnscale_kernels.launch import Forward, Tile
+from attnscale_kernels.operators import FlatAttention
 from attnscale_kernels.visibility import Visibility
 
 TILE = Tile(16, 64, 4, 1)
@@ -239,7 +240,7 @@ def test_rows_that_see_nothing():
     nowhere = torch.tensor([-math.inf]).expand(2)
     found = decode(q, k, v, beta, visibility, scale=0.25, sinks=nowhere, entropy=True, splits=2, tile=TILE)
     plain = decode(q, k, v, beta, visibility, scale=0.25, entropy=True, splits=2, tile=TILE)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert all(torch.equal(getattr(found, name), getattr(plain, name)) for name in ("out", *STATISTICS))
 
 
 def test_no_keys_and_no_sequences():
@@ -267,7 +268,7 @@ def test_what_is_hidden_does_not_leak(rule):
     v[:, :, 38:] = math.inf
     with np.errstate(invalid="ignore"):  # ∞ − ∞
         spoilt = decode(q, k, v, beta, visibility, scale=0.25, entropy=True, splits=2, tile=SMALL)
-    assert all(torch.equal(a, b) for a, b in zip(clean, spoilt, strict=True))
+    assert all(torch.equal(getattr(clean, name), getattr(spoilt, name)) for name in ("out", *STATISTICS))
 
 
 def test_what_is_broken_spoils_the_rows_that_see_it_and_no_other():
@@ -331,12 +332,13 @@ def test_splits_and_tile_are_chosen_where_not_told():
     assert_right(found, q, k, v, beta, Visibility(), scale=0.25)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_operators_pass_opcheck(asked):
+@pytest.mark.parametrize(("entropy", "winner"), [(True, True), (False, False), (False, True)])
+def test_operators_pass_opcheck(entropy, winner):
     torch.use_deterministic_algorithms(False)
     q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
     visibility = Visibility(start=int32([0]), stop=int32([33]))
-    torch.library.opcheck(decode_op, (q, k, v, beta, *visibility, None, 0.25, None, asked, 1))
+    flat = FlatAttention.of(q, k, v, beta, visibility, scale=0.25, softcap=None)
+    torch.library.opcheck(decode_op, (*flat, entropy, winner, 1))
 
 
 def test_operators_compile_into_one_graph_and_pass_everything_on():
@@ -344,7 +346,7 @@ def test_operators_compile_into_one_graph_and_pass_everything_on():
     q, k, v, beta = inputs(1, 2, 1, 1, 40, 16, 24)
     sinks, bias, padding = torch.tensor([0.5, 1.0]), normal(1, 1, 1, 40, seed=8), torch.arange(40)[None] % 7 == 0
     visibility = Visibility(slot=38, left=30, right=1, padding=padding, mask=bias)
-    options = {"scale": 0.25, "softcap": 2.0, "sinks": sinks, "entropy": True, "splits": 1}
+    options = {"scale": 0.25, "softcap": 2.0, "sinks": sinks, "entropy": True, "winner": True, "splits": 1}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Forward:
         return decode_attention(q, k, v, beta, visibility, **options)

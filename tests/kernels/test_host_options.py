@@ -16,6 +16,7 @@ from attnscale_kernels import Visibility, flash_attention
 from attnscale_kernels.decode.op import decode_op
 from attnscale_kernels.flash.op import flash_backward_op, flash_forward_op
 from attnscale_kernels.launch import Tile, attention_constants, multiplies_in_tf32
+from attnscale_kernels.operators import FlatAttention
 
 REQUEST = StatsRequest(gap_thresholds=(0.5,), accumulation="bracket")
 
@@ -76,7 +77,12 @@ def test_results_have_the_layout_of_the_query() -> None:
 def test_decoding_has_the_layout_of_the_query() -> None:
     q, k, v = rows_inside(2, 4, 3, 16), rows_inside(2, 2, 20, 16, seed=1), rows_inside(2, 2, 20, 16, seed=2)
     found = [
-        decode_op(x, k, v, torch.ones(1, 1, 1), *Visibility(), None, 0.25, None, False, splits)[0]
+        decode_op(
+            *FlatAttention.of(x, k, v, torch.ones(1, 1, 1), Visibility(), scale=0.25, softcap=None),
+            False,
+            False,
+            splits,
+        )[0]
         for x in (q, q.contiguous())
         for splits in (1, 3)
     ]
@@ -90,12 +96,13 @@ def test_fakes_have_the_layouts_of_the_results() -> None:
     q, k, v = (rows_inside(1, 2, 5, 16, seed=seed) for seed in range(3))
     beta, rule = torch.ones(1, 1, 1), Visibility(right=0)
     checks = ("test_schema", "test_faketensor")
-    forward = (q, k, v, beta, *rule, None, None, 0.25, None, 0.0, True)
+    flat = FlatAttention.of(q, k, v, beta, rule, scale=0.25, softcap=None)
+    forward = (*flat, True, True)
     torch.library.opcheck(flash_forward_op, forward, test_utils=checks)
     found = flash_forward_op(*forward)
-    backward = (torch.ones_like(q), q, k, v, beta, *rule, None, None, found[0], found[1], 0.25, None, 0.0, True)
+    backward = (*flat, torch.ones_like(q), found[0], found[1], True)
     torch.library.opcheck(flash_backward_op, backward, test_utils=checks)
-    torch.library.opcheck(decode_op, (q, k, v, beta, *rule, None, 0.25, None, False, None), test_utils=checks)
+    torch.library.opcheck(decode_op, (*flat, False, True, None), test_utils=checks)
 
 
 def test_a_bias_that_requires_a_gradient_is_refused() -> None:

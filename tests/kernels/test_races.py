@@ -32,7 +32,7 @@ FP32, FP16, BF16 = DTYPES
 TILE, WIDE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
 
 # What each kernel writes, by the names of its arguments.
-STATISTICS = ("lse_ptr", "top_ptr", "entropy_ptr")
+STATISTICS = ("lse_ptr", "top_ptr", "entropy_ptr", "winner_ptr")
 OUTPUTS = {
     "mask_squares_kernel": ("squares_ptr",),
     "mask_tiles_kernel": ("lists_ptr",),
@@ -109,7 +109,7 @@ FLASH = (
 def flash(x: Inputs) -> set[str]:
     options = {"scale": x.scale, "softcap": x.softcap, "dropout_p": x.dropout_p, "seed": x.seed}
     given = (x.q, x.k, x.v, x.beta, x.seen.visibility)
-    found = check(forward_launches(*given, sinks=x.sinks, entropy=True, tile=TILE, **options)[0], x.q)
+    found = check(forward_launches(*given, sinks=x.sinks, entropy=True, winner=True, tile=TILE, **options)[0], x.q)
     forward = flash_forward(*given, sinks=x.sinks, tile=TILE, **options)
     launches, _ = backward_launches(
         x.gradient, *given, forward.out, forward.lse, dbeta=True, query_tile=TILE, key_tile=TILE, **options
@@ -119,7 +119,7 @@ def flash(x: Inputs) -> set[str]:
 
 def decoding(x: Inputs) -> set[str]:
     given = (x.q, x.k, x.v, x.beta, x.seen.visibility)
-    options = {"scale": x.scale, "softcap": x.softcap, "sinks": x.sinks, "entropy": True, "tile": TILE}
+    options = {"scale": x.scale, "softcap": x.softcap, "sinks": x.sinks, "entropy": True, "winner": True, "tile": TILE}
     found = set()
     for splits in (1, 3):
         found |= check(decode_launches(*given, splits=splits, **options)[0], x.q)
@@ -178,7 +178,7 @@ def test_bounds_that_lie_beyond_the_keys_end_with_them(low: int, high: int) -> N
     for visibility in (beyond, within):
         x.seen = x.seen._replace(visibility=visibility)
         given, options = (x.q, x.k, x.v, x.beta, visibility), {"scale": x.scale}
-        forward = flash_forward(*given, entropy=True, tile=TILE, **options)
+        forward = flash_forward(*given, entropy=True, winner=True, tile=TILE, **options)
         gradients = flash_backward(
             x.gradient, *given, forward.out, forward.lse, query_tile=TILE, key_tile=TILE, **options
         )

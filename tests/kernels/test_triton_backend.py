@@ -23,6 +23,7 @@ from attnscale import (
 from attnscale.backends.triton import TritonBackend
 from attnscale_kernels import Visibility, flash_attention
 from attnscale_kernels.flash.op import flash_backward_op, flash_forward_op
+from attnscale_kernels.operators import FlatAttention
 
 LENGTH = 40
 SIZE = (2, 4, LENGTH, 24)
@@ -148,11 +149,13 @@ def test_the_operators_keep_what_they_promise_to_torch():
     beta = torch.full((1, 2, 9), 1.5, requires_grad=True)
     sinks = torch.zeros(2, requires_grad=True)
     visibility = Visibility(right=0)
-    torch.library.opcheck(flash_forward_op, (q, k, v, beta, *visibility, sinks, None, 0.25, None, 0.0, True))
-    torch.library.opcheck(flash_forward_op, (q, k, v, beta, *visibility, None, None, 0.25, 4.0, 0.0, False))
+    flat = FlatAttention.of(q, k, v, beta, visibility, sinks, scale=0.25, softcap=None)
+    torch.library.opcheck(flash_forward_op, (*flat, True, False))
+    torch.library.opcheck(flash_forward_op, (*flat._replace(sinks=None, softcap=4.0), False, True))
     q, k, v, beta, sinks = (x.detach() for x in (q, k, v, beta, sinks))
     found = flash_attention(q, k, v, beta, visibility, scale=0.25, sinks=sinks)
-    arguments = (torch.ones_like(q), q, k, v, beta, *visibility, sinks, None, found.out, found.lse, 0.25, None, 0.0)
+    flat = FlatAttention.of(q, k, v, beta, visibility, sinks, scale=0.25, softcap=None)
+    arguments = (*flat, torch.ones_like(q), found.out, found.lse)
     torch.library.opcheck(flash_backward_op, (*arguments, True))
     torch.library.opcheck(flash_backward_op, (*arguments, False))
 

@@ -22,6 +22,7 @@ from attnscale import (
     scaled_dot_product_attention,
 )
 from attnscale.policies.adaptive import inverse_zeta
+from attnscale.statistics.gaps import BRACKET_WIDTH
 
 RULES = {
     "full": {},
@@ -63,7 +64,7 @@ def test_beta_is_r_times_the_rows_own_scale(rule, exact):
     seen = attention_with_stats(q, k, v, enable_gqa=True, policy=policy, **RULES[rule]).stats
     used = seen.max_logit / scores.masked_fill(~visible, -math.inf).amax(-1)
     several = visible.sum(-1).expand(used.shape) > 0
-    tolerance = 1e-5 if exact else 0.1
+    tolerance = 1e-5 if exact else BRACKET_WIDTH
     low, high = beta * (1 - 1e-5), (beta * (1 + tolerance)).clamp(max=20.0 * (1 + 1e-5))
     assert ((used >= low) & (used <= high))[several].all()
 

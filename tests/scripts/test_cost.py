@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 import attnscale
-from attnscale.bench.rows import Row, Spread, write_rows
+from attnscale.bench.rows import Quartiles, Row, write_rows
 from attnscale.diagnostics import Monitor, Record
 from attnscale.errors import ArgumentError
 from scripts.cost import measuring
@@ -65,7 +65,7 @@ WARM_UP = (1000.0, 1000.0)
 def test_the_ratio_is_the_median_of_the_rounds_with_its_quartiles(clock: Clock) -> None:
     candidate = clock.lasting("candidate", *WARM_UP, 14.0, 2.0, 12.0, 4.0, 10.0, 6.0, 8.0)
     baseline = clock.lasting("baseline", *WARM_UP, *[2.0] * 7)
-    assert interleaved_ratio(candidate, baseline, rounds=7) == Spread(median=4.0, low=2.0, high=6.0)
+    assert interleaved_ratio(candidate, baseline, rounds=7) == Quartiles(median=4.0, low=2.0, high=6.0)
 
 
 def test_a_round_of_pairs_compares_their_sums(clock: Clock) -> None:
@@ -291,11 +291,11 @@ def test_a_plan_with_rounds_for_other_lengths_is_refused() -> None:
 def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
-    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Spread:
+    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Quartiles:
         candidate()
         baseline()
         seen["rounds"] = rounds
-        return Spread(1.5, 1.25, 1.75)
+        return Quartiles(1.5, 1.25, 1.75)
 
     monkeypatch.setattr("scripts.cost.plan.interleaved_ratio", fake_ratio)
     plan = Plan(lengths=(32,), policies=("log",), heads=2, head_dim=16, rounds=(9,), imports=2)
@@ -372,12 +372,12 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
         rounds: int,
         around: Callable[[], AbstractContextManager[object]],
         pairs: int,
-    ) -> Spread:
+    ) -> Quartiles:
         for _ in range(2 * pairs):
             with around():
                 candidate()
             baseline()
-        return Spread(1.5, 1.25, 1.75)
+        return Quartiles(1.5, 1.25, 1.75)
 
     class Counting(Monitor):
         def step(self, step: int) -> list[Record]:
@@ -409,12 +409,12 @@ def test_what_is_around_a_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch
         takes(100.0)
 
     found = interleaved_ratio(lambda: takes(3.0), lambda: takes(2.0), 4, around)
-    assert found == Spread(1.5, 1.5, 1.5)
+    assert found == Quartiles(1.5, 1.5, 1.5)
 
 
 def test_two_models_exchange_roles() -> None:
-    found = {("a", "b"): Spread(2.0, 1.0, 4.0), ("b", "a"): Spread(8.0, 4.0, 9.0)}
-    assert in_both_roles(lambda one, other: found[one, other], "a", "b") == Spread(4.0, 2.0, 6.0)
+    found = {("a", "b"): Quartiles(2.0, 1.0, 4.0), ("b", "a"): Quartiles(8.0, 4.0, 9.0)}
+    assert in_both_roles(lambda one, other: found[one, other], "a", "b") == Quartiles(4.0, 2.0, 6.0)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -425,10 +425,10 @@ def test_a_model_is_measured_with_a_policy_and_without(
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     heard: list[tuple[str, int, int, bool]] = []
 
-    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Spread:
+    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Quartiles:
         for function in (candidate, candidate, baseline):
             function()
-        return Spread(1.5, 1.25, 1.75)
+        return Quartiles(1.5, 1.25, 1.75)
 
     def heard_as(name: str, attend: Callable[..., object]) -> Callable[..., object]:
         def listen(module: object, query: torch.Tensor, key: torch.Tensor, value: object, mask: object, **more: object):
@@ -455,9 +455,9 @@ def test_a_model_is_measured_with_a_policy_and_without(
 def test_matrices_and_the_monitor_are_compared_by_what_they_add(monkeypatch: pytest.MonkeyPatch) -> None:
     ratios = iter((3.0, 1.1))
 
-    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Spread:
+    def fake_ratio(candidate: Callable[[], object], baseline: Callable[[], object], rounds: int) -> Quartiles:
         candidate()
-        return Spread(*[next(ratios)] * 3)
+        return Quartiles(*[next(ratios)] * 3)
 
     monkeypatch.setattr("scripts.cost.monitor.interleaved_ratio", fake_ratio)
     monkeypatch.setattr("scripts.cost.monitor.build_gpt", lambda: build_gpt(layers=1, width=16))

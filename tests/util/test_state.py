@@ -58,8 +58,6 @@ ATTACHED = {
     "hf: setattr(top, _SAVED)": "what config.json is to name; `release` removes it",
     "hf: setattr(loaded, NAME)": "the record of policies travels with the Trainer's state",
     "hf: setattr(state, NAME)": "the record of policies travels with the Trainer's state",
-    "hf: setattr(model, _LOAD_FILES)": "for the duration of a load",
-    "hf: setattr(model_class, _IGNORED)": "for the duration of a load",
     "hf: setattr(owner, name)": "wraps a method of transformers, once; or changes a module, with its undo",
     "hf: setattr(wrapped, NAME)": "marks a wrapped method, so that it is wrapped once",
     "hf: setattr(rotary.owner, rotary.name)": "a factor of the model that a policy replaces, with its undo",

@@ -23,7 +23,7 @@ from torch import Tensor
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale.bench.gpu.machine import Machine, Profile, interleaved, run_in_interpreter, the_interpreter, this_gpu
-from attnscale.bench.gpu.problem import Inputs, Problem, Provider, Verdict, check_a_few_rows, verify
+from attnscale.bench.gpu.problem import Check, Inputs, Problem, Provider, check_a_few_rows, verify
 from attnscale.bench.gpu.providers import SUITES, Group, groups
 from attnscale.bench.gpu.results import ABOUT, Result, draw, header, lines, print_tables, rows_of
 from attnscale.bench.rows import Row, write_rows
@@ -189,7 +189,7 @@ class Session:
             rows += self._race(problem, [contender for contender in entered if contender is not None])
         return rows, list(dict.fromkeys(self.notes))
 
-    def _check(self, provider: Provider, small: Problem) -> Verdict | None:
+    def _check(self, provider: Provider, small: Problem) -> Check | None:
         """The verdict of the comparison with fp64; None where the provider is left out."""
         reason = provider.why_not(small, self.backward)
         if reason is not None:
@@ -204,7 +204,7 @@ class Session:
             return None
         return verdict if self._accept(provider, verdict, small) else None
 
-    def _enter(self, provider: Provider, verdict: Verdict, problem: Problem, inputs: Inputs) -> Contender | None:
+    def _enter(self, provider: Provider, verdict: Check, problem: Problem, inputs: Inputs) -> Contender | None:
         """The step of a provider that ran once at the size measured and was not grossly wrong, and its untimed result.
 
         None where it is left out.
@@ -255,7 +255,7 @@ class Session:
         ]
         return rows_of(suite, mode, problem, results, baselines, machine.card, labels) + state
 
-    def _accept(self, provider: Provider, verdict: Verdict, problem: Problem) -> bool:
+    def _accept(self, provider: Provider, verdict: Check, problem: Problem) -> bool:
         if not verdict.right:
             where = f"{problem.keys} keys, {problem.label}"
             size = f"error {verdict.error:.2e} of {verdict.quantity} where {verdict.allowed:.2e} is allowed"

@@ -175,7 +175,7 @@ class Provider:
     why_not: Callable[[Problem, bool], str | None] = lambda problem, backward: None
 
 
-class Verdict(NamedTuple):
+class Check(NamedTuple):
     """The quantity whose error takes the largest share of what is allowed."""
 
     quantity: str
@@ -193,7 +193,7 @@ class Verdict(NamedTuple):
         return math.inf if math.isnan(self.error) else self.error / self.allowed
 
 
-def verify(provider: Provider, problem: Problem, *, backward: bool) -> Verdict:
+def verify(provider: Provider, problem: Problem, *, backward: bool) -> Check:
     """Compare output, statistics and gradients with fp64, on a small problem.
 
     An error may be twice that of torch's own attention on logits as sharp, in the same dtype, and one rounding. A
@@ -210,23 +210,23 @@ def verify(provider: Provider, problem: Problem, *, backward: bool) -> Verdict:
     verdicts = []
     for name, value in {"output": answer.output, **gradients}.items():
         rounding = exact[name].abs().max().item() * torch.finfo(value.dtype).eps / 2
-        verdicts.append(Verdict(name, _distance(value, exact[name]), 2 * yardstick[name] + rounding))
+        verdicts.append(Check(name, _distance(value, exact[name]), 2 * yardstick[name] + rounding))
     for name, value in answer.statistics.items():
-        verdicts.append(Verdict(name, _distance(value, exact[name]), STATISTIC))
+        verdicts.append(Check(name, _distance(value, exact[name]), STATISTIC))
     if provider.bounds is not None:
         low, high = provider.bounds(problem, inputs)
         outside = torch.maximum((low - beta) / low, (beta - high) / high).max().item()
-        verdicts.append(Verdict("β", max(0.0, outside), OUTSIDE))
+        verdicts.append(Check("β", max(0.0, outside), OUTSIDE))
     return max(verdicts, key=lambda verdict: verdict.share)
 
 
-def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, output: Tensor) -> Verdict:
+def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, output: Tensor) -> Check:
     """Compare a few rows of the last head of the last sequence, where offsets are largest, at the size measured."""
     # Finding β exactly would take longer than everything else, and large scores in half precision are far off.
     rounded = provider.rounds_scores and problem.dtype.itemsize < 4
     if provider.bounds is not None or rounded:
         finite = bool(torch.isfinite(output).all())
-        return Verdict("output", 0.0 if finite else math.nan, GROSS)
+        return Check("output", 0.0 if finite else math.nan, GROSS)
     rows = torch.linspace(0, problem.queries - 1, min(ROWS, problem.queries), device=problem.device).long()
     beta = provider.temperature(problem, inputs)[rows].double()
     query, key, value = (x.detach()[-1, -1].double() for x in inputs.leaves)  # [T, D]
@@ -235,7 +235,7 @@ def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, outpu
         hidden = torch.arange(problem.keys, device=problem.device) > rows[:, None]
         logits = logits.masked_fill(hidden, -torch.inf)
     exact = logits.softmax(-1) @ value
-    return Verdict("output", _distance(output[-1, -1, rows], exact) / exact.abs().max().item(), GROSS)
+    return Check("output", _distance(output[-1, -1, rows], exact) / exact.abs().max().item(), GROSS)
 
 
 def _run(attend: Attention, inputs: Inputs, backward: bool) -> tuple[Answer, dict[str, Tensor]]:

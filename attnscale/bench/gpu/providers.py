@@ -20,14 +20,14 @@ from attnscale.bench.gpu.machine import DTYPES, Profile
 from attnscale.bench.gpu.problem import Answer, Attention, Inputs, Problem, Provider, by_law
 from attnscale.policies.adaptive import GapAdaptive
 from attnscale.statistics import StatsRequest
+from attnscale.statistics.gaps import BRACKET_WIDTH
 
 STATISTICS = ("lse", "max_logit", "entropy")
 EXACT = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False, accumulation="exact")
 
 POLICY = GapAdaptive()
 
-# The widest bracket of Λ that fifteen bins of gaps leave: upper over lower end.
-BRACKET = 1.25
+BRACKET = 1 + BRACKET_WIDTH  # upper over lower end of a bracket of Λ, at most
 
 # The largest share of the device's memory for one matrix of scores: backward holds several.
 MATRIX_SHARE = 1 / 8

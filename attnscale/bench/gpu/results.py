@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnscale._util.optional import need
 from attnscale.bench.gpu.machine import INTERPRETER
 from attnscale.bench.gpu.problem import Card, Problem, work_of
-from attnscale.bench.rows import Row, Spread, spread
+from attnscale.bench.rows import Quartiles, Row, quartiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +74,14 @@ def rows_of(
     The share of the roofline only where the card is known and computes in half precision.
     """
     rivals = [result for result in results if result.provider in baselines]
-    baseline = min(rivals, key=lambda result: spread(result.seconds).median, default=None)
+    baseline = min(rivals, key=lambda result: quartiles(result.seconds).median, default=None)
     rows = []
     for result in results:
         numbers = metrics(mode, problem, result, card)
         if baseline is not None:
             # Of the same round: what slows the machine down slows both.
             ratios = [ours / theirs for ours, theirs in zip(result.seconds, baseline.seconds, strict=True)]
-            numbers[f"time_over_{baseline.provider}"] = spread(ratios)
+            numbers[f"time_over_{baseline.provider}"] = quartiles(ratios)
         rows += [
             Row(suite, result.provider, mode, metric, problem.keys, *number, *labels)
             for metric, number in numbers.items()
@@ -89,13 +89,13 @@ def rows_of(
     return rows
 
 
-def metrics(mode: str, problem: Problem, result: Result, card: Card | None) -> dict[str, Spread]:
+def metrics(mode: str, problem: Problem, result: Result, card: Card | None) -> dict[str, Quartiles]:
     """Medians and quartiles by the name of the metric."""
     work = work_of(problem, mode, result.row_numbers)
-    median, low, high = spread(result.seconds)
-    rate = Spread(1 / median, 1 / high, 1 / low)  # of a speed, the quartiles are in the reverse order
+    median, low, high = quartiles(result.seconds)
+    rate = Quartiles(1 / median, 1 / high, 1 / low)  # of a speed, the quartiles are in the reverse order
     found = {
-        "us": _scaled(Spread(median, low, high), 1e6),
+        "us": _scaled(Quartiles(median, low, high), 1e6),
         "tflops": _scaled(rate, work.flops / 1e12),
         "gb": _constant(work.bytes / 1e9),
         "gb_per_s": _scaled(rate, work.bytes / 1e9),
@@ -108,12 +108,12 @@ def metrics(mode: str, problem: Problem, result: Result, card: Card | None) -> d
     return found
 
 
-def _scaled(value: Spread, factor: float) -> Spread:
-    return Spread(*(number * factor for number in value))
+def _scaled(value: Quartiles, factor: float) -> Quartiles:
+    return Quartiles(*(number * factor for number in value))
 
 
-def _constant(value: float) -> Spread:
-    return Spread(value, value, value)
+def _constant(value: float) -> Quartiles:
+    return Quartiles(value, value, value)
 
 
 def header(*, dry_run: bool) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ def print_tables(
         console.print(table, crop=False, soft_wrap=True)
 
 
-class Chart(NamedTuple):
+class Picture(NamedTuple):
     """One file: a metric of a suite over the length, a panel for each mode, head dimension and dtype.
 
     A provider that is `beside` the question would only flatten the others.
@@ -195,16 +195,16 @@ class Chart(NamedTuple):
 
 
 CHARTS = (
-    Chart("attention", "tflops", "Attention", "TFLOP/s"),
-    Chart("statistics", "time_over_none", "What statistics of every row cost", "time over that without", "eager"),
-    Chart(
+    Picture("attention", "tflops", "Attention", "TFLOP/s"),
+    Picture("statistics", "time_over_none", "What statistics of every row cost", "time over that without", "eager"),
+    Picture(
         "adaptive",
         "time_over_attnscale",
         "What an adaptive temperature costs",
         "time over a law of the length",
         "gap_adaptive_blockwise",
     ),
-    Chart("decode", "gb_per_s", "One query against a cache", "GB/s"),
+    Picture("decode", "gb_per_s", "One query against a cache", "GB/s"),
 )
 
 
@@ -248,7 +248,7 @@ def curves_of(rows: Sequence[Row], metric: str) -> list[Curve]:
     return curves
 
 
-def _draw_chart(chart: Chart, rows: list[Row], path: Path) -> None:
+def _draw_chart(chart: Picture, rows: list[Row], path: Path) -> None:
     """Modes from left to right and configurations downwards; configurations from left to right if there is one mode."""
     matplotlib, figures = need("matplotlib", "plots", "bench"), need("matplotlib.figure", "plots", "bench")
     modes = list(dict.fromkeys(row.mode for row in rows))
@@ -270,7 +270,7 @@ def _draw_chart(chart: Chart, rows: list[Row], path: Path) -> None:
         figure.savefig(path, dpi=160)
 
 
-def _draw_panel(axes: Axes, chart: Chart, curves: list[Curve]) -> None:
+def _draw_panel(axes: Axes, chart: Picture, curves: list[Curve]) -> None:
     """A line for each provider with a band between its quartiles."""
     for curve in curves:
         colour, roofline = COLOURS.get(curve.name, "#9ca3af"), curve.name == ROOFLINE

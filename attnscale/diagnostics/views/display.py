@@ -53,8 +53,18 @@ _ROWS = (
     Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1, w_max ≥ 1/ζ(r)", log=True),
     Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: how closely keys follow the best"),
     Quantity("prominence", "forward", "prominence", "prominence of the best score", "about 1 if the scores are noise"),
-    Quantity("first_share", "forward", "first keys", "weight on the first keys", "high at an attention sink", 0.0, 1.0),
-    Quantity("winner", "forward", "winner", "place of the best key", "visible keys before the one that weighs most"),
+    Quantity(
+        "first_share",
+        "forward",
+        "first keys",
+        "weight on the first 4 keys",
+        "high in a head with an attention sink",
+        0.0,
+        1.0,
+    ),
+    Quantity(
+        "winner", "forward", "winner", "place of the winning key", "0: the largest weight is on the first visible key"
+    ),
     Quantity("beta", "forward", "β", "temperature β", "the factor of the logits that the policy gave"),
     Quantity("visible", "forward", "n", "visible keys n", "keys that the row may see"),
     Quantity("score_gradient", "backward", "|dS|", "row norm of dS", "gradient of a row's raw scores", log=True),

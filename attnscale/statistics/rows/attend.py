@@ -24,12 +24,13 @@ from attnscale.statistics.row_stats import RowStats
 from attnscale.statistics.rows.chosen_slots import first_share
 from attnscale.statistics.rows.measures import (
     FLOATS,
+    GapMeasures,
     RowMeasures,
     RowSums,
     add_keys,
     best_scores,
     measure_gaps,
-    softmax_measures,
+    row_measures,
 )
 from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 from attnscale_kernels.availability import other_derivative
@@ -107,7 +108,7 @@ def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: 
     integers = torch.zeros(*shape, 1 + thresholds, dtype=torch.int64, device=out.device)
     gaps, softmax = request.gaps or prominence, request.softmax or mixing
     number = itertools.count()
-    for block in rows.blocks(whole=gaps):
+    for block in rows.blocks(whole=gaps, by_sequence=mixing):
         found: RowSums | None = None
         best: Tensor | None = None
         scores: Tensor | None = None
@@ -130,12 +131,11 @@ def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: 
             measured = measure_gaps(tiles, best, request, prominence=prominence, tile=True)
             rows.store(integers[..., 1:], block, measured.counts)
             rows.store(sums[..., 3:], block, torch.stack(measured[1:], dim=-1))
-    top, total, moment, lower, upper, spread = sums.unbind(-1)
+    top, total, moment, *of_gaps = sums.unbind(-1)
+    winner, counts = integers[..., 0], integers[..., 1:]
+    of_keys = RowSums(top, total, moment if request.entropy else None, None, winner)
     sinks = None if call.sinks is None else call.sinks[:, None]
-    measures = softmax_measures(top, total, moment if request.entropy else None, sinks)
-    if request.winner:
-        integers[..., 0].masked_fill_(~(top > HIDDEN / 2), -1)
-    return MeasuredRows(out, RowMeasures(*measures, lower, upper, spread, integers[..., 0], integers[..., 1:]))
+    return MeasuredRows(out, row_measures(of_keys, GapMeasures(counts, *of_gaps), sinks))
 
 
 def _store(rows: CallRows, block: Block, found: RowSums, sums: Tensor, integers: Tensor) -> None:
@@ -208,7 +208,7 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     dbeta = torch.zeros_like(delta)
     bias = call.bias if wants_mask else None
     dmask = rows.query.new_zeros(0 if bias is None else bias.shape)
-    pieces = (piece for block in rows.blocks(whole=whole) for piece in block.pieces())
+    pieces = (piece for block in rows.blocks(whole=whole, by_sequence=True) for piece in block.pieces())
     for number, piece in enumerate(pieces):
         weights = rows.logits(piece).sub_(rows.rows_of(lse_in_bits, piece)[..., None]).exp2_()
         upstream = rows.rows_of(gradient, piece)

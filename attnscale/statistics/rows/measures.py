@@ -129,32 +129,13 @@ def add_keys(
     return RowSums(top, total, moment, mixed, winner)
 
 
-class SoftmaxMeasures(NamedTuple):
-    """What follows from the sums of rows, each [...]."""
+class GapMeasures(NamedTuple):
+    """What the raw scores of rows tell, each [...]; 0 where not asked for."""
 
-    max_logit: Tensor
-    lse: Tensor
-    w_max: Tensor
-    entropy: Tensor
-
-
-def softmax_measures(top: Tensor, total: Tensor, moment: Tensor | None, sinks: Tensor | None) -> SoftmaxMeasures:
-    """Largest logit, lse, largest weight and entropy (0 without a moment); `sinks` are logits that broadcast."""
-    unseen = top <= HIDDEN / 2
-    total = total.masked_fill(unseen, 1.0)
-    max_logit = (top / LOG2E).masked_fill(unseen, -math.inf)
-    log_total, w_max = total.log(), total.reciprocal()  # more exact than e^(m − lse), where these are large
-    lse = max_logit + log_total
-    entropy = torch.zeros_like(total) if moment is None else (log_total - moment / (LOG2E * total)).clamp(min=0.0)
-    if sinks is not None:
-        sinks = sinks.to(lse.dtype).expand_as(lse)
-        log_total, keys_alone = torch.logaddexp(log_total, sinks - max_logit), log_total
-        lse = torch.where(unseen, sinks, max_logit + log_total)
-        share = torch.exp(keys_alone - log_total)  # of the weight that is left to the keys
-        w_max = w_max * share
-        if moment is not None:
-            entropy = share * entropy + torch.special.entr(share) + torch.special.entr(1 - share)
-    return SoftmaxMeasures(max_logit, lse, w_max.masked_fill(unseen, 0.0), entropy.masked_fill(unseen, 0.0))
+    counts: Tensor  # N(t) [..., thresholds], int64
+    lower: Tensor  # of Λ, as the next
+    upper: Tensor
+    prominence: Tensor
 
 
 class GapSums(NamedTuple):
@@ -185,15 +166,6 @@ def gap_sums(
     room = tile_room("powers", scores.shape, scores) if tile else None
     counts = count_within(gaps, best[..., :1], request.gap_thresholds or (), room)
     return GapSums(counts, count_bins(best, gaps) if request.accumulation == "bracket" else nothing, moments)
-
-
-class GapMeasures(NamedTuple):
-    """What the raw scores of rows tell, each [...]; 0 where not asked for."""
-
-    counts: Tensor  # N(t) [..., thresholds], int64
-    lower: Tensor  # of Λ, as the next
-    upper: Tensor
-    prominence: Tensor
 
 
 def measure_gaps(
@@ -242,3 +214,26 @@ def _prominence(best: Tensor, moments: Tensor) -> Tensor:
     deviation = (squares / visible - mean.square()).clamp(min=0.0).sqrt()
     reach = deviation * (2 * visible.clamp(min=2).log()).sqrt()
     return torch.where((visible > 2) & (reach > 0), (best[..., 0] - mean) / reach, math.nan)
+
+
+def row_measures(sums: RowSums, gaps: GapMeasures, sinks: Tensor | None) -> RowMeasures:
+    """All measures from the sums of rows, here [...]; `sinks` are logits that broadcast to the rows."""
+    top, moment = sums.top, sums.moment
+    unseen = top <= HIDDEN / 2
+    total = sums.total.masked_fill(unseen, 1.0)
+    max_logit = (top / LOG2E).masked_fill(unseen, -math.inf)
+    log_total, w_max = total.log(), total.reciprocal()  # more exact than e^(m − lse), where these are large
+    lse = max_logit + log_total
+    entropy = torch.zeros_like(total) if moment is None else (log_total - moment / (LOG2E * total)).clamp(min=0.0)
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype).expand_as(lse)
+        log_total, keys_alone = torch.logaddexp(log_total, sinks - max_logit), log_total
+        lse = torch.where(unseen, sinks, max_logit + log_total)
+        share = torch.exp(keys_alone - log_total)  # of the weight that is left to the keys
+        w_max = w_max * share
+        if moment is not None:
+            entropy = share * entropy + torch.special.entr(share) + torch.special.entr(1 - share)
+    winner = torch.zeros_like(top, dtype=torch.int64) if sums.winner is None else sums.winner
+    winner = winner.masked_fill(unseen | top.isnan(), -1)
+    w_max, entropy = w_max.masked_fill(unseen, 0.0), entropy.masked_fill(unseen, 0.0)
+    return RowMeasures(max_logit, lse, w_max, entropy, gaps.lower, gaps.upper, gaps.prominence, winner, gaps.counts)

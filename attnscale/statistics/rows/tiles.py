@@ -111,13 +111,14 @@ class CallRows:
         alone = lse == (-math.inf if sinks is None else sinks.to(lse.dtype)[:, None])
         self.query, self.beta = self.query.masked_fill(alone[..., None], 0.0), self.beta.masked_fill(alone, 0.0)
 
-    def blocks(self, *, whole: bool) -> Iterator[Block]:
+    def blocks(self, *, whole: bool, by_sequence: bool = False) -> Iterator[Block]:
         """Blocks that hold all rows, to be taken in `pieces`; slots that no row of a block may see are outside of it.
 
-        A `whole` one is a single piece, unless a single row is longer than that.
+        A `whole` one is a single piece, unless a single row is longer than that. How a sequence is cut depends on its
+        own bounds and on shapes, not on other sequences, so that sums have the same order whatever the batch. Blocks of
+        several sequences are for products that are taken by sequence; others need `by_sequence`.
         """
-        batch, kv_heads, keys = self.query.shape[0], self.key.shape[1], self.key.shape[2]
-        queries = self.query.shape[2]
+        batch, queries, kv_heads, keys = self.query.shape[0], self.query.shape[2], *self.key.shape[1:3]
         if not self.beta.numel() or not keys:
             return
         on_host = self._start.device.type == "cpu"  # elsewhere reading bounds would synchronise
@@ -125,15 +126,16 @@ class CallRows:
             starts, stops = self._start.tolist(), self._stop.tolist()
         else:
             starts, stops = ([[end] * queries] for end in self.call.context.key_range())
-        together, rows = self._extent(stops[0], whole)
-        sequences, heads = max(1, together // kv_heads), min(kv_heads, together)
-        width = max(1, self._scores // (together * self.group * rows))
+        heads, rows = self._extent(whole)
+        width = max(1, self._scores // (heads * self.group * rows))
+        sequences = 1
+        if not by_sequence and heads == kv_heads and len(starts) == len(stops) == 1:
+            sequences = max(1, self._scores // (heads * self.group * rows * min(width, keys)))
         for begin in range(0, batch, sequences):
             end = min(begin + sequences, batch)
-            start, stop = (bounds[begin:end] if len(bounds) > 1 else bounds for bounds in (starts, stops))
+            start, stop = (bounds[begin if len(bounds) > 1 else 0] for bounds in (starts, stops))
             for top in range(0, queries, rows):
-                low = [x for row in start for x in row[top : top + rows]]
-                high = [x for row in stop for x in row[top : top + rows]]
+                low, high = start[top : top + rows], stop[top : top + rows]
                 left, right = min(low), max(high)
                 if left >= right:
                     continue
@@ -142,20 +144,20 @@ class CallRows:
                     last = min(first + heads, kv_heads)
                     yield Block(begin, end, first, last, top, min(top + rows, queries), left, right, *clear, width)
 
-    def _extent(self, stops: list[int], whole: bool) -> tuple[int, int]:
-        """How many heads of k a block has, over all its sequences, and how many rows of each head of q."""
-        keys, queries, lanes = self.key.shape[2], len(stops), self.query.shape[0] * self.key.shape[1]
+    def _extent(self, whole: bool) -> tuple[int, int]:
+        """How many heads of k a block has, and how many rows of each head of q."""
+        queries, kv_heads, keys = self.query.shape[2], *self.key.shape[1:3]
         if whole:
             room = max(1, self._scores // (keys * self.group))  # for rows of heads of k
-            most = max(room // lanes, min(LEAST_ROWS, room))
+            most = max(room // kv_heads, min(LEAST_ROWS, room))
             most = max(1, min(queries, ROWS_PER_HEAD // self.group or 1, most))
             rows = -(-queries // -(-queries // most))  # of even size
-            return max(1, min(lanes, room // rows)), rows
-        # Fewer rows where neighbours end far apart.
-        apart = abs(stops[-1] - stops[0]) / queries
+            return max(1, min(kv_heads, room // rows)), rows
+        # Fewer rows where neighbours may end far apart.
+        apart = keys / queries
         per_head = ROWS_PER_HEAD if apart < 8 else max(64, int(4 * ROWS_PER_HEAD / apart))
         rows = max(1, min(queries, per_head // self.group))
-        return max(1, min(lanes, ROWS // (self.group * rows))), rows
+        return max(1, min(kv_heads, ROWS // (self.group * rows))), rows
 
     @property
     def _scores(self) -> int:

@@ -20,9 +20,13 @@ from ..device import (
     LOG2E,
     SEEN_ABOVE,
     attention_scores,
+    best_slot,
+    better,
     finish_softmax,
+    no_winner_of_nan,
     row_bounds,
     row_temperature,
+    sign_for_winner,
     within,
 )
 from ..tiles import (
@@ -36,6 +40,8 @@ from ..tiles import (
     phase_edges,
     phase_range,
 )
+
+NO_SLOT = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -76,6 +82,8 @@ def _part(first, end, split, splits, BLOCK: tl.constexpr):
 def _parts(scratch_ptr, splits, rows, DV: tl.constexpr):
     """What the splits leave for the merge: outputs [splits, B, H, Tq, DV], and behind them m, l and u of each row.
 
+    Where the winner is asked for, also the largest score, of keys with broken values too, and the bits of its slot.
+
     One memory for both, since the host takes more than a microsecond to allocate another.
     """
     return scratch_ptr, scratch_ptr + (splits * DV).to(tl.int64) * rows
@@ -88,11 +96,12 @@ def decode_split_kernel(
     v,  # [B, Hkv, Tk, DV]
     beta,  # [B|1, H|1, Tq] fp32
     scratch_ptr,  # fp32, see `_parts`
-    out,  # [B, H, Tq, DV]; this and the next four are written, or read, where there is one split
+    out,  # [B, H, Tq, DV]; this and the next five are written, or read, where there is one split
     sinks_ptr,  # [H]
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
     top_ptr,
     entropy_ptr,
+    winner_ptr,  # [B, H, Tq] int64
     rule,  # whose slot is 0
     slot,  # of the first query; 0 where the rule has a table
     rows,  # B·H·Tq
@@ -128,7 +137,10 @@ def decode_split_kernel(
     row_offset = head * q.strides[1] + row.to(tl.int64) * q.strides[2]
     q_at = q.ptr + batch * q.strides[0] + row_offset[:, None] + d[None, :]
     q_tile = tl.load(q_at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    sign, c = row_temperature(load_beta(beta, batch, head, row, exists))
+    temperature = load_beta(beta, batch, head, row, exists)
+    sign, c = row_temperature(temperature)
+    if winner_ptr is not None:
+        sign = sign_for_winner(sign, temperature)
     q_tile = q_tile * sign[:, None].to(q_tile.dtype)
     if softcap is None and rule.bias_ptr is None:
         c *= scale
@@ -141,6 +153,9 @@ def decode_split_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     moment = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if winner_ptr is not None:
+        best = m
+        winner = tl.full([BLOCK_M], -1, tl.int32)
     k_ptr = k.ptr + kv_head * k.strides[1]
     v_ptr = v.ptr + kv_head * v.strides[1]
 
@@ -169,6 +184,8 @@ def decode_split_kernel(
                 q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
             # As in flash/forward_kernel.py.
+            if winner_ptr is not None and phase != 3:
+                winner = best_slot(y, left_key, m, winner)
             peak = tl.maximum(m, tl.max(y, axis=1))
             fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
             fade = tl.exp2(fall)
@@ -183,6 +200,8 @@ def decode_split_kernel(
             total = total * fade + tl.sum(p, axis=1)
             m = peak
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
+        if winner_ptr is not None and phase != 3:
+            best, winner = no_winner_of_nan(m, winner, total)
 
     # Heads of a group and their queries are contiguous in the scratch memory, as in the tile.
     row_at = (batch * kv_heads + kv_head) * group * queries + packed
@@ -191,16 +210,22 @@ def decode_split_kernel(
         factor = finish_softmax(
             seen, m * c * LN2, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists
         )
+        if winner_ptr is not None:
+            tl.store(winner_ptr + row_at, winner, mask=exists)
         out_offset = batch * out.strides[0] + head * out.strides[1] + row.to(tl.int64) * out.strides[2]
         result = (acc * factor[:, None]).to(out.ptr.dtype.element_ty)
         tl.store(out.ptr + out_offset[:, None] + dv[None, :], result, mask=exists[:, None] & (dv < DV)[None, :])
     else:
         acc_ptr, rows_ptr = _parts(scratch_ptr, splits, rows, DV)
         row_at += split.to(tl.int64) * rows
-        tl.store(rows_ptr + row_at * 3, m, mask=exists)
-        tl.store(rows_ptr + row_at * 3 + 1, total, mask=exists)
+        NUMBERS: tl.constexpr = 3 if winner_ptr is None else 5
+        tl.store(rows_ptr + row_at * NUMBERS, m, mask=exists)
+        tl.store(rows_ptr + row_at * NUMBERS + 1, total, mask=exists)
         if entropy_ptr is not None:
-            tl.store(rows_ptr + row_at * 3 + 2, moment, mask=exists)
+            tl.store(rows_ptr + row_at * NUMBERS + 2, moment, mask=exists)
+        if winner_ptr is not None:
+            tl.store(rows_ptr + row_at * NUMBERS + 3, best, mask=exists)
+            tl.store(rows_ptr + row_at * NUMBERS + 4, winner.to(tl.float32, bitcast=True), mask=exists)
         tl.store(acc_ptr + row_at[:, None] * DV + dv[None, :], acc, mask=exists[:, None] & (dv < DV)[None, :])
 
 
@@ -213,6 +238,7 @@ def decode_merge_kernel(
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
     top_ptr,
     entropy_ptr,
+    winner_ptr,  # [B, H, Tq] int64
     rows,  # B·H·Tq
     heads,
     queries,
@@ -234,12 +260,16 @@ def decode_merge_kernel(
     total = 0.0 * c
     moment = total
     acc = tl.zeros([BLOCK_DV], tl.float32)
+    NUMBERS: tl.constexpr = 3 if winner_ptr is None else 5
+    if winner_ptr is not None:
+        best = tl.full([], HIDDEN, tl.float32)
+        winner = tl.full([], -1, tl.int32)
     for low in range(0, splits, BLOCK_S):
         split = low + tl.arange(0, BLOCK_S)  # [BS]
         inside = split < splits
         row_at = split.to(tl.int64) * rows + row
-        part_m = tl.load(rows_ptr + row_at * 3, mask=inside, other=HIDDEN)
-        part_total = tl.load(rows_ptr + row_at * 3 + 1, mask=inside, other=0.0)
+        part_m = tl.load(rows_ptr + row_at * NUMBERS, mask=inside, other=HIDDEN)
+        part_total = tl.load(rows_ptr + row_at * NUMBERS + 1, mask=inside, other=0.0)
         acc_at = acc_ptr + row_at[:, None] * DV + dv[None, :]
         part_acc = tl.load(acc_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)  # [BS, BDV]
         peak = tl.maximum(m, tl.max(part_m, axis=0))
@@ -247,14 +277,23 @@ def decode_merge_kernel(
         fall, part_fall = tl.maximum((m - peak) * c, -65536.0), tl.maximum((part_m - peak) * c, -65536.0)
         fade, part_fade = tl.exp2(fall), tl.exp2(part_fall)
         if entropy_ptr is not None:
-            part_moment = tl.load(rows_ptr + row_at * 3 + 2, mask=inside, other=0.0)
+            part_moment = tl.load(rows_ptr + row_at * NUMBERS + 2, mask=inside, other=0.0)
             moment = fade * (moment + fall * total)
             moment += tl.sum(part_fade * (part_moment + part_fall * part_total), axis=0)
         total = total * fade + tl.sum(part_fade * part_total, axis=0)
         acc = acc * fade + tl.sum(part_fade[:, None] * part_acc, axis=0)
         m = peak
+        if winner_ptr is not None:
+            part_best = tl.load(rows_ptr + row_at * NUMBERS + 3, mask=inside, other=HIDDEN)
+            bits = tl.load(rows_ptr + row_at * NUMBERS + 4, mask=inside, other=0.0)
+            highest = tl.max(part_best, axis=0)
+            leads = inside & (part_best == highest)
+            first = tl.min(tl.where(leads, bits.to(tl.int32, bitcast=True), NO_SLOT), axis=0)
+            best, winner = better((highest, first), (best, winner))
 
     seen = (m > SEEN_ABOVE) | (total != total)
     acc *= finish_softmax(seen, m * nats, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row, True)
+    if winner_ptr is not None:
+        tl.store(winner_ptr + row, winner)
     out_at = out.ptr + batch * out.strides[0] + head * out.strides[1] + row % queries * out.strides[2]
     tl.store(out_at + dv, acc.to(out.ptr.dtype.element_ty), mask=dv < DV)

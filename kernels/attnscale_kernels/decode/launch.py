@@ -70,6 +70,7 @@ def decode_launches(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     entropy: bool = False,
+    winner: bool = False,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch, ...], Forward]:
@@ -96,7 +97,7 @@ def decode_launches(
             beta.shape, beta.stride(), beta.device, beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
             # Padding and masks are as long as the keys.
             visibility.layout()[1:], None if visibility.padding is None and visibility.mask is None else keys,
-            softcap is None, not entropy, tile, assumed_resources(),
+            softcap is None, not entropy, not winner, tile, assumed_resources(),
             query.dtype is torch.float32 and multiplies_in_tf32(),
         )  # fmt: skip
     except (RuntimeError, ValueError):  # axes other than four, or no strides
@@ -105,7 +106,7 @@ def decode_launches(
     plan: DecodePlan | None = state.LAUNCHES.get(signature)
     if plan is None or not -FARTHEST <= visibility.slot <= FARTHEST:
         check_attention(query, key, value, beta, visibility, sinks)
-    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
+    out, lse, top, disorder, slots = result = new_forward(query, value_dim, entropy, winner)
     if plan is None:
         plan = remember(signature, _decode_plan(query, key, value, beta, visibility, softcap, out, tile))
     if sinks is not None:
@@ -117,13 +118,14 @@ def decode_launches(
     rows = batch * heads * queries
     shared: dict[str, object] = {
         # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
-        "scratch_ptr": lse if splits == 1 else lse.new_empty(splits * rows * (value_dim + 3)),
+        "scratch_ptr": lse if splits == 1 else lse.new_empty(splits * rows * (value_dim + (5 if winner else 3))),
         "beta": new_view((beta, plan.beta_strides)),
         "out": new_view((out, plan.out_strides)),
         "sinks_ptr": sinks,
         "lse_ptr": lse,
         "top_ptr": top,
         "entropy_ptr": disorder,
+        "winner_ptr": slots,
         "heads": heads,
         "queries": queries,
         "rows": rows,

@@ -10,8 +10,8 @@ from ..arguments import check_attention, check_numbers, check_splits
 from ..availability import refuse_others
 from ..errors import reject_type
 from ..launch import Forward, new_forward, run
-from ..operators import is_eager, needs_gradient, operator
-from ..visibility import SCHEMA, Visibility
+from ..operators import FLAT_ATTENTION, FlatAttention, is_eager, needs_gradient, operator
+from ..visibility import Visibility
 from .launch import decode, decode_launches
 
 
@@ -26,6 +26,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     entropy: bool = False,
+    winner: bool = False,
     splits: int | None = None,
 ) -> Forward:
     """`decode` as an operator."""
@@ -39,37 +40,36 @@ def decode_attention(
     if is_eager(*tensors) and not needs_gradient(*tensors):
         made = decode_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, entropy=entropy,
-            splits=splits,
+            winner=winner, splits=splits,
         )  # fmt: skip
         return run(made, query)
     check_attention(query, key, value, beta, visibility, sinks)
     check_numbers(scale, softcap)
     check_splits(splits)
     refuse_others(*tensors)
-    out, lse, top, disorder = decode_op(query, key, value, beta, *visibility, sinks, scale, softcap, entropy, splits)
-    return Forward(out, lse, top, disorder if entropy else None)
+    flat = FlatAttention.of(query, key, value, beta, visibility, sinks, scale=scale, softcap=softcap)
+    out, lse, top, disorder, slots = decode_op(*flat, entropy, winner, splits)
+    return Forward(out, lse, top, disorder if entropy else None, slots if winner else None)
 
 
 @operator(
     "decode",
-    schema=f"(Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, float scale,"
-    " float? softcap, bool entropy, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({FLAT_ATTENTION}, bool entropy, bool winner, SymInt? splits) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def decode_op(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
-    *visibility, sinks, scale, softcap, entropy, splits = others
+def decode_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, and lse, largest logit, entropy and winner per row; the last two empty where not asked for."""
+    flat, (entropy, winner, splits) = FlatAttention.split(arguments)
     return decode(
-        query, key, value, beta, Visibility(*visibility), scale=scale, softcap=softcap, sinks=sinks,
-        entropy=entropy, splits=splits,
+        *flat.tensors, scale=flat.scale, softcap=flat.softcap, sinks=flat.sinks, entropy=entropy, winner=winner,
+        splits=splits,
     ).outputs()  # fmt: skip
 
 
 @decode_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    check_attention(query, key, value, beta, Visibility(*others[:7]), others[7])
-    return new_forward(query, value.shape[-1], entropy=others[-2]).outputs()
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    flat, (entropy, winner, _) = FlatAttention.split(arguments)
+    check_attention(*flat.tensors, flat.sinks)
+    return new_forward(flat.query, flat.value.shape[-1], entropy=entropy, winner=winner).outputs()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -1,7 +1,7 @@
 """Attention with a temperature per row, forward: one pass over the keys that also collects statistics.
 
 Per row it keeps m = max y, l = Σ 2^x and u = Σ 2^x·x with x = (y − m)·c, from which lse, the largest logit and the
-entropy ln l − ln2·u/l follow; see device.py for y and c. What is not asked for is compiled out.
+entropy ln l − ln2·u/l follow, and the slot of m; see device.py for y and c. What is not asked for is compiled out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from ..device import (
     LN2,
     SEEN_ABOVE,
     attention_scores,
+    best_slot,
     finish_softmax,
     keep,
+    no_winner_of_nan,
     product,
     product_less,
     program_rows,
     row_temperature,
+    sign_for_winner,
     sum_in_parts,
     visible_keys,
 )
@@ -56,6 +59,7 @@ def flash_forward_kernel(
     lse_ptr,  # [B, H, Tq] fp32, and so the next two
     top_ptr,
     entropy_ptr,
+    winner_ptr,  # [B, H, Tq] int64
     rule,
     heads,
     group,
@@ -84,7 +88,10 @@ def flash_forward_kernel(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
-    sign, c = row_temperature(load_beta(beta, batch, head, rows, exists))
+    temperature = load_beta(beta, batch, head, rows, exists)
+    sign, c = row_temperature(temperature)
+    if winner_ptr is not None:
+        sign = sign_for_winner(sign, temperature)
     q_tile = q_tile * sign[:, None].to(q_tile.dtype)
     if softcap is None and rule.bias_ptr is None:
         c *= scale
@@ -95,6 +102,8 @@ def flash_forward_kernel(
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # summed over the parts at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if winner_ptr is not None:
+        winner = tl.full([BLOCK_M], -1, tl.int32)
     kv_head = head // group
     k_batch, k_head, _ = head_strides(k, ALIGN)
     v_batch, v_head, _ = head_strides(v, ALIGN)
@@ -146,6 +155,8 @@ def flash_forward_kernel(
             y = attention_scores(
                 q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
+            if winner_ptr is not None and phase != 3:  # values that are not finite change no score
+                winner = best_slot(y, left_key, m, winner)
             # The online softmax, which decode/kernel.py has too: as a shared device function it took more instructions
             # on sm_100, by 3 % at 64 dimensions and 5 % at 16 with entropy, as constants then come in another order.
             peak = tl.maximum(m, tl.max(y, axis=1))
@@ -171,6 +182,8 @@ def flash_forward_kernel(
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        if winner_ptr is not None and phase != 3:
+            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1))
 
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)
     seen = (m > SEEN_ABOVE) | (total != total)
@@ -190,6 +203,8 @@ def flash_forward_kernel(
         row_at,
         places < queries - top,
     )
+    if winner_ptr is not None:
+        tl.store(winner_ptr + row_at, winner, mask=places < queries - top)
     if seed_ptr is not None:
         factor /= 1 - dropout_p
     store_block(out, batch, head, top, queries, dv, DV, acc * factor[:, None], ALIGN)

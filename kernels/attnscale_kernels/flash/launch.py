@@ -61,6 +61,7 @@ def forward_launches(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     entropy: bool = False,
+    winner: bool = False,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch, ...], Forward]:
     """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
@@ -80,15 +81,15 @@ def forward_launches(
         beta, scale = positive_scale(beta, scale)
     signature = (
         "forward", layout(query), layout(key), layout(value), layout(beta), sinks is not None and layout(sinks),
-        seed is not None and layout(seed), dropout_p > 0.0, visibility.layout(), softcap is None, not entropy, tile,
-        assumed_resources(), query.dtype is torch.float32 and multiplies_in_tf32(),
+        seed is not None and layout(seed), dropout_p > 0.0, visibility.layout(), softcap is None, not entropy,
+        not winner, tile, assumed_resources(), query.dtype is torch.float32 and multiplies_in_tf32(),
     )  # fmt: skip
     plan: ForwardPlan | None = state.LAUNCHES.get(signature)
     if plan is None:
         check_attention(query, key, value, beta, visibility, sinks, seed)
     batch, heads, queries, _ = query.shape
     _, kv_heads, keys, value_dim = value.shape
-    out, lse, top, disorder = result = new_forward(query, value_dim, entropy)
+    out, lse, top, disorder, slots = result = new_forward(query, value_dim, entropy, winner)
     if plan is None:
         made = forward_plan(
             query, key, value, beta, result, visibility, softcap, sinks is not None, dropout_p > 0.0, tile
@@ -119,6 +120,7 @@ def forward_launches(
         "lse_ptr": lse,
         "top_ptr": top,
         "entropy_ptr": disorder,
+        "winner_ptr": slots,
         "rule": rule,
         "heads": heads,
         "group": heads // kv_heads,

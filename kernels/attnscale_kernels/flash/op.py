@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from ..arguments import check_attention, check_backward, check_numbers
 from ..availability import refuse_others, refuse_second
 from ..errors import reject_type
 from ..launch import Forward, empty_like_layout, new_forward, run
-from ..operators import is_eager, needs_gradient, operator
-from ..visibility import SCHEMA, Visibility
+from ..operators import FLAT_ATTENTION, TENSORS, FlatAttention, is_eager, needs_gradient, operator
+from ..visibility import Visibility
 from .launch import flash_backward, flash_forward, forward_launches
 
 
@@ -31,6 +30,7 @@ def flash_attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     entropy: bool = False,
+    winner: bool = False,
 ) -> Forward:
     """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
 
@@ -52,120 +52,113 @@ def flash_attention(
             raise RuntimeError(NO_GRADIENT_OF_MASK)
         made = forward_launches(
             query, key, value, beta, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
-            seed=seed, entropy=entropy,
+            seed=seed, entropy=entropy, winner=winner,
         )  # fmt: skip
         found = run(made, query)
         if not recorded:
             return found
-        numbers = float(scale), softcap, float(dropout_p)
-        out = _record(query, key, value, beta, sinks, found, visibility, seed, numbers)
-        return Forward(out, *found[1:])
+        flat = FlatAttention.of(
+            query, key, value, beta, visibility, sinks, seed, scale=scale, softcap=softcap, dropout_p=dropout_p
+        )
+        return Forward(_record(query, key, value, beta, sinks, found, flat), *found[1:])
     check_attention(query, key, value, beta, visibility, sinks, seed)
     check_numbers(scale, softcap, dropout_p)
     refuse_others(*tensors)
-    out, *stats = flash_forward_op(
-        query, key, value, beta, *visibility, sinks, seed, scale, softcap, dropout_p, entropy
+    flat = FlatAttention.of(
+        query, key, value, beta, visibility, sinks, seed, scale=scale, softcap=softcap, dropout_p=dropout_p
     )
-    lse, top, disorder = (x.detach() for x in stats)
-    return Forward(out, lse, top, disorder if entropy else None)
+    out, *stats = flash_forward_op(*flat, entropy, winner)
+    lse, top, disorder, slots = (x.detach() for x in stats)
+    return Forward(out, lse, top, disorder if entropy else None, slots if winner else None)
 
 
-# What forward and backward are given, before and after what only one of them needs.
-TENSORS = f"Tensor query, Tensor key, Tensor value, Tensor beta, {SCHEMA}, Tensor? sinks, Tensor? seed"
-NUMBERS = "float scale, float? softcap, float dropout_p"
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, and lse, largest logit and entropy per row; the last empty where not asked for."""
-    *visibility, sinks, seed, scale, softcap, dropout_p, entropy = others
-    return flash_forward(
-        query, key, value, beta, Visibility(*visibility), scale=scale, softcap=softcap, sinks=sinks,
-        dropout_p=dropout_p, seed=seed, entropy=entropy,
-    ).outputs()  # fmt: skip
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, and lse, largest logit, entropy and winner per row; the last two empty where not asked for."""
+    flat, (entropy, winner) = FlatAttention.split(arguments)
+    return flash_forward(*flat.tensors, **flat.options, entropy=entropy, winner=winner).outputs()
 
 
 flash_forward_op = operator(
-    "flash_forward", f"({TENSORS}, {NUMBERS}, bool entropy) -> (Tensor, Tensor, Tensor, Tensor)"
+    "flash_forward",
+    f"({FLAT_ATTENTION}, bool entropy, bool winner) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(_forward)
 
 
 @flash_forward_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    check_attention(query, key, value, beta, Visibility(*others[:7]), *others[7:9])
-    return new_forward(query, value.shape[-1], entropy=others[-1]).outputs()
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    flat, (entropy, winner) = FlatAttention.split(arguments)
+    check_attention(*flat.tensors, flat.sinks, flat.seed)
+    return new_forward(flat.query, flat.value.shape[-1], entropy=entropy, winner=winner).outputs()
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, β [B, H, Tq] and sinks; the last two empty where there are none."""
-    sinks, seed, out, lse, scale, softcap, dropout_p, dbeta = arguments[12:]
-    found = flash_backward(
-        *arguments[:5], Visibility(*arguments[5:12]), out, lse, scale=scale, softcap=softcap, sinks=sinks,
-        dropout_p=dropout_p, seed=seed, dbeta=dbeta,
-    )  # fmt: skip
+    flat, (gradient, out, lse, dbeta) = FlatAttention.split(arguments)
+    found = flash_backward(gradient, *flat.tensors, out, lse, **flat.options, dbeta=dbeta)
     of_beta, of_sinks = (lse.new_empty(0) if x is None else x for x in (found.beta, found.sinks))
     return found.query, found.key, found.value, of_beta, of_sinks
 
 
 flash_backward_op = operator(
     "flash_backward",
-    f"(Tensor gradient, {TENSORS}, Tensor out, Tensor lse, {NUMBERS}, bool dbeta)"
+    f"({FLAT_ATTENTION}, Tensor gradient, Tensor out, Tensor lse, bool dbeta)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(_gradients)
 
 
 @flash_backward_op.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *visibility, sinks, seed, out, lse, _, _, _, dbeta = others
-    check_attention(query, key, value, beta, Visibility(*visibility), sinks, seed)
-    check_backward(gradient, query, value, out, lse)
-    rows = query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    flat, (gradient, out, lse, dbeta) = FlatAttention.split(arguments)
+    check_attention(*flat.tensors, flat.sinks, flat.seed)
+    check_backward(gradient, flat.query, flat.value, out, lse)
+    rows = flat.query.new_empty(flat.query.shape[:3], dtype=torch.float32)
     return (
-        *(empty_like_layout(x, x.shape[-1]) for x in (query, key, value)),
+        *(empty_like_layout(x, x.shape[-1]) for x in (flat.query, flat.key, flat.value)),
         rows if dbeta else rows.new_empty(0),
-        rows.new_empty(0 if sinks is None else sinks.shape[0]),
+        rows.new_empty(0 if flat.sinks is None else flat.sinks.shape[0]),
     )
 
 
 NO_GRADIENT_OF_MASK = "flash_attention has no gradient of an additive mask: detach it, or use plain torch"
-MASK = 10  # the place of the mask among the inputs of the forward
 
 
-def _save(ctx: Any, tensors: Sequence[Tensor | None], row_rule: Sequence[int | None], numbers: Sequence[Any]) -> None:
-    ctx.save_for_backward(*tensors)
-    ctx.row_rule, ctx.numbers = row_rule, numbers
+def _save(ctx: Any, flat: FlatAttention, out: Tensor, lse: Tensor) -> None:
+    held = flat._asdict()
+    ctx.save_for_backward(*map(held.pop, TENSORS), out, lse)
+    ctx.constants = held
     ctx.set_materialize_grads(False)  # of the statistics there are none
 
 
-def _differentiate(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, gradient: Tensor | None, *, needs_beta: bool) -> dict[str, Tensor | None]:
     """Gradients of query, key, value, β and sinks, in their dtypes and shapes."""
     if gradient is None:
-        return (None,) * 5
-    query, key, value, beta, *tensors = ctx.saved_tensors
-    sinks, needs_beta = tensors[4], ctx.needs_input_grad[3]
-    given = (gradient, query, key, value, beta) if sinks is None else (gradient, query, key, value, beta, sinks)
+        return {}
+    *tensors, out, lse = ctx.saved_tensors
+    flat = FlatAttention(**ctx.constants, **dict(zip(TENSORS, tensors, strict=True)))
+    beta, sinks = flat.beta, flat.sinks
+    given = (gradient, flat.query, flat.key, flat.value, beta, *(() if sinks is None else (sinks,)))
     refuse_others(*given)
     # A second derivative is refused by the operator.
     differentiate = _gradients if is_eager(*given) and not torch.is_grad_enabled() else flash_backward_op
-    dq, dk, dv, dbeta, dsinks = differentiate(
-        gradient, query, key, value, beta, *ctx.row_rule, *tensors, *ctx.numbers, needs_beta
-    )
+    dq, dk, dv, dbeta, dsinks = differentiate(*flat, gradient, out, lse, needs_beta)
     dbeta = dbeta.sum_to_size(beta.shape).to(beta.dtype) if needs_beta else None
-    return dq, dk, dv, dbeta, None if sinks is None else dsinks.to(sinks.dtype)
+    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
+    return {"query": dq, "key": dk, "value": dv, "beta": dbeta, "sinks": dsinks}
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    if ctx.needs_input_grad[MASK]:
+    flat, others = FlatAttention.split(inputs)
+    if ctx.needs_input_grad[flat._fields.index("mask")]:
         raise RuntimeError(NO_GRADIENT_OF_MASK)
-    *tensors, scale, softcap, dropout_p, _ = inputs[7:]
-    _save(ctx, (*inputs[:4], *tensors, *output[:2]), inputs[4:7], (scale, softcap, dropout_p))
+    _save(ctx, flat, *output[:2])
+    ctx.others = len(others)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    *others, dsinks = _differentiate(ctx, gradient)
-    return (*others, *(None,) * 7, dsinks, *(None,) * 5)
+    needs_beta = ctx.needs_input_grad[FlatAttention._fields.index("beta")]
+    found = _differentiate(ctx, gradient, needs_beta=needs_beta)
+    return *FlatAttention.gradients(**found), *(None,) * ctx.others
 
 
 flash_forward_op.register_autograd(_backward, setup_context=_save_inputs)
@@ -184,18 +177,16 @@ class _EagerAttention(torch.autograd.Function):
         beta: Tensor,
         sinks: Tensor | None,
         found: Forward,
-        visibility: Visibility,
-        seed: Tensor | None,
-        numbers: tuple[float, float | None, float],
+        flat: FlatAttention,
     ) -> Tensor:
-        """The output, which was found before."""
-        out, lse, _, _ = found
-        _save(ctx, (query, key, value, beta, *visibility[3:], sinks, seed, out, lse), visibility[:3], numbers)
-        return out
+        """The output, which was found before; `flat` holds the same tensors."""
+        _save(ctx, flat, found.out, found.lse)
+        return found.out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        return *_differentiate(ctx, gradient), None, None, None, None
+        found = _differentiate(ctx, gradient, needs_beta=ctx.needs_input_grad[3])
+        return *map(found.get, ("query", "key", "value", "beta", "sinks")), None, None
 
 
 # Not `Function.apply`, which takes as long as autograd itself to look for transforms of torch.func, and for tensors

@@ -81,7 +81,7 @@ def forward_plan(
     dim, value_dim = query.shape[-1], value.shape[-1]
     entropy, resources = result.entropy is not None, resources_of(query.device)
     boxed = fits_box(key, resources) and fits_box(value, resources)
-    busy = dropout
+    busy = dropout or result.winner is not None  # with rows of one thread a winner does not fit sm_100
     if not resources.has_tensor_memory:
         busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
     if not boxed:

@@ -31,12 +31,11 @@ EPSILON = tl.constexpr(bins.EPSILON)
 SLACK = tl.constexpr(bins.SLACK)
 TIED_BELOW = tl.constexpr(bins.TIED_BELOW)
 ODD_NIBBLES = tl.constexpr(0x0F0F0F0F0F0F0F0F)
-BINS = tl.constexpr(bins.BINS)
-WORDS = tl.constexpr(bins.BINS // 16)  # of 64 bits per row, with a nibble for each bin
-# The bits of a number in fp32 beyond these are its bin, counted from that of 2, as its exponent and step are.
+BINS = tl.constexpr(bins.BINS)  # nibbles of a 64-bit word per row
+LAST_BIN = tl.constexpr(bins.bin_edge(bins.BINS - 1))
+# The bits of a number in fp32 above these are its bin, counted from that of 2: its exponent and the step within.
 LOWER_BITS = tl.constexpr(24 - bins.STEPS_PER_OCTAVE.bit_length())
 BITS_OF_TWO = tl.constexpr(128 * bins.STEPS_PER_OCTAVE)
-LAST_BIN = tl.constexpr(bins.bin_edge(bins.BINS - 1))
 
 
 @triton.jit
@@ -112,8 +111,8 @@ def find_best(
 
 
 @triton.jit
-def count_nibbles(word):
-    """Adds up the nibbles of words [BM, BN], each with at most a single one, to counts [BM, 8] of even and of odd ones.
+def count_nibbles(word, even, odd):
+    """Adds the nibbles of words [BM, BN], each with a single one, to counts [BM, 8] of even and of odd nibbles.
 
     A nibble overflows at 16, so that only eight columns are added as nibbles; a byte counts a tile of up to 128 keys.
     """
@@ -121,7 +120,7 @@ def count_nibbles(word):
     EACH: tl.constexpr = word.shape[1] // GROUPS // 8
     nibbles = tl.sum(tl.reshape(word, [word.shape[0], GROUPS, EACH, 8]), axis=2)
     nibbles = tl.reshape(nibbles, [word.shape[0], GROUPS * 8])
-    return _bytes(nibbles & ODD_NIBBLES), _bytes((nibbles >> 4) & ODD_NIBBLES)
+    return even + _bytes(nibbles & ODD_NIBBLES), odd + _bytes((nibbles >> 4) & ODD_NIBBLES)
 
 
 @triton.jit
@@ -173,9 +172,8 @@ def gap_bracket_kernel(
     apart = paired & (gap >= TIED_BELOW)
     factor = (2 + EPSILON) / tl.where(apart, gap, 1.0)
 
-    words = tl.arange(0, WORDS)[None, :, None]
-    even = tl.zeros([BLOCK_M, WORDS, 8], tl.int32)
-    odd = tl.zeros([BLOCK_M, WORDS, 8], tl.int32)
+    even = tl.zeros([BLOCK_M, 8], tl.int32)
+    odd = tl.zeros([BLOCK_M, 8], tl.int32)
     for phase in tl.static_range(first_phase(rule), 3):
         low, high = phase_range(edges, phase)
         for left_key in tl.range(low, high, BLOCK_N):
@@ -188,12 +186,8 @@ def gap_bracket_kernel(
             # highest of the mantissa are the number of the bin.
             x = tl.maximum((top[:, None] - y) * factor[:, None] - EPSILON, 2.0)
             x = tl.minimum(x, LAST_BIN)
-            number = (x.to(tl.int32, bitcast=True) >> LOWER_BITS) & (BINS - 1)
-            nibble = one << ((number & 15) * 4).to(tl.int64)
-            for word in tl.static_range(WORDS):
-                of_even, of_odd = count_nibbles(tl.where(number >> 4 == word, nibble, 0))
-                even += tl.where(words == word, of_even[:, None, :], 0)
-                odd += tl.where(words == word, of_odd[:, None, :], 0)
+            shift = (x.to(tl.int32, bitcast=True) >> (LOWER_BITS - 2)) & (4 * BINS - 4)  # four bits to a nibble
+            even, odd = count_nibbles(one << shift.to(tl.int64), even, odd)
 
     # Of bin i the start a, the end b, and N(b); the last has no end.
     places = tl.arange(0, BINS)

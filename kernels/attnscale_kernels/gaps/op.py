@@ -12,8 +12,8 @@ from ..arguments import check_numbers, check_scores, check_values, finite, numbe
 from ..errors import reject, reject_type
 from ..flash.op import flash_attention
 from ..launch import Forward
-from ..operators import operator
-from ..visibility import SCHEMA, Visibility
+from ..operators import FLAT_SCORES, operator
+from ..visibility import Visibility
 from .launch import GapBracket, gap_bracket, gap_count
 
 
@@ -80,34 +80,34 @@ def adaptive_attention(
     return forward, beta
 
 
-SCORES = f"Tensor query, Tensor key, {SCHEMA}, float scale, float? softcap"
-
-
-@operator("gap_bracket", schema=f"({SCORES}) -> (Tensor, Tensor, Tensor, Tensor)")
-def gap_bracket_op(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@operator("gap_bracket", schema=f"({FLAT_SCORES}) -> (Tensor, Tensor, Tensor, Tensor)")
+def gap_bracket_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Best raw score, gap of the second, and the two bounds of Λ, per row."""
-    *visibility, scale, softcap = others
+    query, key, *visibility, scale, softcap = arguments
     found = gap_bracket(query, key, Visibility(*visibility), scale=scale, softcap=softcap)
     return found.top, found.second_gap, found.lower, found.upper
 
 
 @gap_bracket_op.register_fake
-def _(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    check_scores(query, key, Visibility(*others[:7]))
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    query, key, *visibility, _, _ = arguments
+    check_scores(query, key, Visibility(*visibility))
     return tuple(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4))
 
 
-@operator("gap_count", schema=f"({SCORES}, float[] thresholds) -> Tensor")
-def gap_count_op(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+@operator("gap_count", schema=f"({FLAT_SCORES}, float[] thresholds) -> Tensor")
+def gap_count_op(*arguments: Any) -> Tensor:
     """N(t) per row and threshold."""
-    *visibility, scale, softcap, thresholds = others
+    query, key, *visibility, scale, softcap, thresholds = arguments
     return gap_count(query, key, Visibility(*visibility), thresholds, scale=scale, softcap=softcap)
 
 
 @gap_count_op.register_fake
-def _(query: Tensor, key: Tensor, *others: Any) -> Tensor:
-    check_scores(query, key, Visibility(*others[:7]))
-    return query.new_empty((*query.shape[:3], len(others[-1])), dtype=torch.int32)
+def _(*arguments: Any) -> Tensor:
+    query, key, *visibility, _, _, thresholds = arguments
+    check_scores(query, key, Visibility(*visibility))
+    counts: Tensor = query.new_empty((*query.shape[:3], len(thresholds)), dtype=torch.int32)
+    return counts
 
 
 def _arguments(
