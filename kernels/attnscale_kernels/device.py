@@ -290,7 +290,8 @@ def better(one, other):
 def no_winner_of_nan(m, winner, total):
     """The largest score of each row and its slot; where a score is NaN, a score above all others at no slot, −1.
 
-    Then the sum is NaN. So it is where the largest score is infinite, which has a slot all the same.
+    Then the sum is NaN. So it is where the largest score is infinite, which has a slot all the same: in a row that has
+    both, the NaN is not noticed.
     """
     nan = (total != total) & (m != float("inf"))
     return tl.where(nan, float("inf"), m), tl.where(nan, -1, winner)

@@ -127,6 +127,7 @@ SHAPES = {
     "slot": [0, 1, 3, 16], "left": [None, 0, 1, 16], "right": [0, None, 1, 3], "dropout": [None, 0, 1],
     "device": [SM_80, SM_90], "splits": [1, 3], "sinks": [False, True], "scale": [0.1, 1, -0.3],
     "softcap": [None, 30, 16, 1.5], "precision": ["ieee", "tf32"], "entropy": [False, True],
+    "winner": [False, True],
 }
 
 
@@ -160,7 +161,7 @@ def launches_of(c):
     if c["mask"]:
         rule[6] = tensor((1, heads if c["mask_heads"] else 1, c["rows"], c["keys"]), c["mask"], c["mask_at"])
     given = q, k, v, beta, Visibility(*rule)
-    options = {name: c[name] for name in ("scale", "softcap", "entropy")}
+    options = {name: c[name] for name in ("scale", "softcap", "entropy", "winner")}
     options["sinks"] = tensor((heads,), torch.float32) if c["sinks"] else None
     dropout = {} if c["dropout"] is None else {"dropout_p": 0.5, "seed": tensor((2,), torch.int64)[c["dropout"]]}
     of_out = c["batch"], heads, c["rows"], c["value_dim"]
