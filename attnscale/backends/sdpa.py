@@ -135,10 +135,12 @@ def attend(
         out = run(query)
         if bool((out.detach()[..., :1].abs() > 0).all()):  # no row is zero or NaN
             return out
-        if mask is not None and bool((_is_broken(query.detach())[..., None] & _sees_nothing(mask, key)).any()):
-            out = run(
-                query.masked_fill(_sees_nothing(mask, key), 0.0)
-            )  # in which 0·NaN would reach every key's gradient
+        broken = _is_broken(query.detach())
+        if not bool(broken.any() | _is_broken(key.detach()).any()):
+            return out  # rows are zero because they see nothing
+        if mask is not None and bool((broken[..., None] & _sees_nothing(mask, key)).any()):
+            # In a row that sees nothing, 0·NaN would reach every key's gradient.
+            out = run(query.masked_fill(_sees_nothing(mask, key), 0.0))
     return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
 
 
