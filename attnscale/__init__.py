@@ -1,4 +1,4 @@
-"""Attention whose temperature knows how many keys each query sees.
+"""Scaled-dot-product attention with a temperature β(n), where n is the number of keys visible to each query.
 
 >>> import torch, attnscale
 >>> q = k = v = torch.randn(1, 8, 1024, 64)
@@ -63,7 +63,8 @@ __all__ = [
     "visible_keys",
 ]
 
-# The diagnostics do not know the packages above them: a monitor imports these for models with such a base class.
+# base-class module → package: a monitor imports the package for models of that kind. Diagnostics cannot import it
+# directly, because `hf` is a higher layer.
 state.MODEL_PACKAGES["transformers.modeling_utils"] = "attnscale.hf"
 
 _LATER = {
@@ -75,7 +76,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: `hf` needs transformers, modules einops, and most programs have no monitor."""
+    """Lazy imports: `hf` needs transformers, the modules need einops, and most programs do not use a monitor."""
     if name in ("diagnostics", "distributed", "hf"):
         return importlib.import_module(f"attnscale.{name}")
     if name in _LATER:

@@ -1,4 +1,4 @@
-"""The front door: scaled-dot-product attention whose temperature depends on how many keys each row sees."""
+"""Public attention functions: scaled-dot-product attention with a temperature that depends on the visible keys."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from attnscale._util.processes import OwnHeads
 from attnscale._util.tracing import refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import TORCH_ATTENTION, attend, attend_in_one_call
+from attnscale.backends.sdpa import attend, attend_in_one_call
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
-from attnscale.call.layout import Layout, check_sinks, default_scale, read_layout, read_numbers
 from attnscale.call.parse import KeyRules, Packing, describe
 from attnscale.call.tap import Tap
-from attnscale.call.torch_forms import attend_nested
+from attnscale.call.torch_arguments import (
+    TORCH_ATTENTION,
+    Layout,
+    attend_nested,
+    check_sinks,
+    default_scale,
+    read_layout,
+    read_numbers,
+)
 from attnscale.errors import ArgumentTypeError
 from attnscale.policies import Policy, PolicySpec
-from attnscale.policies.base import reads_scores
+from attnscale.policies.base import LengthPolicy, reads_scores, refuse_unknown_length
 from attnscale.policies.build import resolve
-from attnscale.policies.temperature import refuse_unknown_length, temperature
+from attnscale.policies.temperature import temperature
 from attnscale.statistics import AttentionOutput, RowStats, Span, StatsRequest, checked_request, find_places
 
 
 class ScoreRules(KeyRules, total=False):
-    """Keywords of attention beyond torch's, but for `policy` and `backend`; see `scaled_dot_product_attention`."""
+    """Keywords of `scaled_dot_product_attention` that torch lacks, except `policy` and `backend`."""
 
     softcap: float | None
     sinks: Tensor | None
 
 
 class AttentionRules(ScoreRules, total=False):
-    """The same with `backend`."""
+    """`ScoreRules` plus `backend`."""
 
     backend: str
 
@@ -65,37 +72,51 @@ def scaled_dot_product_attention(
     visible: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention with the positional signature of torch's, and logits β(n)·(softcap(scale·q·k) + mask).
+    """Scaled-dot-product attention with logits β(n)·(softcap(scale·q·k) + mask).
 
-    n is what each row may see, whatever hides the rest. With the default policy this is standard attention, at no cost.
+    The positional arguments are those of `torch.nn.functional.scaled_dot_product_attention`. n is the number of keys
+    visible to a query row after all masks and restrictions. The default policy is standard attention, at no extra cost.
 
     Args:
-        query, key, value: [..., H, Tq, D], [..., Hkv, Tk, D], [..., Hkv, Tk, Dv]; without H it is one head.
-        attn_mask: broadcasts to [..., H, Tq, Tk]; bool (True: visible) or additive (≤ −10⁴: hidden). The finite part of
-            an additive mask is part of the score: β multiplies it.
-        dropout_p, scale, enable_gqa: as in torch.
-        is_causal: row i sees up to its own slot; slots are torch's top-left ones unless `cache_offset`, `positions` or
-            `cu_seqlens` say otherwise. Goes together with every other restriction.
-        policy: a name, a mapping, a YAML file or a policy. What learns must be built once: `build_policy(...)`.
-        window: w for keys nearer than w slots (with `is_causal`: the last w, itself included), or (left, right).
-        softcap: c for c·tanh(score / c), before the mask is added.
-        sinks: [H] logits of a key with value zero, not scaled by β and not counted in n.
+        query: [..., H, Tq, D]. A tensor without the head axis has one head.
+        key: [..., Hkv, Tk, D].
+        value: [..., Hkv, Tk, Dv].
+        attn_mask: broadcasts to [..., H, Tq, Tk]. Bool (True: visible) or additive (≤ −10⁴: hidden). The finite part of
+            an additive mask belongs to the score: β multiplies it.
+        dropout_p: as in torch.
+        is_causal: row i sees the keys up to its own slot. Slots start at the top left, as in torch, unless
+            `cache_offset`, `positions` or `cu_seqlens` set them. Can be combined with every other restriction.
+        scale: as in torch; default 1/√D.
+        enable_gqa: as in torch; H must then be a multiple of Hkv.
+        policy: a name, a mapping, a YAML file or a policy object. Build a learned policy once with `build_policy(...)`.
+        window: w for keys less than w slots away (with `is_causal`: the last w, own slot included), or (left, right).
+        softcap: c replaces the score by c·tanh(score / c), before the mask is added.
+        sinks: [H], logits of a key with value zero. β does not scale them, and n does not count them.
         positions: [Tq] or [..., Tq], 0-based position of each query in its sequence.
-        key_padding: [Tk] or [..., Tk], True where the key is padding (as `key_padding_mask` of torch).
-        document_ids: [Tk] or [..., Tk]; a run of equal ids is one packed document.
-        cu_seqlens: [documents + 1] edges of packed documents; a pair if queries and keys are packed differently (the
-            queries of a document are then its last tokens).
-        cache_offset: int or [B], keys in the cache before the first query: query i lies in slot `cache_offset + i`; or
-            [B|1, Tq], the slot of each query, where the queries are some of the tokens whose keys are given.
-        visible: n itself, [Tq], [B, Tq] or [B, H, Tq], where this process does not hold all keys (context parallel).
-        backend: "auto", or a name that is then used or refused, never replaced.
+        key_padding: [Tk] or [..., Tk], True for padding (as torch's `key_padding_mask`).
+        document_ids: [Tk] or [..., Tk]. A run of equal ids is one packed document.
+        cu_seqlens: [documents + 1], boundaries of packed documents. A pair if queries and keys are packed differently;
+            the queries of a document are then its last tokens.
+        cache_offset: int or [B], number of cached keys before the first query: query i is in slot `cache_offset + i`.
+            [B|1, Tq] gives the slot of each query, if the queries are a subset of the tokens.
+        visible: n itself, [Tq], [B, Tq] or [B, H, Tq], if this process does not hold all keys (context parallelism).
+        backend: "auto", "sdpa", "triton", "blockwise" or "reference". An explicit backend never falls back.
 
-    >>> import torch
-    >>> q = k = v = torch.randn(1, 2, 16, 8)
-    >>> scaled_dot_product_attention(q, k, v, is_causal=True, policy="log").shape
-    torch.Size([1, 2, 16, 8])
+    Returns:
+        The output [..., H, Tq, Dv] in the dtype of the query, or of autocast. Rows without visible keys are zero.
+
+    Raises:
+        ArgumentError: a shape or value is not accepted (also a `ValueError`).
+        ArgumentTypeError: a type, dtype or keyword is not accepted (also a `TypeError`).
+        BackendError: the explicit backend cannot compute this call, or no backend can (also a `RuntimeError`).
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.randn(1, 2, 16, 8)
+        >>> scaled_dot_product_attention(q, k, v, is_causal=True, policy="log").shape
+        torch.Size([1, 2, 16, 8])
     """
-    chosen = resolve(policy)
+    chosen = policy if isinstance(policy, LengthPolicy) else resolve(policy)
     dispatch.check_backend(backend)
     rules: ScoreRules = {
         "window": window,
@@ -125,7 +146,7 @@ def scaled_dot_product_attention(
     return layout.restore(dispatch.run(prepared.call, prepared.backend))
 
 
-# So that it does not call itself where a user assigns it to `torch.nn.functional` (see `sdpa.torch_attention`).
+# Prevents infinite recursion if a user assigns this function to `torch.nn.functional` (see `torch_attention`).
 scaled_dot_product_attention.replaces = TORCH_ATTENTION  # type: ignore[attr-defined]
 
 
@@ -143,16 +164,35 @@ def attention_with_stats(
     request: StatsRequest | None = None,
     **rules: Unpack[AttentionRules],
 ) -> AttentionOutput:
-    """`scaled_dot_product_attention`, same arguments, with statistics of its rows: `AttentionOutput(output, stats)`.
+    """`scaled_dot_product_attention` with statistics per query row.
 
-    The output carries gradients, the statistics do not. Nothing of size Tq × Tk is held, forward or backward. With
-    `StatsRequest(rows=R)` the output is computed as without statistics, and R rows are measured besides.
+    The output carries gradients; the statistics are detached. Neither pass stores a Tq × Tk matrix. With
+    `StatsRequest(rows=R)` the output is computed as without statistics, and R sampled rows are measured separately.
 
-    >>> import torch
-    >>> q = torch.randn(1, 2, 16, 8)
-    >>> output, stats = attention_with_stats(q, q, q, is_causal=True, policy="log")
-    >>> stats.entropy.shape, bool((stats.w_max <= 1).all())
-    (torch.Size([1, 2, 16]), True)
+    Args:
+        query: [..., H, Tq, D].
+        key: [..., Hkv, Tk, D].
+        value: [..., Hkv, Tk, Dv].
+        attn_mask: as in `scaled_dot_product_attention`; so are `dropout_p`, `is_causal`, `scale` and `enable_gqa`.
+        policy: a name, a mapping, a YAML file or a policy object.
+        request: the statistics to compute. Default: `w_max`, `entropy`, `lse` and `max_logit` of all rows.
+        **rules: the other keywords of `scaled_dot_product_attention`, such as `window`, `key_padding` and `backend`.
+
+    Returns:
+        `AttentionOutput(output, stats)`: the output [..., H, Tq, Dv], and `RowStats` with tensors [..., H, Tq], or
+        [..., H, R] for sampled rows.
+
+    Raises:
+        ArgumentError: a shape or value is not accepted.
+        ArgumentTypeError: a type, dtype or keyword is not accepted.
+        BackendError: the explicit backend cannot compute this call or these statistics.
+
+    Example:
+        >>> import torch
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> output, stats = attention_with_stats(q, q, q, is_causal=True, policy="log")
+        >>> stats.entropy.shape, bool((stats.w_max <= 1).all())
+        (torch.Size([1, 2, 16]), True)
     """
     request = checked_request(request)
     layout, call, backend, chosen = bind(
@@ -164,9 +204,9 @@ def attention_with_stats(
 
 
 def finished(layout: Layout, output: Tensor, stats: RowStats, call: AttentionCall, policy: Policy) -> AttentionOutput:
-    """What a call returns: in the shape of its arguments, with what its policy knows of the rows.
+    """The result of a call, in the shape of its arguments.
 
-    That is `at_ceiling` where it has a ceiling, and `heads` where it is one for some of the heads of a layer.
+    Adds `at_ceiling` if the policy has a ceiling, and `heads` if the policy covers a part of a layer's heads.
     """
     ceiling = getattr(policy, "ceiling", None)
     if ceiling is not None and isinstance(call.beta, Tensor):
@@ -194,18 +234,36 @@ def explain_dispatch(
     request: StatsRequest | None = None,
     **rules: Unpack[AttentionRules],
 ) -> Dispatch:
-    """Which backend `scaled_dot_product_attention` would use for these arguments, and why not the others.
+    """Report the backend that `scaled_dot_product_attention` would use, with a reason for every backend.
 
-    With a request, what `attention_with_stats` would use; for sampled rows, to compute the output.
+    Attention is not computed, but the first use on a GPU may run the self-check of the Triton kernels. With a request,
+    the report is for `attention_with_stats`; for sampled rows it names the backend of the output.
 
-    >>> import torch
-    >>> q = torch.randn(1, 2, 16, 8)
-    >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
-    backend    usable  reason
-    sdpa       no      torch's SDPA has no softcap
-    triton     ...
-    blockwise  yes     chosen: the first usable one
-    reference  yes     usable, only on explicit request
+    Args:
+        query: [..., H, Tq, D].
+        key: [..., Hkv, Tk, D].
+        value: [..., Hkv, Tk, Dv].
+        attn_mask: as in `scaled_dot_product_attention`; so are `dropout_p`, `is_causal`, `scale` and `enable_gqa`.
+        policy: a name, a mapping, a YAML file or a policy object.
+        request: the statistics of `attention_with_stats`, or None for the output alone.
+        **rules: the other keywords of `scaled_dot_product_attention`.
+
+    Returns:
+        A `Dispatch`. `chosen` is the name of the backend; `print` shows the table.
+
+    Raises:
+        ArgumentError: a shape or value is not accepted.
+        ArgumentTypeError: a type, dtype or keyword is not accepted.
+
+    Example:
+        >>> import torch
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> print(explain_dispatch(q, q, q, is_causal=True, policy="log", softcap=30.0))
+        backend    usable  reason
+        sdpa       no      torch's SDPA has no softcap
+        triton     ...
+        blockwise  yes     chosen: the first usable one
+        reference  yes     usable, only on explicit request
     """
     _, call, backend, chosen = bind(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
@@ -228,16 +286,32 @@ def attention_weights(
     policy: PolicySpec = "constant",
     **rules: Unpack[ScoreRules],
 ) -> Tensor:
-    """The weights [..., H, Tq, Tk] that `scaled_dot_product_attention` would use, before dropout, for small cases.
+    """The attention weights of `scaled_dot_product_attention`, before dropout.
 
-    Takes its keywords but for `value` and `backend`. Memory is that of the result; rows that see nothing are zero.
+    For small inputs: the full Tq × Tk matrix is materialised.
 
-    >>> import torch
-    >>> q = torch.zeros(1, 1, 3, 4)
-    >>> attention_weights(q, q, is_causal=True)[0, 0]
-    tensor([[1.0000, 0.0000, 0.0000],
-            [0.5000, 0.5000, 0.0000],
-            [0.3333, 0.3333, 0.3333]])
+    Args:
+        query: [..., H, Tq, D].
+        key: [..., Hkv, Tk, D].
+        attn_mask: as in `scaled_dot_product_attention`; so are `is_causal`, `scale` and `enable_gqa`.
+        dropout_p: checked, but not applied.
+        policy: a name, a mapping, a YAML file or a policy object.
+        **rules: the other keywords of `scaled_dot_product_attention`, except `backend`.
+
+    Returns:
+        The weights [..., H, Tq, Tk]. Rows without visible keys are zero.
+
+    Raises:
+        ArgumentError: a shape or value is not accepted.
+        ArgumentTypeError: a type, dtype or keyword is not accepted.
+
+    Example:
+        >>> import torch
+        >>> q = torch.zeros(1, 1, 3, 4)
+        >>> attention_weights(q, q, is_causal=True)[0, 0]
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
     """
     layout, call, backend, chosen = bind(
         query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, policy=policy, **rules
@@ -246,19 +320,19 @@ def attention_weights(
 
 
 def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, reported to a tap if there is one and it is open.
+    """`scaled_dot_product_attention`, reported to the tap if the tap is open.
 
-    `own_keys` says whether queries and keys are made of the same tokens; None where the caller does not know.
+    `own_keys`: queries and keys come from the same tokens; None if unknown.
     """
     if tap is None or not tap.open:
         return scaled_dot_product_attention
 
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
+    def reported(*args: Any, **kwargs: Any) -> Tensor:
         layout, call, backend, policy = bind(*args, **kwargs)
         prepared = dispatch.prepare(call, policy, backend)
         return layout.restore(_listen(tap, prepared.call, own_keys, lambda call: dispatch.run(call, prepared.backend)))
 
-    return attend
+    return reported
 
 
 def attention_and_weights(
@@ -271,7 +345,7 @@ def attention_and_weights(
     own_keys: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and the weights [..., H, Tq, Tk], after dropout, that it is made of; reported to a tap that is open."""
+    """Output, and its weights [..., H, Tq, Tk] after dropout. Reported to the tap if the tap is open."""
     layout, call, backend, policy = bind(query, key, value, **arguments)
     call = dispatch.prepare(call, policy, backend).call
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
@@ -282,7 +356,7 @@ def attention_and_weights(
 def _listen(
     tap: Tap | None, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]
 ) -> Tensor:
-    """`run(call)`, reported to a tap that is open with the slots in which the rows' own keys lie."""
+    """`run(call)`. An open tap receives the call with the slot of each row's own key."""
     if tap is None or not tap.open:
         return run(call)
     reported = replace(call, context=call.context.with_own_slots(own_keys))
@@ -290,7 +364,7 @@ def _listen(
 
 
 class Bound(NamedTuple):
-    """Arguments of an attention call, read and checked."""
+    """Parsed and checked arguments of an attention call."""
 
     layout: Layout
     call: AttentionCall  # at β = 1
@@ -315,9 +389,9 @@ def bind(
     tokens: int | None = None,
     **rules: Unpack[KeyRules],
 ) -> Bound:
-    """The arguments of `scaled_dot_product_attention` as a call at β = 1, the backend's name and the policy.
+    """Parse and check the arguments of `scaled_dot_product_attention`.
 
-    `tokens` is the number of keys of all processes, where each holds some of them; the rules are then said of all.
+    `tokens` is the total number of keys if several processes hold parts of them. The rules then describe all keys.
     """
     unknown = rules.keys() - KeyRules.__optional_keys__
     if unknown:
@@ -328,7 +402,7 @@ def bind(
             f"got an unexpected keyword argument {name!r}: expected one of {', '.join(sorted(known))}{hint}"
         )
     dispatch.check_backend(backend)
-    chosen = resolve(policy)
+    chosen = policy if isinstance(policy, LengthPolicy) else resolve(policy)
     layout = read_layout(query, key, value, enable_gqa)
     scale, dropout_p, softcap = read_numbers(scale, dropout_p, softcap, is_causal, enable_gqa)
     given = tokens is not None or rules.get("visible") is not None or rules.get("positions") is not None

@@ -1,4 +1,4 @@
-"""Convert every `nn.MultiheadAttention` of a torch model to ours, reversibly."""
+"""Reversible conversion of every `nn.MultiheadAttention` in a torch model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from attnscale.policies import Policy, PolicySpec, build_policy_for
 
 
 class Conversion(Removable):
-    """What `convert` did to a model. `remove()` undoes it; as a context manager it does so at the end.
+    """Handle returned by `convert`. Call `remove()` or use it as a context manager to restore the model.
 
-    `policies` maps the module path of each converted attention to its policy.
+    Attributes:
+        model: the converted model.
+        policies: module path of each converted attention → its policy.
     """
 
     def __init__(self, model: nn.Module, found: dict[str, nn.MultiheadAttention], policies: dict[str, Policy]) -> None:
@@ -23,18 +25,18 @@ class Conversion(Removable):
         self.model = model
         self.policies = policies
         self._converted = list(found.values())
-        # Encoders may turn padded batches into nested tensors for the fused path that is now closed.
+        # Encoders convert padded batches to nested tensors for torch's fused path, which is now disabled.
         encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
         self._nested = [encoder for encoder in encoders if encoder.use_nested_tensor]
         for name, module in found.items():
-            # Changing the class keeps the module itself: parameters, hooks, optimizer state and shared references.
+            # Changing the class keeps the module object, with parameters, hooks, optimizer state and shared references.
             module.__class__ = MultiheadAttention
             module.adopt(policies[name])  # type: ignore[operator]
         for encoder in self._nested:
             encoder.use_nested_tensor = False
 
     def remove(self) -> None:
-        """Restore the model; parameters keep their values, and monitors are detached. Idempotent."""
+        """Restore the model and detach monitors. Parameters keep their values. Idempotent."""
         for module in self._converted:
             vars(module).pop("tap", None)
             module.discard_policy()  # type: ignore[operator]
@@ -45,17 +47,30 @@ class Conversion(Removable):
 
 
 def convert(model: nn.Module, policy: PolicySpec, **parameters: Any) -> Conversion:
-    """Give every `torch.nn.MultiheadAttention` of a model a temperature policy, in place and reversibly.
+    """Add a temperature policy to every `torch.nn.MultiheadAttention` of a model, in place and reversibly.
 
-    Each module gets a policy of its own, with `num_heads` and `head_dim` filled in; for one that learns, build the
-    optimizer afterwards. Subclasses of torch's module are left alone, since they compute something else.
+    Each module gets a separate policy. Learned policies add parameters: build the optimizer after the conversion.
+    Subclasses of torch's module are skipped, because their computation may differ.
 
-    >>> import torch
-    >>> model = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
-    >>> with convert(model, "log", reference_length=512) as conversion:
-    ...     _ = model(torch.randn(1, 8, 32))
-    >>> list(conversion.policies)
-    ['self_attn']
+    Args:
+        model: a model with at least one `torch.nn.MultiheadAttention`.
+        policy: a name, a mapping, a YAML file or a policy object.
+        **parameters: policy parameters, such as `reference_length`. `num_heads` and `head_dim` come from each module.
+
+    Returns:
+        A `Conversion`. `remove()` restores the model; the handle is also a context manager.
+
+    Raises:
+        ArgumentError: the model has no module to convert, or a policy parameter is not accepted.
+        ArgumentTypeError: `model` is not a `torch.nn.Module`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+        >>> with convert(model, "log", reference_length=512) as conversion:
+        ...     _ = model(torch.randn(1, 8, 32))
+        >>> list(conversion.policies)
+        ['self_attn']
     """
     from attnscale.module import MultiheadAttention
 
@@ -66,7 +81,7 @@ def convert(model: nn.Module, policy: PolicySpec, **parameters: Any) -> Conversi
         already = any(isinstance(module, MultiheadAttention) for module in model.modules())
         raise ArgumentError(
             f"model={type(model).__name__} is not accepted: expected at least one torch.nn.MultiheadAttention"
-            + (", and those it has are converted already" if already else "")
+            + ("; all of them are already converted" if already else "")
         )
     policies = {
         name: build_policy_for(policy, num_heads=module.num_heads, head_dim=module.head_dim, **parameters)

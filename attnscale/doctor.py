@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, and a self-check of every backend."""
+"""Environment report: versions, devices, and a self-check of every backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("attnscale", "torch", "einops", "triton", "transformers", "numpy")
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """One row of the report."""
 
     topic: str
     subject: str
@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """The report of `doctor`; prints as a table."""
+    """The report of `doctor`; `str()` gives a table."""
 
     findings: tuple[Finding, ...]
 
@@ -36,12 +36,16 @@ class Diagnosis(NamedTuple):
 
 
 def doctor() -> Diagnosis:
-    """Versions, devices and backends of this machine; each backend computes one small attention and is compared.
+    """Return versions, devices and the error of every backend on a small attention call, against fp64.
 
-    Where the kernels can run, the check that makes "auto" use them is repeated on every device.
+    If the Triton kernels are available, the check that enables them for "auto" is repeated on every GPU.
 
-    >>> print(doctor())  # doctest: +ELLIPSIS
-    version...attnscale...
+    Returns:
+        A `Diagnosis`; print it for a table.
+
+    Example:
+        >>> print(doctor())  # doctest: +ELLIPSIS
+        version...attnscale...
     """
     findings = [Finding("version", "python", platform.python_version())]
     findings += [Finding("version", package, version_of(package)) for package in _PACKAGES]
@@ -56,7 +60,7 @@ def doctor() -> Diagnosis:
 
 
 def _trust() -> list[Finding]:
-    """Whether "auto" may use the kernels, for each device and dtype: what was remembered, and the check repeated."""
+    """Return whether "auto" may use the kernels, per device and dtype: the repeated check and the cached result."""
     if interpreting() or why_unavailable() is not None:
         return []
     by_hand = trust.chosen_by_hand()
@@ -68,14 +72,14 @@ def _trust() -> list[Finding]:
             try:
                 now = f"check {trust.repeat(device, dtype, check_kernels)}"
             except torch.OutOfMemoryError:
-                now = "no memory for the check"
-            text = f"{now}, {f'before: {before}' if before else 'for the first time'}"
+                now = "check failed: out of memory"
+            text = f"{now}, {f'previous result: {before}' if before else 'no previous result'}"
             findings.append(Finding("triton", f"{device} {str(dtype).removeprefix('torch.')}", text))
-    return [*findings, Finding("triton", "outcomes are kept in", str(cache_folder()))]
+    return [*findings, Finding("triton", "cache folder", str(cache_folder()))]
 
 
 def _self_check(backend: str) -> str:
-    """The largest error of one small causal attention under the log law, against fp64."""
+    """Return the largest error of a small causal attention call with the policy log, against fp64."""
     device = "cuda" if backend == "triton" and not interpreting() else "cpu"
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 32, 16, generator=generator, device=generator.device).to(device) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Exceptions and warnings. Messages name the argument, quote the value and say what is accepted."""
+"""Exceptions and warnings. Messages quote the argument, its value and the accepted values."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ LONGEST_QUOTE = 120
 
 
 class AttnScaleError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base class of all exceptions of this package."""
 
 
 class ArgumentError(AttnScaleError, ValueError):
-    """An argument has a value or a shape that cannot be used."""
+    """An argument has a value or shape that is not accepted. Also a `ValueError`."""
 
 
 class ArgumentTypeError(AttnScaleError, TypeError):
-    """An argument has the wrong type or dtype."""
+    """An argument has the wrong type or dtype. Also a `TypeError`."""
 
 
 class TensorError(ArgumentError, RuntimeError):
-    """Tensors that do not fit each other, or a number out of range: where torch's attention raises RuntimeError."""
+    """Incompatible tensors, or a number out of range. A `RuntimeError`, as in torch's attention."""
 
 
 class DtypeError(ArgumentTypeError, RuntimeError):
-    """A dtype or layout that attention does not take: where torch's raises RuntimeError."""
+    """A dtype or layout that attention does not support. A `RuntimeError`, as in torch's attention."""
 
 
 class ModuleArgumentError(TensorError, AssertionError):
-    """Shapes that do not fit a MultiheadAttention: torch's raises AssertionError for some, RuntimeError for others."""
+    """Shapes that do not fit a MultiheadAttention. torch raises AssertionError or RuntimeError; this error is both."""
 
 
 class ModuleDtypeError(DtypeError, AssertionError):
-    """A nested tensor or a dtype of a mask that MultiheadAttention does not take: torch's raises AssertionError."""
+    """A nested tensor or mask dtype that MultiheadAttention does not support. An `AssertionError`, as in torch."""
 
 
 class FrozenPolicyError(ArgumentError, AttributeError):
-    """A field of a policy was to be changed after the policy was built."""
+    """Assignment to a field of a finished policy. Use `dataclasses.replace` instead."""
 
 
 class BackendError(AttnScaleError, RuntimeError):
-    """The backend asked for cannot compute this call, or no backend can."""
+    """The requested backend cannot compute this call, or no backend can. Also a `RuntimeError`."""
 
 
 class MissingDependencyError(AttnScaleError, ImportError):
-    """A feature needs a package that is only installed by an extra."""
+    """A feature needs an optional dependency that is not installed. Also an `ImportError`."""
 
 
 class AttnScaleWarning(UserWarning):
-    """Something was done as asked that is probably not intended."""
+    """A valid call that is probably not intended."""
 
 
 class MonitorWarning(RuntimeWarning):
-    """Something that a monitor could not do; the run continues."""
+    """A monitor failed to do something. The run continues."""
 
 
 def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError] = ArgumentError) -> NoReturn:
-    """Raise the standard sentence for a value that cannot be used.
+    """Raise an `ArgumentError` with the standard message for a value that is not accepted.
 
     >>> reject("window", 0, "an int >= 1")
     Traceback (most recent call last):
@@ -67,7 +67,7 @@ def reject(argument: str, value: object, accepted: str, kind: type[ArgumentError
 
 
 def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
-    """Raise the standard sentence for a value of the wrong type.
+    """Raise an `ArgumentTypeError` with the standard message for a value of the wrong type.
 
     >>> reject_type("beta", "hot", "a number")
     Traceback (most recent call last):
@@ -79,6 +79,6 @@ def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
 
 
 def _quoted(value: object) -> str:
-    """repr on one line, cut off at `LONGEST_QUOTE` characters."""
+    """repr on one line, truncated to `LONGEST_QUOTE` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"

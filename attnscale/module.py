@@ -16,30 +16,38 @@ from attnscale._util.checks import check_dense, check_floating, is_floating, rea
 from attnscale._util.tracing import is_dtensor
 from attnscale.attention import AttentionRules, attention_and_weights, attention_through
 from attnscale.call.tap import Tap
-from attnscale.call.torch_forms import is_causal_bias, nest_like, pad_nested
+from attnscale.call.torch_arguments import is_causal_bias, nest_like, pad_nested
 from attnscale.errors import ArgumentTypeError, BackendError, ModuleArgumentError, ModuleDtypeError, reject, reject_type
 from attnscale.policies import Policy, PolicySpec, build_policy, build_policy_for
 from attnscale.policies.settle import settle
 
-SpreadAttention = Callable[..., Tensor]  # of a tap and the arguments of `scaled_dot_product_attention`
+SpreadAttention = Callable[..., Tensor]  # (tap, *arguments of `scaled_dot_product_attention`)
 
 
 class ScaledDotProductAttention(nn.Module):
-    """`scaled_dot_product_attention` as a module that owns its policy and the parameters of it.
+    """`scaled_dot_product_attention` as a module. The module owns the policy and its parameters.
 
-    >>> attention = ScaledDotProductAttention("log", reference_length=2048)
-    >>> q = torch.randn(1, 2, 16, 8)
-    >>> attention(q, q, q, is_causal=True).shape
-    torch.Size([1, 2, 16, 8])
+    Args:
+        policy: a name, a mapping, a YAML file or a policy object.
+        **parameters: policy parameters, such as `reference_length`.
+
+    Raises:
+        ArgumentError: the policy or one of its parameters is not accepted.
+
+    Example:
+        >>> attention = ScaledDotProductAttention("log", reference_length=2048)
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> attention(q, q, q, is_causal=True).shape
+        torch.Size([1, 2, 16, 8])
     """
 
     policy: Policy
     tap: Tap | None = None
-    # True where queries and keys come from different sequences; else as many queries as keys are taken for the same
-    # tokens. Only a monitor reads it, to tell whether a padded key means a padded row.
+    # Cross-attention. If False, equal numbers of queries and keys count as the same tokens. Read by monitors only: a
+    # padded key then implies a padded row.
     cross: bool = False
-    # Set by `attnscale.distributed`: who computes where the sequence is spread over processes, and which of the heads
-    # this process has (the number of the part, and how many there are).
+    # Set by `attnscale.distributed`: the attention function of a sequence sharded over processes, and this process's
+    # share of the heads (part index, number of parts).
     spread: SpreadAttention | None = None
     head_part: tuple[int, int] = (0, 1)
 
@@ -59,7 +67,23 @@ class ScaledDotProductAttention(nn.Module):
         enable_gqa: bool = False,
         **rules: Unpack[AttentionRules],
     ) -> Tensor:
-        """Attention [..., H, Tq, Dv]; arguments are those of `scaled_dot_product_attention`."""
+        """Compute attention with the policy of this module.
+
+        Args:
+            query: [..., H, Tq, D].
+            key: [..., Hkv, Tk, D].
+            value: [..., Hkv, Tk, Dv].
+            attn_mask: as in `scaled_dot_product_attention`; so are all other arguments.
+            **rules: the keywords of `scaled_dot_product_attention`, except `policy`.
+
+        Returns:
+            The output [..., H, Tq, Dv].
+
+        Raises:
+            ArgumentError: a shape or value is not accepted.
+            ArgumentTypeError: a type, dtype or keyword is not accepted.
+            BackendError: the explicit backend cannot compute this call.
+        """
         torchs = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         if self.spread is not None:
             return self.spread(self.tap, *torchs, policy=self.policy, **rules)
@@ -70,14 +94,26 @@ class ScaledDotProductAttention(nn.Module):
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with a temperature policy: same constructor, calls and `state_dict` keys.
 
-    Differences: `is_causal=True` does not need `attn_mask`; rows that see nothing give zeros, not NaN; a nested tensor
-    is padded internally. Keys that `add_bias_kv` and `add_zero_attn` append are seen by every row and counted in n.
+    Differences: `is_causal=True` does not need `attn_mask`. Rows without visible keys give zeros instead of NaN. Nested
+    tensors are padded internally. Keys appended by `add_bias_kv` and `add_zero_attn` are visible to every row and
+    counted in n.
 
-    >>> attention = MultiheadAttention(32, 4, batch_first=True, policy="ssmax")
-    >>> x = torch.randn(2, 10, 32)
-    >>> output, weights = attention(x, x, x, is_causal=True)
-    >>> output.shape, weights.shape
-    (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]))
+    Args:
+        embed_dim: size of the embedding, a multiple of `num_heads`.
+        num_heads: number of heads.
+        dropout: as in torch; so are `bias`, `add_bias_kv`, `add_zero_attn`, `kdim`, `vdim`, `batch_first`, `device` and
+            `dtype`.
+        policy: a name, a mapping, a YAML file or a policy object. `num_heads` and `head_dim` are filled in.
+
+    Raises:
+        ArgumentError: a size, the policy or one of its parameters is not accepted.
+
+    Example:
+        >>> attention = MultiheadAttention(32, 4, batch_first=True, policy="ssmax")
+        >>> x = torch.randn(2, 10, 32)
+        >>> output, weights = attention(x, x, x, is_causal=True)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]))
     """
 
     policy: Policy
@@ -111,10 +147,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.adopt(build_policy_for(policy, num_heads=num_heads, head_dim=self.head_dim))
 
     def adopt(self, policy: Policy) -> None:
-        """Set the policy, with this module's device and dtype, and disable torch's fused inference path.
+        """Set the policy, on this module's device and dtype, and disable torch's fused inference path.
 
-        `nn.TransformerEncoderLayer` would call a fused kernel with this module's weights, without its policy, unless a
-        module of the layer has a forward hook.
+        `nn.TransformerEncoderLayer` calls a fused kernel that ignores the policy, unless a module of the layer has a
+        forward hook.
         """
         settle(policy, self, self.out_proj.weight.device)
         self.policy = policy
@@ -138,9 +174,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output like the query and, with `need_weights`, the weights [N, Tq, Tk] (or [N, H, Tq, Tk] per head).
+        """Compute multi-head attention. Masks follow `torch.nn.MultiheadAttention`.
 
-        Masks are torch's: bool True hides, floats are added; `is_causal` with a mask is a hint that the mask is causal.
+        Args:
+            query: [N, Tq, E] if `batch_first`, else [Tq, N, E]; [Tq, E] without a batch.
+            key: [N, Tk, kdim], in the layout of the query.
+            value: [N, Tk, vdim], in the layout of the query.
+            key_padding_mask: [N, Tk]. Bool (True: hidden) or floating (added to the scores).
+            need_weights: also return the weights.
+            attn_mask: [Tq, Tk] or [N·H, Tq, Tk]. Bool (True: hidden) or floating (added to the scores).
+            average_attn_weights: average the weights over the heads.
+            is_causal: causal attention. Together with `attn_mask`, a hint that the mask is causal.
+
+        Returns:
+            The output in the layout of the query, and the weights [N, Tq, Tk], per head [N, H, Tq, Tk], or None.
+
+        Raises:
+            ArgumentError: a shape is not accepted (also torch's `AssertionError` and `RuntimeError`).
+            ArgumentTypeError: a type or dtype is not accepted.
+            BackendError: the module is sharded by tensor parallelism.
         """
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
@@ -152,8 +204,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             masked = attn_mask is not None or key_padding_mask is not None or is_causal
             if not (query is key is value) or masked or not self.batch_first:
                 raise ModuleDtypeError(
-                    "a nested tensor is not accepted here: expected one tensor as query, key and value, batch first, "
-                    "without masks"
+                    "a nested tensor is not accepted here: expected the same tensor as query, key and value, "
+                    "batch_first=True and no masks"
                 )
             padded, padding_of = pad_nested(query)
             found = self.forward(padded, padded, padded, padding_of, need_weights, None, average_attn_weights)
@@ -165,7 +217,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if one_tensor:
-            key = value = query  # as before, so that there is one projection
+            key = value = query  # the same object again, for a single projection
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask[None]
         self._check_shapes(query, key, value, attn_mask, key_padding_mask)
@@ -202,7 +254,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check_shapes(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> None:
-        """Refuse what torch refuses; some of it would otherwise broadcast into another meaning."""
+        """Reject the shapes that torch rejects. Some of them would otherwise broadcast silently."""
         (n, rows, _), keys = query.shape, key.shape[1]
         accepted = {
             "query": (query, ((n, rows, self.embed_dim),)),
@@ -215,19 +267,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             if tensor is not None and tuple(tensor.shape) not in shapes:
                 raise ModuleArgumentError(
                     f"{name} of shape {tuple(tensor.shape)} is not accepted: Expected `{name}` shape to be "
-                    f"{' or '.join(map(str, shapes))} (batch first; N = 1 where there is no batch)"
+                    f"{' or '.join(map(str, shapes))} (batch first; N = 1 for unbatched input)"
                 )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In-projections [N, T, E], with the key and value that torch's options append."""
+        """Input projections [N, T, E], plus the key and value appended by `add_bias_kv` and `add_zero_attn`."""
         if is_dtensor(self.out_proj.weight):
             raise BackendError(
-                "MultiheadAttention cannot be spread over processes by tensor parallelism: use a "
-                "ScaledDotProductAttention between projections of your own, with attnscale.distributed.HeadParallel()"
+                "MultiheadAttention does not support tensor parallelism: use separate projections and a "
+                "ScaledDotProductAttention with attnscale.distributed.HeadParallel()"
             )
         packed, bias = self.in_proj_weight, None
         if self.in_proj_bias is not None:
-            # torch accepts a bias of another dtype where strides make it add the bias in a separate step.
+            # torch accepts a bias of another dtype if the strides require a separate addition.
             bias = self.in_proj_bias.to(self.q_proj_weight.dtype if packed is None else packed.dtype)
         if packed is not None and query is key is value:
             q, k, v = F.linear(query, packed, bias).chunk(3, dim=-1)
@@ -248,7 +300,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, attn_mask: Tensor | None, padding: Tensor | None, added: int, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """torch's two masks as ours: `attn_mask` (True: visible) and `key_padding`; appended keys are visible."""
+        """Convert torch's masks to `attn_mask` (True: visible) and `key_padding`. Appended keys are visible."""
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = rearrange(attn_mask, "(n h) q k -> n h q k", h=self.num_heads)
@@ -256,7 +308,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if padding is not None:
             padding = F.pad(padding, (0, added))
         if padding is not None and padding.dtype != torch.bool:
-            # A float padding mask is added to the scores: it joins the other one.
+            # A floating padding mask is added to the scores, so it becomes part of attn_mask.
             if attn_mask is not None and attn_mask.dtype == torch.bool:
                 attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(attn_mask, -math.inf)
             bias = padding[:, None, None]
@@ -269,9 +321,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _check_dimensions(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, padding: Tensor | None
 ) -> None:
-    """Refuse masks of another type, and numbers of dimensions that torch refuses.
+    """Reject mask types and dimensions that torch rejects.
 
-    Messages on dimensions end in the words of torch's own errors, which its tests look for; so in `_check_shapes`.
+    Messages about dimensions repeat the wording of torch's errors, which torch's tests match; so do those of
+    `_check_shapes`.
     """
     dims = query.dim()
     if dims not in (2, 3):
@@ -284,7 +337,7 @@ def _check_dimensions(
             f"to be {dims}-D but found {key.dim()}-D and {value.dim()}-D tensors respectively"
         )
     if is_causal_bias(attn_mask):
-        raise ArgumentTypeError("attn_mask as a causal bias of torch is not accepted: expected is_causal=True")
+        raise ArgumentTypeError("attn_mask of torch's CausalBias is not accepted: expected is_causal=True")
     masks = (
         ("attn_mask", attn_mask, (2, 3), ", 2-D or 3-D"),
         ("key_padding_mask", padding, (dims - 1,), f" or {dims - 1}-D"),
@@ -307,4 +360,4 @@ def _check_dimensions(
 
 
 def _close_fused_path(module: nn.Module, inputs: Any) -> None:
-    """Does nothing; its presence makes `nn.TransformerEncoderLayer` call the module."""
+    """No-op. A registered hook makes `nn.TransformerEncoderLayer` call the module instead of its fused kernel."""

@@ -1,4 +1,4 @@
-"""A temperature policy for code that calls torch's attention and cannot be edited."""
+"""Temperature policies for code you cannot edit: a reversible patch of torch's attention functions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from attnscale._util import state
 from attnscale._util.handles import Removable
 from attnscale.attention import attention_and_weights, scaled_dot_product_attention
-from attnscale.backends.sdpa import TORCH_ATTENTION
-from attnscale.call.torch_forms import is_causal_bias
+from attnscale.call.torch_arguments import TORCH_ATTENTION, is_causal_bias
 from attnscale.errors import BackendError
 from attnscale.policies import Policy, PolicySpec, build_policy
 
@@ -27,27 +26,43 @@ _MULTIHEAD = "multi_head_attention_forward"
 
 
 def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
-    """Give every call of torch's `scaled_dot_product_attention` a policy, until `remove()` or the end of `with`.
+    """Apply a policy to every call of torch's `scaled_dot_product_attention`.
 
-    It reaches the function wherever a module holds it by name (`from torch.nn.functional import ...`), and
-    `torch.nn.MultiheadAttention` with and without weights; torch's fused inference path for encoders, which would skip
-    the policy, is disabled. All calls share one policy, also its parameters. Code that computes its softmax itself, and
-    graphs compiled before, are not reached. `torch.jit.script` is refused, unless β is 1: TorchScript cannot compile a
-    policy.
+    The patch covers references imported by name (`from torch.nn.functional import ...`) and
+    `torch.nn.MultiheadAttention`, with and without weights. torch's fused inference path for encoders is disabled,
+    because it ignores the policy. All calls share one policy and its parameters.
 
-    >>> q = torch.randn(1, 2, 16, 8)
-    >>> with patch_torch("log", reference_length=4):
-    ...     sharper = F.scaled_dot_product_attention(q, q, q)
-    >>> torch.equal(sharper, F.scaled_dot_product_attention(q, q, q))
-    False
+    Not covered: code with its own softmax, and graphs compiled before the patch. `torch.jit.script` raises a
+    `BackendError` unless β is 1, because TorchScript cannot compile a policy.
+
+    Args:
+        policy: a name, a mapping, a YAML file or a policy object.
+        **parameters: policy parameters, such as `reference_length`.
+
+    Returns:
+        A `TorchPatch`. `remove()` restores torch's functions; the handle is also a context manager.
+
+    Raises:
+        ArgumentError: the policy or one of its parameters is not accepted.
+
+    Example:
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> with patch_torch("log", reference_length=4):
+        ...     sharper = F.scaled_dot_product_attention(q, q, q)
+        >>> torch.equal(sharper, F.scaled_dot_product_attention(q, q, q))
+        False
     """
     return TorchPatch(build_policy(policy, **parameters))
 
 
 class TorchPatch(Removable):
-    """What `patch_torch` did. `remove()` undoes it and is idempotent; as a context manager it does so at the end.
+    """Handle returned by `patch_torch`. Call `remove()` or use it as a context manager to restore torch.
 
-    Patches may be removed in any order: one that lies below another then passes calls on.
+    Patches can be nested and removed in any order. A removed patch beneath another one forwards its calls.
+
+    Attributes:
+        policy: the policy of all patched calls.
+        active: True until `remove()`.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -70,7 +85,7 @@ class TorchPatch(Removable):
             closing.append(self)
 
     def remove(self) -> None:
-        """Put torch's functions back, to the object, wherever they were replaced. Idempotent."""
+        """Restore torch's original functions at every patched reference. Idempotent."""
         if not self.active:
             return
         self.active = False
@@ -86,7 +101,7 @@ class TorchPatch(Removable):
                 torch.backends.mha.set_fastpath_enabled(self._fused_path_was_open)
 
     def _replace(self, function: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put a function of ours wherever a module outside of torch holds torch's, and into `torch.nn.functional`."""
+        """Replace a torch function in `torch.nn.functional` and in every module outside torch that refers to it."""
         before = getattr(F, function)
         ours: Any = make(before)
         ours.replaces, ours.patch = before, self
@@ -128,13 +143,13 @@ class TorchPatch(Removable):
                 return output
             return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
-        # As torch's own: others look it up by name (context parallelism), pickle it, or record it (torch.fx).
+        # The name of torch's function: context parallelism looks it up, pickle and torch.fx record it.
         attend.__name__ = attend.__qualname__ = _ATTENTION
         attend.__module__, attend.__doc__ = F.__name__, before.__doc__
         return attend
 
     def _prepare_script(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """What `torch.jit.script` compiles in place of a function of ours; it calls this when it comes to one."""
+        """`torch.jit.script` calls this hook and compiles the function it returns."""
         if not self.active and before is not TORCH_ATTENTION:
             prepare: Callable[[], Any] | None = getattr(before, "__prepare_scriptable__", None)
             return before if prepare is None else prepare()
@@ -142,23 +157,25 @@ class TorchPatch(Removable):
             return _torch_attention
         _forget_unfinished_scripts()
         raise BackendError(
-            f"torch.jit.script cannot compile attention under patch_torch({self.policy!r}), and would leave the policy "
-            "out: call remove() first, or use torch.compile or torch.export"
+            f"torch.jit.script cannot compile attention under patch_torch({self.policy!r}) and would ignore the "
+            "policy: call remove() first, or use torch.compile or torch.export"
         )
 
     def _is_overridden(self, *tensors: Any) -> bool:
-        """Whether a tensor subclass or a proxy of torch.fx handles the call by its `__torch_function__`.
+        """Whether a tensor subclass or a torch.fx proxy handles the call in its `__torch_function__`.
 
-        Nested tensors do not: they handle only torch's own function. Nor does a causal bias where there is a
-        temperature, which its kernels would ignore.
+        Nested tensors are excluded: they handle only torch's original function. A causal bias is excluded under a
+        temperature, because its kernels would ignore β.
         """
         if not has_torch_function(tensors) or any(isinstance(x, Tensor) and x.is_nested for x in tensors):
             return False
         return self.policy.uniform == 1.0 or not is_causal_bias(tensors[-1])
 
     def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
-        """torch's function computes attention itself where weights are wanted. So it is called for the output alone,
-        and the attention function that it then calls, in this thread, leaves the weights in `_captured`.
+        """Wrap torch's multi-head function, which bypasses the attention function if weights are requested.
+
+        The wrapper requests the output only. The patched attention function, called in the same thread, stores the
+        weights in `_captured`.
         """
 
         names = list(inspect.signature(before).parameters)
@@ -182,7 +199,7 @@ class TorchPatch(Removable):
 
 
 def _before(function: Any) -> Any:
-    """The function beneath one of ours, skipping patches that have been removed."""
+    """The function beneath a patched one, skipping removed patches."""
     while hasattr(function, "patch") and not function.patch.active:
         function = function.replaces
     return function
@@ -198,14 +215,14 @@ def _torch_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's own function, for TorchScript, which compiles no keyword-only arguments."""
+    """torch's function for TorchScript, which does not support keyword-only arguments."""
     return TORCH_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _forget_unfinished_scripts() -> None:
-    """Remove module types that `torch.jit.script` failed to compile from its cache.
+    """Remove module types that failed to compile from the cache of `torch.jit.script`.
 
-    It would find them there again, with a part of their methods, and fail ("Can't redefine method").
+    The next attempt would reuse the partly compiled type and fail with "Can't redefine method".
     """
     store = torch.jit._recursive.concrete_type_store
     for known in store.type_store.values():

@@ -1,4 +1,4 @@
-"""The softmax of a score matrix that exists, with a temperature per row and row statistics."""
+"""Softmax of a materialised score matrix, with a temperature per row and row statistics."""
 
 from __future__ import annotations
 
@@ -19,10 +19,20 @@ from attnscale_kernels.availability import other_derivative
 
 
 class SoftmaxOutput(NamedTuple):
-    """What `softmax` returns."""
+    """Result of `softmax`.
 
-    weights: Tensor  # [..., Tq, Tk]
-    stats: RowStats  # [..., Tq]
+    Attributes:
+        weights: [..., Tq, Tk], in the dtype of the scores; differentiable.
+        stats: `RowStats` with tensors [..., Tq]; detached.
+
+    Example:
+        >>> weights, stats = softmax(torch.tensor([[0.0, 0.0]]))
+        >>> weights, stats.w_max
+        (tensor([[0.5000, 0.5000]]), tensor([0.5000]))
+    """
+
+    weights: Tensor
+    stats: RowStats
 
 
 def softmax(
@@ -34,21 +44,33 @@ def softmax(
     request: StatsRequest | None = None,
     backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> SoftmaxOutput:
-    """softmax(β·(s + bias)) over the last axis of raw scores s [..., Tq, Tk], with statistics of each row.
+    """softmax(β·(s + bias)) over the last axis of raw scores s, with statistics per row.
 
-    β broadcasts to [..., Tq], the mask (True: visible) and the bias to the scores. A bias at or below −1e4 hides its
-    key, and so does a score of −∞ or the lowest finite number. Weights have the dtype of the scores and are
-    differentiable in scores, β and bias; statistics are detached, as in `row_statistics`. A row that sees nothing gives
-    zeros and lse = −∞. `StatsRequest.rows` does not apply: all rows are measured.
+    Weights are differentiable in scores, β and bias. The fused kernel reads and writes the matrix once (twice for rows
+    of more than 8192 keys) and supports first derivatives only.
 
-    "auto" takes the fused kernel on CUDA and ROCm devices, where it can, and plain torch elsewhere. The kernel reads
-    and writes the matrix once (twice for rows of more than 8192 keys) and has first derivatives only.
+    Args:
+        scores: [..., Tq, Tk], raw scores. A score of −∞ or the lowest finite number hides its key.
+        beta: the temperature, a number or a tensor that broadcasts to [..., Tq].
+        mask: bool (True: visible), broadcasts to the scores.
+        bias: floating, broadcasts to the scores. A bias at or below −1e4 hides its key.
+        request: the statistics to compute. `StatsRequest.rows` does not apply: all rows are measured.
+        backend: "torch", "triton", or "auto": the fused kernel on CUDA and ROCm devices if it is usable, else torch.
 
-    >>> weights, stats = softmax(torch.tensor([[0.0, 0.0, -1.0]]), beta=2.0)
-    >>> weights
-    tensor([[0.4683, 0.4683, 0.0634]])
-    >>> stats.entropy, stats.visible
-    (tensor([0.8854]), tensor([3]))
+    Returns:
+        `SoftmaxOutput(weights, stats)`. A row without visible keys has zero weights and lse = −∞.
+
+    Raises:
+        ArgumentError: a shape, value or device is not accepted.
+        ArgumentTypeError: a type or dtype is not accepted.
+        BackendError: backend="triton" cannot compute this softmax.
+
+    Example:
+        >>> weights, stats = softmax(torch.tensor([[0.0, 0.0, -1.0]]), beta=2.0)
+        >>> weights
+        tensor([[0.4683, 0.4683, 0.0634]])
+        >>> stats.entropy, stats.visible
+        (tensor([0.8854]), tensor([3]))
     """
     request = checked_request(request)
     check_scores(scores, mask)
@@ -63,7 +85,7 @@ def softmax(
     if backend == "triton" and obstacle is not None:
         raise BackendError(f"backend='triton' cannot compute this softmax: {obstacle}")
     kernel = backend != "torch" and obstacle is None
-    if kernel and backend == "auto":  # on a device where the kernel was checked, and not in the interpreter
+    if kernel and backend == "auto":  # only compiled kernels that passed the self-check of this device
         kernel = not interpreting() and why_kernels_distrusted(scores.device, scores.dtype) is None
     return (_by_kernel if kernel else _by_torch)(scores, beta, mask, bias, request)
 
@@ -90,7 +112,7 @@ def _by_kernel(
     raw = scores.detach().to(torch.float32)
     raw = raw if bias is None else raw + bias.detach().to(torch.float32)
     seen = _seen(raw, mask, bias)
-    # The kernel has no Λ: that and n come from plain torch.
+    # The kernel computes neither Λ nor n.
     rest = StatsRequest(False, False, False, False, accumulation=request.accumulation, min_rank=request.min_rank)
     names = ("lse", "max_logit", "w_max", "entropy", "gap_counts")
     stats = row_statistics(raw, beta, seen, rest)._replace(**{name: getattr(found, name) for name in names})
@@ -98,7 +120,7 @@ def _by_kernel(
 
 
 def _seen(raw: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Which scores count, [..., Tq, Tk]; a NaN hides no key."""
+    """The visible scores, bool [..., Tq, Tk]. A NaN is visible."""
     seen = ~(raw.detach() < -FAR)
     if bias is not None:
         seen = seen & shown(bias.detach())
@@ -110,11 +132,11 @@ def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None) -> str | N
     if reason is not None:
         return reason
     derivative = other_derivative(scores, beta, bias)
-    return None if derivative is None else f"triton kernels have one backward pass, and no {derivative}"
+    return None if derivative is None else f"triton kernels have a first-order backward pass only, no {derivative}"
 
 
 def _checked_beta(beta: object, scores: Tensor) -> Tensor:
-    """β as a tensor that broadcasts to the rows, in fp32 or wider."""
+    """β as a tensor in fp32 or wider that broadcasts to the rows."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     if isinstance(beta, Tensor):
         _check_operand("beta", beta, scores, scores.shape[:-1])

@@ -1,1 +1,1 @@
-"""The workshop: what the repository itself runs, called by the Makefile from its root. None of it is in the wheel."""
+"""Repository tools, run from the root by the Makefile. Not part of the wheel."""

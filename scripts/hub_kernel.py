@@ -1,11 +1,11 @@
-"""Write the kernels as a repository of the HuggingFace Hub, which `kernels.get_kernel` can load.
+"""Write the kernels as a HuggingFace Hub repository, which `kernels.get_kernel` can load.
 
     python scripts/hub_kernel.py                 # into dist/hub-kernel
     python scripts/hub_kernel.py --output FOLDER
 
-The folder has the layout of kernel-builder: `build.toml`, the source in `torch-ext/` and the build in
-`build/torch-universal/`, where the package lies beside its `metadata.json`. Triton compiles at run time, so that the
-build is a copy.
+The folder has the kernel-builder layout: `build.toml`, the source in `torch-ext/`, and the build in
+`build/torch-universal/`, next to its `metadata.json`. Triton compiles at run time, so the build is a copy of the
+source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIANT = "torch-universal"
 
 
 def write(output: Path, source: Path = KERNELS) -> Path:
-    """Write the repository into a folder, in place of what an earlier build left there, and return the build."""
+    """Write the repository, replacing an earlier build, and return the build folder."""
     general = tomllib.loads((source / "build.toml").read_text(encoding="utf-8"))["general"]
     package = general["name"].replace("-", "_")
     build = output / "build" / VARIANT
@@ -42,7 +42,7 @@ def write(output: Path, source: Path = KERNELS) -> Path:
 
 
 def _metadata(general: dict[str, Any], build: Path) -> dict[str, Any]:
-    """What the loader reads. The id is the name that the package gets in a process, so it differs between builds."""
+    """Return the loader metadata. The id becomes the package name in a process, so it differs between builds."""
     digest = hashlib.sha256()
     for path in sorted(build.rglob("*")):
         if path.is_file():
@@ -55,12 +55,12 @@ def _metadata(general: dict[str, Any], build: Path) -> dict[str, Any]:
         "license": general["license"],
         "upstream": general["upstream"],
         "python-depends": [],
-        "backend": {"type": general["backends"][0]},  # the format has no word for all of them
+        "backend": {"type": general["backends"][0]},  # the format allows a single backend
     }
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=KERNELS.parent / "dist" / "hub-kernel")
     print(f"wrote {write(parser.parse_args().output)}")

@@ -1,11 +1,11 @@
-"""Host time of the kernels' operators, as multiples of that of torch's attention.
+"""Host time of the kernels' operators relative to torch's attention.
 
     python scripts/launch_cost.py
 
-There need be no GPU: kernels are compiled for sm_90, and what would hand them to a driver does nothing. Tensors are
-small and on the CPU, so that torch's attention costs little but its host side. Rounds are interleaved, of processor
-time, and the least of each is taken: a busy machine only adds. The ratios are what counts; those of calls that autograd
-records are to torch's attention so recorded.
+No GPU is needed: kernels are compiled for sm_90, and a stub driver discards the launches. Tensors are small and on the
+CPU, so torch's attention costs little beyond its host side. The cases are interleaved, and the minimum processor time
+of each is reported, as other load only adds time. Only the ratios are meaningful. Calls recorded by autograd are
+compared with torch's attention recorded by autograd.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BASE = "torch's attention"
 
 
 class Utils:
-    """What triton asks of a driver when it loads a kernel."""
+    """The driver functions that Triton needs to load a kernel."""
 
     def load_binary(self, *_: object) -> tuple[int, int, int, int, int]:
         return 1, 1, 0, 0, 1024
@@ -43,7 +43,7 @@ class Utils:
 
 
 class Driver:
-    """An H100 that nothing reaches."""
+    """A stub driver that reports an H100 and discards launches."""
 
     utils = Utils()
 
@@ -61,7 +61,10 @@ class Driver:
 
 
 def cases() -> dict[str, tuple[Resources, Callable[[], Any]]]:
-    """What is measured, by name, and as for which device; what comes after torch's attention is compared with it."""
+    """Return the measured calls by name, with the resources assumed for each.
+
+    A `BASE` entry is the baseline of the entries after it.
+    """
     q, k = (torch.randn(1, 2, 4, 64, dtype=torch.bfloat16) for _ in range(2))
     row = q[:, :, :1]
     leaves = [x.clone().requires_grad_() for x in (q, k)]
@@ -70,7 +73,7 @@ def cases() -> dict[str, tuple[Resources, Callable[[], Any]]]:
     with assuming(SM_80):
         (launch,), _ = forward_launches(q, k, k, beta, causal, scale=0.125)
     long = torch.zeros(1, 2, 4096, 64, dtype=torch.bfloat16)
-    # Each of another length, as where a token is added at every step.
+    # Growing caches, as in generation.
     caches = itertools.cycle([(long[:, :, :n].clone(), Visibility(slot=n - 1, right=0)) for n in range(4000, 4096)])
 
     def growing() -> Any:
@@ -100,7 +103,7 @@ def main() -> None:
     least = dict.fromkeys(given, float("inf"))
     for resources, call in given.values():
         with assuming(resources):
-            call(), call()  # compile, then know it
+            call(), call()  # compile, then fill the launch cache
     for name, (resources, call) in [*given.items()] * ROUNDS:
         with assuming(resources):
             start = time.thread_time()

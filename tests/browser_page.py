@@ -1,4 +1,4 @@
-"""A page opened in chromium without a window, and what the browser has made of it."""
+"""A page opened in headless chromium, and its resulting DOM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed"
 
 
 class Dom(HTMLParser):
-    """What a browser has made of a page: elements with attributes, and the text inside those with an id."""
+    """The DOM of a rendered page: elements with attributes, and the text of those with an id."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Dom(HTMLParser):
 
 
 def opened(folder: Path, html: str, fragment: str = "", program: str = "", width: int = 1400) -> Dom:
-    """The DOM of a page, kept in the folder; an error in the page or its console fails the test."""
+    """The DOM of a page; an error in the page or its console fails the test."""
     path = folder / "page.html"
     path.write_text(html.replace("</body>", f"<script>{program}</script></body>"), encoding="utf-8")
     options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
@@ -71,7 +71,7 @@ def opened(folder: Path, html: str, fragment: str = "", program: str = "", width
     return dom
 
 
-# Waits for the page to draw what an action asks for, notes what it shows, and leaves the notes in the page.
+# Wait for the effect of each action, record what is shown, and store the records in the page.
 NOTES = """
 const notes = [], later = () => new Promise((done) => setTimeout(done, 0));
 async function after(act) {

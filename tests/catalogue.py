@@ -1,4 +1,4 @@
-"""Keyword arguments with which every policy there is can be built, for tests that go through all of them."""
+"""Keyword arguments for building every policy, for tests over all policies."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ BY_LENGTH = FIXED + LEARNED + MIXED
 
 
 def build(name: str) -> Policy:
-    """The policy of that name with the arguments of the catalogue."""
+    """Build a policy by name with the arguments of the catalogue."""
     return build_policy(name, **ARGUMENTS[name])
 
 
 def temperature(policy: Policy, n: int | Tensor) -> Tensor:
-    """β, with queries of ones for a policy that reads them, and H = Λ = ln n for one that reads scores."""
+    """β, with queries of ones for policies that read queries, and H = Λ = ln n for those that read scores."""
     if policy.name in ADAPTIVE:
         visible = torch.as_tensor(n).clamp(min=2)
         scale = visible.log()

@@ -1,8 +1,8 @@
-"""Triton's interpreter with its bfloat16 put right and some assembly, and one that fuses products into sums as a GPU.
+"""Triton's interpreter with correct bfloat16 and some inline assembly, and a variant with fused multiply-add.
 
-The interpreter of triton 3.7 keeps bfloat16 as 16-bit integers. It casts to it by cutting bits off, and everything
-else — products of matrices too — works on those integers as if they were the numbers. Here bfloat16 is widened to
-float32, worked on, and rounded to nearest even: what a GPU does.
+The interpreter of triton 3.7 stores bfloat16 as 16-bit integers. It truncates when casting, and all operations,
+including matrix products, work on these integers as if they were the numbers. Here bfloat16 is widened to float32,
+computed, and rounded to nearest even, as on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = np.ndarray
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Inside, kernels that are interpreted compute with bfloat16 as it is meant, and assembly is executed."""
+    """Context: interpreted kernels compute bfloat16 correctly and execute inline assembly."""
     methods = {
         "binary_op": _binary_op,
         "ternary_op": _ternary_op,
@@ -40,9 +40,9 @@ def corrected() -> Iterator[None]:
 
 @contextmanager
 def fused() -> Iterator[None]:
-    """Inside, a product that goes into a sum or a difference is not rounded before: x·y ± z as compilers contract it.
+    """Context: products that feed a sum or a difference are not rounded first, as in contracted x·y ± z.
 
-    What holds only because both sides of a difference were rounded alike does not hold on a GPU.
+    Code must not rely on both sides of a difference being rounded alike.
     """
     methods = {
         "create_fmul": _product,
@@ -54,19 +54,19 @@ def fused() -> Iterator[None]:
 
 
 def to_bf16(x: Array) -> Array:
-    """The bits of float32 numbers rounded to the nearest bfloat16, ties to even."""
+    """Round float32 numbers to the nearest bfloat16, ties to even, and return the bits."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
 def from_bf16(bits: Array) -> Array:
-    """The float32 numbers that bfloat16 bits stand for."""
+    """Return the float32 numbers of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _is_bf16(handle: TensorHandle) -> bool:
-    # A comparison keeps the dtype of what it compared and holds bools.
+    # A comparison result keeps the dtype of its operands and holds bools.
     return handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16
 
 
@@ -92,7 +92,7 @@ def _binary_op(builder: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle
 def _ternary_op(
     builder: InterpreterBuilder, first: TensorHandle, second: TensorHandle, third: TensorHandle, op: Callable
 ) -> TensorHandle:
-    if op is np.where or not _is_bf16(third):  # a choice between bits is a choice between numbers
+    if op is np.where or not _is_bf16(third):  # selecting bits selects numbers
         return _own["ternary_op"](builder, first, second, third, op)
     return _narrow(_own["ternary_op"](builder, _wide(first), _wide(second), _wide(third), op))
 

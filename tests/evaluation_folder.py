@@ -1,7 +1,7 @@
-"""A folder as `attnscale evaluate` leaves it, with made-up numbers that follow a plausible law.
+"""A folder as written by `attnscale evaluate`, with synthetic numbers that follow a plausible law.
 
-Recall is a rising function of r = β/Λ of one head, and Λ grows with the length; β above 1 costs bits per byte. So what
-the page should say is known beforehand.
+Recall is an increasing function of r = β/Λ of one head, and Λ grows with the length; β above 1 costs bits per byte. The
+expected content of the page is therefore known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADS = (
     "task,model,policy,length,layer,head,rows,visible,beta,w_max,entropy,accumulation_2,accumulation_8,accumulation_16,"
     "accumulation_2_without_first,accumulation_8_without_first,accumulation_16_without_first,criticality"
 )
-BEST = ("model.layers.1.self_attn", 2)  # the head that retrieves
+BEST = ("model.layers.1.self_attn", 2)  # the retrieval head
 
 
 def write_folder(
@@ -40,7 +40,7 @@ def write_folder(
     policies: Iterable[str] = tuple(LAWS),
     argmax: bool = False,
 ) -> Path:
-    """`gain` scales what a law changes in retrieval, `cost` in prose; `width` is half a 95 % interval."""
+    """`gain` scales the effect of a law on retrieval, `cost` on prose; `width` is half of a 95 % interval."""
     path.mkdir(parents=True, exist_ok=True)
     models, tasks, policies = tuple(models), tuple(tasks), (*policies, *(["argmax"] if argmax else []))
     noise, results, heads, costs = random.Random(0), [], [], []
@@ -76,7 +76,7 @@ def accumulation(length: int) -> float:
 
 
 def recall(policy: str, length: int, gain: float, model: str) -> float:
-    """A rising function of r, the same for all lengths; the seeds differ a little."""
+    """An increasing function of r, the same for all lengths, with small differences between seeds."""
     effective = 1 + gain * (beta(policy, length) - 1)
     shift = {"seed1": 0.03}.get(model, 0.0)
     return 0.96 / (1 + (effective / accumulation(length)) ** -4) - shift
@@ -120,7 +120,7 @@ def head_rows(task: str, model: str, policy: str, length: int, noise: random.Ran
             entropy = (1 - w_max) * math.log(length)
             ranks = (1.2 * scale, scale, 0.9 * scale)
             numbers = (256, length, beta(policy, length), w_max, entropy, *ranks, *ranks)
-            # β of argmax is no number of a law: it has no criticality.
+            # argmax has no finite β and therefore no criticality.
             yield (task, model, policy, length, layer, head, *numbers, "" if policy == "argmax" else r)
 
 

@@ -1,4 +1,4 @@
-"""Families of score rows: what attention meets, and what breaks a careless formula."""
+"""Families of score rows: typical ones, and numerically difficult ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = ("gaussian", "clustered", "heavy_tailed", "constant", "ties", "one_key",
 
 
 def rows(name: str, count: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Scores [count, keys] in fp64 and which of them are visible."""
+    """Scores [count, keys] in fp64 and their visibility."""
     g = torch.Generator().manual_seed(seed)
     scores = torch.randn(count, keys, generator=g, dtype=torch.float64)
     visible = torch.ones(count, keys, dtype=torch.bool)

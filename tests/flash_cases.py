@@ -1,7 +1,7 @@
-"""Cases for the flash kernels: inputs, attention written out in fp64, and how large an error may be.
+"""Cases for the flash kernels: inputs, naive attention in fp64, and error budgets.
 
-A kernel may err twice as much as torch does with the same dtype on logits as sharp, plus one rounding. Torch is its
-own SDPA where that has the feature, and attention written out elsewhere. Errors are root mean squares, as in oracle.py.
+A kernel may have twice the error of torch in the same dtype on equally sharp logits, plus one rounding. Torch means its
+SDPA where it supports the feature, and naive attention otherwise. Errors are root mean squares, as in oracle.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from attnscale_kernels.visibility import Visibility
 TILE = Tile(64, 64, 4, 1)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP32_ROUNDING = torch.finfo(torch.float32).eps
-NATS = 4e-6  # the budget of a statistic, and 16 roundings of the largest logit
-GUARD = 96  # elements of NaN around a tensor: more than a tile can miss a row's end by
+NATS = 4e-6  # budget of a statistic, and 16 roundings of the largest logit
+GUARD = 96  # NaN elements around a tensor, more than a tile can overrun a row
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, in the words that the matrix of tests is written in."""
+    """One call, in the vocabulary of the test matrix."""
 
     sees: str = "causal"
     queries: int = 65
@@ -52,7 +52,7 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        """What differs from the plain case."""
+        """The differences from the plain case."""
         plain = Case()
         told = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         words = [str(told.pop("sees", self.sees))]
@@ -60,11 +60,11 @@ class Case:
 
 
 class Seen(NamedTuple):
-    """A rule of visibility as kernels take it, and as a plain table."""
+    """A visibility rule as kernel argument and as a dense table."""
 
     visibility: Visibility
     table: Tensor  # [B|1, H|1, Tq, Tk], bool
-    bias: Tensor | None = None  # [B|1, H|1, Tq, Tk], finite, 0 where the table hides
+    bias: Tensor | None = None  # [B|1, H|1, Tq, Tk], finite, 0 for hidden keys
 
 
 @dataclass
@@ -82,11 +82,11 @@ class Inputs:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    kept: Tensor | None = None  # [B, H, Tq, Tk], bool: what dropout leaves
+    kept: Tensor | None = None  # [B, H, Tq, Tk], bool: weights kept by dropout
 
     @property
     def options(self) -> dict:
-        """What forward and backward are both called with."""
+        """Keyword arguments common to forward and backward."""
         return {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -97,7 +97,7 @@ class Inputs:
 
 
 def inputs_of(case: Case) -> Inputs:
-    """Random inputs with NaN around them, so that a kernel that reads beyond them shows it."""
+    """Random inputs surrounded by NaN, so that out-of-bounds reads show."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -126,24 +126,24 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def guarded(x: Tensor, around: float = math.nan) -> Tensor:
-    """A contiguous copy in the middle of memory that holds NaN."""
+    """A contiguous copy in the middle of memory filled with NaN."""
     buffer = torch.full((x.numel() + 2 * GUARD,), around, dtype=x.dtype)
     inner = buffer[GUARD : GUARD + x.numel()].view(x.shape)
     inner.copy_(x)
     return inner
 
 
-# Rules of visibility, each from its plain words.
+# Visibility rules, each from its definition.
 
 
 def _places(queries: int, keys: int, slot: int | None = None) -> tuple[Tensor, Tensor]:
-    """The slot of each row, the last one's being that of the last key where not told; and that of each key."""
+    """The slot of each row, by default aligned at the last key, and of each key."""
     slot = keys - queries if slot is None else slot
     return (slot + torch.arange(queries))[:, None], torch.arange(keys)[None, :]
 
 
 def _moving(left: int | None, right: int | None, slot: int | None = None) -> Callable[..., Seen]:
-    """Every row sees so many keys before its own slot and after it."""
+    """Every row sees a fixed number of keys before and after its own slot."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         own, other = _places(queries, keys, slot)
@@ -159,7 +159,7 @@ def _moving(left: int | None, right: int | None, slot: int | None = None) -> Cal
 
 
 def _padded(side: str, right: int | None) -> Callable[..., Seen]:
-    """Sequence b has 3 + 7·b hidden keys at one side, or all of them."""
+    """Sequence b has 3 + 7·b hidden keys on one side, or all keys hidden."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         count = 3 + 7 * torch.arange(batch)[:, None]
@@ -173,7 +173,7 @@ def _padded(side: str, right: int | None) -> Callable[..., Seen]:
 
 
 def _bounded(kind: str) -> Callable[..., Seen]:
-    """Intervals from tensors: packed documents, causal inside; whole; any intervals; a share of the keys each."""
+    """Intervals from tensors: packed causal documents, everything, arbitrary intervals, or a share of the keys each."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         own, other = _places(queries, keys)
@@ -197,7 +197,7 @@ def _bounded(kind: str) -> Callable[..., Seen]:
 
 
 def _chosen(per: str) -> Callable[..., Seen]:
-    """A bool mask with holes; a few rows see nothing."""
+    """A bool mask with hidden keys; a few rows see nothing."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         shape = {"batch": (batch, 1), "head": (1, heads), "both": (batch, heads)}[per]
@@ -209,7 +209,7 @@ def _chosen(per: str) -> Callable[..., Seen]:
 
 
 def _biased(per: str, hidden: float | None = None, dtype: torch.dtype = torch.float32) -> Callable[..., Seen]:
-    """A mask that is added, in places large enough to hide."""
+    """An additive mask, in places low enough to hide keys."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         shape = {"all": (1, 1), "head": (1, heads), "both": (batch, heads)}[per]
@@ -224,7 +224,7 @@ def _biased(per: str, hidden: float | None = None, dtype: torch.dtype = torch.fl
 
 
 def _combined(*rules: Callable[..., Seen]) -> Callable[..., Seen]:
-    """Seen only where every rule sees."""
+    """Visible only where every rule allows it."""
 
     def rule(batch: int, heads: int, queries: int, keys: int, generator: torch.Generator) -> Seen:
         whole = None
@@ -304,7 +304,7 @@ def _any_sign(beta: Tensor) -> Tensor:
     return 2 * beta * (torch.arange(beta.shape[-1]) % 3 != 1)
 
 
-# Dropout, as the kernels draw it.
+# Dropout with the random numbers of the kernels.
 
 
 @triton.jit
@@ -329,7 +329,7 @@ def draws(
     block: tuple[int, int] = (256, 256),
     by_slot: bool = False,
 ) -> Tensor:
-    """Which weights [B, H, Tq, Tk] dropout keeps."""
+    """The weights [B, H, Tq, Tk] that dropout keeps."""
     batch, heads, queries, keys = shape
     kept = torch.full(shape, 7, dtype=torch.uint8)
     grid = (batch * heads, triton.cdiv(queries, block[0]), triton.cdiv(keys, block[1]))
@@ -342,7 +342,7 @@ def draws(
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN, counts the least int, also on both sides: what is left out or written too much shows."""
+    """Context: new memory and its surroundings hold NaN, or the least int, so that missing and stray writes show."""
     buffers: list[Tensor] = []
 
     def poison(x: Tensor) -> Tensor:
@@ -370,14 +370,14 @@ def poisoned() -> Iterator[None]:
 
 
 def forward(x: Inputs, tile: Tile | None = TILE, *, winner: bool = False) -> Forward:
-    """`flash_forward` with all statistics but the winner, which is on request."""
+    """`flash_forward` with all statistics except the winner, which is optional."""
     options = {**x.options, "entropy": True, "winner": winner, "tile": tile}
     with poisoned():
         return flash_forward(x.q, x.k, x.v, x.beta, x.seen.visibility, **options)
 
 
 def backward(x: Inputs, result: Forward, query_tile: Tile | None = TILE, key_tile: Tile | None = TILE) -> Backward:
-    """`flash_backward` with all that it can tell."""
+    """`flash_backward` with all gradients."""
     with poisoned():
         return flash_backward(
             x.gradient, x.q, x.k, x.v, x.beta, x.seen.visibility, result.out, result.lse, **x.options,
@@ -385,7 +385,7 @@ def backward(x: Inputs, result: Forward, query_tile: Tile | None = TILE, key_til
         )  # fmt: skip
 
 
-# Attention written out.
+# Naive attention.
 
 STATISTICS = ("lse", "max_logit", "entropy")
 GRADIENTS = {
@@ -398,7 +398,7 @@ GRADIENTS = {
 
 
 def written_out(x: Inputs, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Output, statistics and gradients of attention with all scores at once, in the dtype."""
+    """Output, statistics and gradients of naive attention in the given dtype."""
     group = x.q.shape[1] // x.k.shape[1]
     q, k, v, beta = (t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v, x.beta.expand(x.q.shape[:3])))
     wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -438,10 +438,10 @@ def _found(gradient: Tensor | None, leaf: Tensor) -> Tensor:
 
 
 def _roundings(x: Inputs, true: dict[str, Tensor], weights: Tensor, k: Tensor, scores: Tensor) -> dict[str, Tensor]:
-    """What roundings that no backward can avoid do to gradients, as root mean squares.
+    """The effect of unavoidable roundings on gradients, as root mean squares.
 
-    Logits and lse are fp32, so weights and the differences dP − Δ of a row err by a rounding of its largest logit. And
-    Δ = ⟨dO, O⟩ is of an output that was rounded to its dtype; torch's fused kernels have both.
+    Logits and lse are fp32, so the weights and the differences dP − Δ of a row have an error of one rounding of its
+    largest logit. Δ = ⟨dO, O⟩ uses an output rounded to its dtype. torch's fused kernels have both errors.
     """
     heads, group = weights.shape[1], weights.shape[1] // x.k.shape[1]
     v, gradient, out = x.v.double().repeat_interleave(group, 1), x.gradient.double(), true["out"]
@@ -470,7 +470,7 @@ def _roundings(x: Inputs, true: dict[str, Tensor], weights: Tensor, k: Tensor, s
 
 
 def torch_errors(x: Inputs, true: dict[str, Tensor]) -> dict[str, float]:
-    """Errors that torch makes in this dtype on logits as sharp as these, against fp64 on the same numbers."""
+    """Errors of torch in this dtype on equally sharp logits, against fp64 on the same numbers."""
     own = written_out(x, x.q.dtype)
     errors = {name: size(own[name].double() - true[name]) for name in ("out", *GRADIENTS) if name in own}
     if x.softcap is None and x.sinks is None and x.kept is None and x.k.shape[2]:
@@ -479,7 +479,7 @@ def torch_errors(x: Inputs, true: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _sdpa_errors(x: Inputs) -> dict[str, float]:
-    """Of torch's SDPA with β·q, rounded, as its query; rows that see nothing see everything here."""
+    """Errors of torch's SDPA with the rounded β·q as query; rows without visible keys see everything here."""
     beta = x.beta.double().expand(x.q.shape[:3])
     sharp = (x.q.double() * beta[..., None]).to(x.q.dtype)
     table = x.seen.table | ~x.seen.table.any(-1, keepdim=True)
@@ -507,7 +507,7 @@ def size(x: Tensor) -> float:
 
 
 def assert_as_good_as_torch(x: Inputs, got: dict[str, Tensor], true: dict[str, Tensor]) -> None:
-    """Each result errs at most twice as much as torch, plus one rounding of it and of what it is made from."""
+    """Each error is at most twice that of torch, plus one rounding of the result and of its inputs."""
     own = torch_errors(x, true)
     for name, value in got.items():
         assert value.shape == true[name].shape, f"{name} has the shape {tuple(value.shape)}"
@@ -523,7 +523,7 @@ def assert_as_good_as_torch(x: Inputs, got: dict[str, Tensor], true: dict[str, T
 
 
 def assert_statistics(got: Forward, true: dict[str, Tensor]) -> None:
-    """Every statistic within 1e-5, and of logits within a few roundings of the largest; −∞ where nothing is seen."""
+    """Statistics are within 1e-5 and a few roundings of the largest logit; −∞ for rows without visible keys."""
     largest = true["max_logit"].masked_fill(true["max_logit"].isinf(), 0.0).abs().max() if got.lse.numel() else 0.0
     for name in STATISTICS:
         value, expected = getattr(got, name).double(), true[name]
@@ -536,14 +536,14 @@ def assert_statistics(got: Forward, true: dict[str, Tensor]) -> None:
 
 
 def assert_forward(x: Inputs, got: Forward) -> None:
-    """Output and statistics are those of attention written out in fp64."""
+    """Output and statistics match naive attention in fp64."""
     true = written_out(x)
     assert_statistics(got, true)
     assert_as_good_as_torch(x, {"out": got.out}, true)
 
 
 def assert_backward(x: Inputs, query_tile: Tile | None = TILE, key_tile: Tile | None = TILE) -> None:
-    """Gradients are those of attention written out in fp64, which also gives the output and lse they begin from."""
+    """Gradients match naive attention in fp64, which also provides the output and lse of the forward pass."""
     true = written_out(x)
     got = gradients(backward(x, exact_forward(x, true), query_tile, key_tile))
     assert ("dsinks" in got) == (x.sinks is not None)
@@ -551,17 +551,17 @@ def assert_backward(x: Inputs, query_tile: Tile | None = TILE, key_tile: Tile | 
 
 
 def exact_forward(x: Inputs, true: dict[str, Tensor]) -> Forward:
-    """What a forward that only rounds its results would give."""
+    """The result of a forward pass that rounds only its results."""
     out, lse = guarded(true["out"].to(x.q.dtype)), guarded(true["lse"].float())
     return Forward(out, lse, true["max_logit"].float(), None)
 
 
 def gradients(got: Backward) -> dict[str, Tensor]:
-    """Everything that a backward gives, by the names used here."""
+    """All results of a backward pass, by the names used here."""
     results = {name: getattr(got, field) for name, field in GRADIENTS.items()}
     return {name: value for name, value in results.items() if value is not None}
 
 
 def rows_of(got: Forward) -> dict[str, Tensor]:
-    """Everything that a forward gives."""
+    """All results of a forward pass."""
     return {name: value for name, value in got._asdict().items() if value is not None}

@@ -1,4 +1,4 @@
-"""A zoo of transformers models: for each type a small one with random weights, and what it is given to read."""
+"""A small transformers model with random weights for each model type, and inputs for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import attnscale
 import attnscale.hf
 
-# 3-57: no special token and no image.
+# 3-57: no special or image tokens.
 TOKENS = torch.randint(3, 58, (2, 11), generator=torch.Generator().manual_seed(5))
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -38,7 +38,7 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
-# Routers that compute in fp32 would hide how exact attention is in fp64: these types get dense layers only.
+# Routers compute in fp32 and would hide the fp64 accuracy of attention: these types get dense layers only.
 _DENSE = _EXPERTS | {
     "n_shared_experts": 1,
     "n_group": 1,
@@ -98,7 +98,7 @@ _SPEECH = {
 }
 _THREE_ROTARY_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 
-# Each row: what the type adds to the settings of its family.
+# Each row: settings of the type in addition to those of its family.
 _DECODERS: dict[str, dict[str, Any]] = {
     "afmoe": _DENSE | _HEAD | _WINDOW,
     "apertus": {},
@@ -270,10 +270,10 @@ _TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Stock attention of these is eager: torch's has neither softcap nor sinks, or transformers does not offer it.
+# Stock attention is eager for these types: torch's SDPA lacks softcap or sinks, or transformers does not offer it.
 EAGER = frozenset({"gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash", "nllb-moe", "t5gemma", "vaultgemma"})
 
-# What `apply` has to be told: half of MiniMax's layers are linear attention, three types scale already.
+# Arguments of `apply`: half of MiniMax's layers are linear attention, and three types already scale by length.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"on_existing": "compose"},
     "llama4_text": {"on_existing": "compose"},
@@ -281,13 +281,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": {"on_existing": "compose"},
 }
 
-# Parts of these that are not attention compute in fp32: rotation by complex numbers, the decay of linear attention.
+# Non-attention parts of these types compute in fp32: complex rotations, the decay of linear attention.
 _ROUNDS = frozenset({"deepseek_v2", "minimax"})
 
 
 @dataclass(frozen=True)
 class Species:
-    """A model type: its auto class, its settings, and what `apply` has to be told beside the policy."""
+    """A model type: its auto class, its settings, and additional arguments of `apply`."""
 
     name: str
     family: str
@@ -297,11 +297,11 @@ class Species:
 
     @property
     def tolerance(self) -> float:
-        """How near to each other the logits of a token are that was computed in two ways."""
+        """Tolerance between the logits of a token computed in two ways."""
         return 1e-5 if self.name in _ROUNDS else 1e-9
 
     def build(self) -> nn.Module:
-        """A fresh one, always with the same weights, in fp64 and evaluation mode."""
+        """Build a model with fixed weights, in fp64 and evaluation mode."""
         return copy.deepcopy(_built(self.name))
 
 
@@ -336,19 +336,19 @@ def _built(name: str) -> nn.Module:
     species = ZOO[name]
     config = transformers.AutoConfig.for_model(name, **copy.deepcopy(dict(species.settings)))
     torch.manual_seed(0)
-    # The other implementations of experts know no fp64.
+    # The other expert implementations do not support fp64.
     options = {"dtype": torch.float64, "experts_implementation": "eager"}
     model = getattr(transformers, species.auto).from_config(config, **options).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            # Large enough that attention is not flat. What has no gradient is a table of sinusoids.
+            # Large weights, so that attention is not flat. Parameters without a gradient are sinusoid tables.
             if parameter.requires_grad and (parameter.ndim > 1 or "sinks" in path):
                 parameter.normal_(0, 0.3)
     return model
 
 
 def reading(model: nn.Module) -> dict[str, Tensor]:
-    """Inputs for two rows of whatever a model reads: tokens, pixels, a waveform or a spectrogram."""
+    """Inputs of two rows for any model: tokens, pixels, a waveform or a spectrogram."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     shapes = {"pixel_values": (2, 3, 12, 12), "input_values": (2, 64), "input_features": (2, 8, 20)}
     name = model.main_input_name
@@ -357,19 +357,19 @@ def reading(model: nn.Module) -> dict[str, Tensor]:
 
 
 def left_padding() -> dict[str, Tensor]:
-    """A mask for `TOKENS` that hides the first four of the second row."""
+    """A mask for `TOKENS` that hides the first four tokens of the second row."""
     mask = torch.ones_like(TOKENS)
     mask[1, :4] = 0
     return {"attention_mask": mask}
 
 
 def answer(model: nn.Module, **inputs: Tensor) -> Tensor:
-    """Its logits [B, T, V], or its last hidden states where it has none, without gradients."""
+    """Logits [B, T, V], or the last hidden states if there are none, without gradients."""
     with torch.no_grad():
         output = model(**inputs)
     return output.logits if "logits" in output else output.last_hidden_state
 
 
 def apply_log(model: nn.Module) -> attnscale.hf.Handle:
-    """Give a model of the zoo a temperature that grows with the logarithm of n, and is 1 at four keys."""
+    """Apply a temperature proportional to ln n, with β = 1 at four keys."""
     return attnscale.hf.apply(model, "log", reference_length=4, **ZOO[model.config.model_type].options)

@@ -1,7 +1,7 @@
-"""The few instructions of PTX that kernels are written in, executed: triton's interpreter has no assembly.
+"""Execution of the few PTX instructions used by the kernels; Triton's interpreter does not support inline assembly.
 
-Of a text for two numbers at once, as `tl.inline_asm_elementwise` takes it: `$0, $1` are the results, then come two
-numbers of each argument. A register of 64 bits is the two arrays of fp32 that are packed into it.
+The text is that of `tl.inline_asm_elementwise` for two numbers at once: `$0, $1` are the results, followed by two
+numbers per argument. A 64-bit register is the pair of fp32 arrays packed into it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSTRUCTIONS: dict[str, Callable[..., Array]] = {
 
 
 class Results:
-    """What triton takes the results of an operation from."""
+    """The result object that Triton expects from an operation."""
 
     def __init__(self, *handles: TensorHandle) -> None:
         self.handles = handles
@@ -41,7 +41,7 @@ def create_inline_asm(
     pure: bool,
     pack: int,
 ) -> Results:
-    """The method of the interpreter's builder that is not implemented there; all numbers are fp32."""
+    """The method missing in the interpreter's builder; all numbers are fp32."""
     if pack != 2 or any(value.data.dtype != np.float32 for value in values):
         raise NotImplementedError(f"assembly for {pack} numbers of {[value.dtype for value in values]}")
     if constraints != ",".join(["=r"] * 2 + ["r"] * 2 * len(values)):
@@ -52,7 +52,7 @@ def create_inline_asm(
 
 
 def execute(text: str, numbers: list[Array]) -> tuple[Array, Array]:
-    """`$0` and `$1` after a text whose other operands are `numbers`."""
+    """Return `$0` and `$1` after executing a text with the operands `numbers`."""
     held = {f"${index + 2}": number for index, number in enumerate(numbers)}
     packed: dict[str, tuple[Array, ...]] = {}
     for statement in filter(

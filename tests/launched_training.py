@@ -1,4 +1,4 @@
-"""A HuggingFace Trainer with a monitor's callback, in one process or in the two that `accelerate launch` starts."""
+"""A HuggingFace Trainer with a monitor callback, in one process or in two started by `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ STEPS = 2
 
 
 def train(batch: int, rotation: str | None = None) -> dict[str, Any]:
-    """Two steps: what was learned and logged, and the rows that the reports are of.
+    """Train two steps; return the result, the logs, and the rows of the records.
 
-    Every process takes as many sequences in a step as `batch` says; with a `rotation`, two processes share them.
+    Every process takes `batch` sequences per step; with a `rotation`, two processes share them.
     """
     model = llama().float().train()
     handle = attnscale.hf.apply(model, {"name": "ssmax", "reference_length": 8}, override=True)
@@ -39,8 +39,8 @@ def train(batch: int, rotation: str | None = None) -> dict[str, Any]:
             max_grad_norm=0.0, **options,
         )  # fmt: skip
         if rotation is not None:
-            # accelerate has FSDP, and with it a ParallelismConfig, for a list of kinds of devices that the CPU is not
-            # in (AcceleratorState). Another kind here passes that one check; nothing after it needs a GPU.
+            # accelerate allows FSDP, and with it a ParallelismConfig, for a list of device types without CPU
+            # (AcceleratorState). Another type passes this check; nothing after it needs a GPU.
             PartialState().distributed_type = DistributedType.MULTI_GPU
         data = [{"input_ids": row, "labels": row} for row in tokens]
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
@@ -61,7 +61,7 @@ def train(batch: int, rotation: str | None = None) -> dict[str, Any]:
 
 
 def split_sequences(rotation: str) -> dict[str, Any]:
-    """What `TrainingArguments` are told to split sequences over two processes."""
+    """`TrainingArguments` that split sequences over two processes."""
     handler = TorchContextParallelConfig(cp_comm_strategy=rotation)
     return {"fsdp": True, "parallelism_config": ParallelismConfig(cp_size=2, cp_handler=handler)}
 

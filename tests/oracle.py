@@ -1,4 +1,4 @@
-"""What tests compare with: fp64 on the same quantised inputs, and the error torch's own attention makes."""
+"""Reference results for tests: fp64 on the same quantised inputs, and the error of torch's own attention."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, size: float = 1.0, **arguments: objec
 def torch_error(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | float, visible: Tensor | None, *, gqa: bool = False
 ) -> dict[str, float]:
-    """The error of torch's SDPA itself on logits as sharp as these: β·q, rounded, is its exact input.
+    """The error of torch's SDPA on equally sharp logits, with the rounded β·q as its exact input.
 
-    The query's gradient is multiplied by β, as the chain rule has it.
+    The gradient of the query is multiplied by β, by the chain rule.
     """
     factor = torch.as_tensor(beta, dtype=torch.float64)[..., None]
     sharp = (q.double() * factor).to(q.dtype)
@@ -62,7 +62,7 @@ def torch_error(
 
 
 def worst_row(x: Tensor) -> float:
-    """The largest root mean square over the last axis; a single element's error would be luck."""
+    """The largest root mean square over the last axis; the error of a single element would be arbitrary."""
     return x.square().mean(-1).sqrt().amax().item() if x.numel() else 0.0
 
 
@@ -76,7 +76,7 @@ def assert_within_budget(
 ) -> None:
     """The error of the worst row is at most `times` that of torch's worst row, plus one rounding of the result.
 
-    fp64 is the oracle's own precision, so that there the two only have to agree.
+    fp64 is the precision of the oracle itself, so there the two only have to agree.
     """
     for name, value in got.items():
         assert torch.isfinite(value).all(), f"{name} is not finite"
@@ -101,7 +101,7 @@ def visibility(
     documents: tuple[int, ...] | None = None,
     padding: tuple[bool, ...] | None = None,
 ) -> Tensor:
-    """Which key each row may see, [Tq, Tk], decided one pair at a time from the plain words of the rules."""
+    """The visible keys of each row, [Tq, Tk], decided pair by pair from the definitions of the rules."""
     table = torch.zeros(queries, keys, dtype=torch.bool)
     for row in range(queries):
         own = offset + row
@@ -115,7 +115,7 @@ def visibility(
 
 
 def additive(visible: Tensor, hidden: float = -math.inf) -> Tensor:
-    """A bool mask as one that is added."""
+    """A bool mask as an additive one."""
     return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, hidden)
 
 

@@ -1,8 +1,8 @@
-"""A second device on a machine that has none: for tests of where tensors are, in a process of their own.
+"""A simulated second device, for tests of tensor placement in a separate process.
 
-Its tensors hold ordinary ones and compute with them, but say that they are on `other:0`, and refuse to meet a tensor of
-the CPU as those of a GPU do. What has the host wait for the device is noted. To `register` it is for the whole process,
-which then has an accelerator: never in that of the tests.
+Its tensors wrap CPU tensors but report the device `other:0`, and raise when combined with a CPU tensor, as GPU tensors
+do. Synchronising operations are recorded. `register` affects the whole process, which then has an accelerator, so it
+must not be called in the test process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-# Operators whose result the host needs to go on; `bincount` asks for the largest.
+# Synchronising operators; `bincount` needs the maximum.
 WAITING = {
     f"aten::{name}"
     for name in ("_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select", "nonzero", "unique")
@@ -76,20 +76,20 @@ def _empty_strided(size: list[int], stride: list[int], dtype: torch.dtype | None
 
 
 class _Module(_DummyBackendModule):
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # torch's checkpoints ask
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # read by torch's checkpointing
         return [torch.bfloat16, torch.float16]
 
 
 def register() -> torch.library.Library:
-    """Make the device known for as long as what is returned is held."""
+    """Register the device for as long as the returned object is alive."""
     _setup_privateuseone_for_python_backend("other", backend_module=_Module())
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, "PrivateUse1")  # all other factories are made of these two
+    library.impl("empty.memory_format", _empty, "PrivateUse1")  # all other factories use these two
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     return library
 
 
 def leave() -> None:
-    """End the process at once, as successful: torch aborts some exits while the device's autograd thread is running."""
+    """Exit the process successfully at once: torch may abort exits while the device's autograd thread is running."""
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A small model, and its training in one process or in several in every way that torch has."""
+"""A small model, and its training in one process or in several, with every parallel method of torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.nn import functional as F
 from attnscale import Monitor, ScaledDotProductAttention, build_policy
 
 HEADS, WIDTH, TOKENS, LENGTH, BATCH = 4, 16, 11, 16, 2
-EDGES = torch.tensor([0, 5, 12, LENGTH])  # of packed documents
+EDGES = torch.tensor([0, 5, 12, LENGTH])  # packed documents
 STEPS = 20
 POLICIES: dict[str, dict[str, Any]] = {
     "constant": {"name": "constant"},
     "log": {"name": "log", "reference_length": 8},
     "ssmax": {"name": "ssmax", "num_heads": HEADS, "reference_length": 8},
     "gap_adaptive": {"name": "gap_adaptive", "scope": "head", "num_heads": HEADS, "momentum": 0.5},
-    # A part across two processes, and one that learns nothing.
+    # The learned heads 1-2 span two processes; the default policy has no parameters.
     "per_head": {"name": "per_head", "num_heads": HEADS, "default": "log", "heads": {"1-2": {"name": "ssmax"}}},
 }
 
 
 class Block(nn.Module):
-    """Attention with a projection that gives q, k and v head by head, so that heads can be spread over processes."""
+    """Attention with a projection that groups q, k and v by head, so that heads can be distributed."""
 
     def __init__(self, policy: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
     def __init__(self, policy: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.place = nn.Embedding(LENGTH, WIDTH)  # without it equal tokens tie, and Λ = ∞ hangs on a rounding
+        self.place = nn.Embedding(LENGTH, WIDTH)  # without it equal tokens tie, and Λ = ∞ depends on rounding
         self.block = Block(policy)
         self.head = nn.Linear(WIDTH, TOKENS)
 
@@ -64,14 +64,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def add_up(state, bucket):  # no annotations: DDP reads them, and they are strings here
-    """Gradients summed over processes, not averaged: then those of activations are the same in one process, too."""
+    """Sum gradients over processes instead of averaging, so that gradients of activations match a single process."""
     future = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 
 @dataclass
 class Run:
-    """A model in training, in this process as one of those of a way to be parallel."""
+    """A model in training, as one process of a parallel method."""
 
     mode: str
     policy: str
@@ -87,7 +87,7 @@ class Run:
         self.rules: dict[str, Any] = {"cu_seqlens": EDGES} if self.packed else {}
         if self.mode != "alone":
             self._spread(init_device_mesh("cpu", (size,), mesh_dim_names=(self.mode[:2],)), rank, size)
-        # Several parameters at a time, unless some are DTensors and some are not.
+        # foreach, unless only some parameters are DTensors.
         together = self.mode != "tp"
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=together)
 
@@ -102,7 +102,7 @@ class Run:
         if self.mode == "fsdp2":
             for part in (self.model.block, self.model):
                 fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no other in fp32
+                part.set_force_sum_reduction_for_comms(True)  # gloo supports no other in fp32
         if self.mode == "tp":
             plan = {"qkv": ColwiseParallel(), "attention": HeadParallel(), "o": RowwiseParallel()}
             parallelize_module(self.model.block, mesh, plan)
@@ -119,24 +119,24 @@ class Run:
             self.wrapped.register_comm_hook(None, add_up)
 
     def own(self, x: Tensor) -> Tensor:
-        """The part of [B, T, ...] that this process has."""
+        """The part of [B, T, ...] of this process."""
         return x[self.rows][:, self.columns]
 
     def step(self, number: int) -> Tensor:
-        """One step; the part of the loss that this process computes."""
+        """Make one step; return this process's part of the loss."""
         tokens, targets = (self.own(x) for x in batch(number))
         logits = self.wrapped(tokens, self.columns, **self.rules)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * LENGTH)
         self.optimizer.zero_grad()
         loss.backward()
-        if not self.first:  # no other: gathering them takes as long as a step
+        if not self.first:  # only this one: gathering takes as long as a step
             self.first = {f"gradient {name}": whole(p.grad) for name, p in self.model.named_parameters()}
             self.first["output"] = self._of_all(logits.detach())
         self.optimizer.step()
         return loss.detach()
 
     def train(self, steps: int = STEPS, *, start: int = 0, monitored: bool = True) -> dict[str, Any]:
-        """What training leaves: output and gradients of the first step, then state, logits and records."""
+        """Return output and gradients of the first step, then state, logits and records."""
         records = []
         monitor = Monitor(self.model, every=steps - 1, rows=None, alerts=None) if monitored else None
         for number in range(start, start + steps):
@@ -149,14 +149,14 @@ class Run:
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """Of the whole batch of another step, [B, T, tokens]; in evaluation mode, where estimates are frozen."""
+        """Logits of the whole batch of another step, [B, T, tokens], in evaluation mode with frozen estimates."""
         self.model.eval()
         own = self.wrapped(self.own(batch(1000)[0]), self.columns, **self.rules)
         self.model.train()
         return self._of_all(own)
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """The logits of the whole batch from those that each process has."""
+        """Gather the logits of the whole batch."""
         found = own.new_zeros(BATCH, LENGTH, TOKENS)
         found[self.rows[:, None], self.columns] = own
         if self.mode not in ("alone", "tp"):
@@ -165,6 +165,6 @@ class Run:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor of which every process may have a part."""
+    """Return the full tensor of a possibly sharded one."""
     full = getattr(x.detach(), "full_tensor", None)
     return (x.detach() if full is None else full()).clone()

@@ -1,6 +1,6 @@
 """Formulas of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554) exactly as printed.
 
-For the tests that say which of them hold.
+Used by the tests of which formulas hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PrintedBlocks(NamedTuple):
 
 
 def blocks(y: Tensor, rho: float, beta: float, i: int, j: int, u3: int) -> PrintedBlocks:
-    """Eqs. 83 and 84; `u3` is the token whose direction U₃ has: printed i, meant j."""
+    """Eqs. 83 and 84; `u3` is the token of the direction of U₃: i as printed, j as intended."""
     near, far = math.exp(beta), math.exp(beta * rho)
     total, moment = y.sum(0), y.T @ y
     weight = near if i == j else far

@@ -1,7 +1,7 @@
-"""Triton's interpreter without work that nobody looks at: the same numbers in about half of the time.
+"""Triton's interpreter without redundant work: the same numbers in about half the time.
 
-What kernels compute here is small, so that nearly all of the time goes to triton's bookkeeping: types and shapes that
-are made anew for each value, and a second computation in 64 bits for an assertion that is off.
+The kernels compute little in these tests, so most of the time is Triton's bookkeeping: types and shapes created for
+each value, and a second computation in 64 bits for a disabled assertion.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _own_broadcast = TritonSemantic.broadcast_impl_value
 
 
 def install() -> None:
-    """For the whole process; nothing that is computed or refused changes."""
+    """Install for the whole process; results and errors do not change."""
     for owner, name, value in _replacements():
         setattr(owner, name, value)
 
 
 @contextmanager
 def as_triton_has_it() -> Iterator[None]:
-    """Inside, the interpreter is triton's own again."""
+    """Context: restore Triton's own interpreter."""
     with ExitStack() as stack:
         for (owner, name), value in _own.items():
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -44,7 +44,7 @@ def as_triton_has_it() -> Iterator[None]:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    # Whether an integer overflows is computed for an assertion that triton makes in debug mode only.
+    # Integer overflow is computed for an assertion that exists in debug mode only.
     checked = _builder.options.debug
     return [
         (_builder, "options", dataclasses.replace(_builder.options, sanitize_overflow=checked)),
@@ -58,7 +58,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _call(function: InterpretedFunction, *args: object, **kwargs: object) -> object:
-    """Of a device function: the language is patched once a launch and not again here."""
+    """Call a device function without patching the language again; a launch does so once."""
     if any(tl.core.is_builtin(language.load) for language in _languages(function.fn)):
         interpreter._patch_lang(function.fn)
     try:
@@ -90,7 +90,7 @@ def _equal(self: tl.dtype, other: object) -> bool:
 
 
 class _Shape:
-    """What types and values of one shape have in common."""
+    """Cached properties of types and values of one shape."""
 
     def __init__(self, block: Any, extents: tuple[int, ...]) -> None:
         self.of_type, self.numel, self.name = block.shape, block.numel, str(block.shape)
@@ -106,7 +106,7 @@ def _init_block_type(self: Any, element_ty: tl.dtype, shape: Sequence[Any]) -> N
     extents = builtins.tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
     known = _shapes.get(extents)
     if known is None:
-        _own_block_type(self, element_ty, shape)  # refuses what is no shape
+        _own_block_type(self, element_ty, shape)  # rejects invalid shapes
         known = _shapes[extents] = _Shape(self, extents)
     self.element_ty, self.shape, self.numel = element_ty, known.of_type, known.numel
     self.name = f"<{known.name}, {element_ty}>"
@@ -122,7 +122,7 @@ def _init_tensor(self: Any, handle: object, type: Any) -> None:
 
 
 def _broadcast(self: TritonSemantic, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Values of one shape are as they should be."""
+    """Skip the broadcast of values that already have the same shape."""
     left, right = lhs.type, rhs.type
     if left.is_block() and right.is_block() and left.common is right.common:
         return lhs, rhs

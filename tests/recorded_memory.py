@@ -1,7 +1,7 @@
-"""What each program of a launch reads and writes in triton's interpreter: races, and reads beyond the arguments.
+"""Recorded reads and writes of each program of a launch in Triton's interpreter, to find races and out-of-bounds reads.
 
-Addresses are those of elements. Descriptors load and store through the same two functions as pointers. Nothing here is
-known to be atomic: an atomic operation is an error.
+Addresses are those of elements. TMA descriptors load and store through the same two functions as pointers. Atomics are
+not supported and raise an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = np.ndarray
 
 
 class Recorded:
-    """The accesses of one launch: addresses, and the program of each."""
+    """The accesses of one launch: addresses and programs."""
 
     def __init__(self, programs: int, order: np.random.Generator | None) -> None:
         self.order = np.arange(programs) if order is None else order.permutation(programs)
@@ -32,7 +32,7 @@ class Recorded:
         self._accesses[kind].append((self.program, where[shown.astype(bool)].ravel()))
 
     def accesses(self, kind: str) -> tuple[Array, Array]:
-        """Addresses that were read or written, as often as they were, and by which program."""
+        """Addresses read or written, with repetitions, and the program of each access."""
         several = self._accesses[kind]
         addresses = np.concatenate([where for _, where in several]) if several else np.empty(0, np.uint64)
         programs = np.repeat([program for program, _ in several], [where.size for _, where in several])
@@ -41,7 +41,7 @@ class Recorded:
 
 @contextmanager
 def recording(order: np.random.Generator | None = None) -> Iterator[list[Recorded]]:
-    """The launches inside, of one-dimensional grids, whose programs run in the given random order."""
+    """Record the launches inside, with one-dimensional grids and programs in the given random order."""
     launches: list[Recorded] = []
     own = {name: getattr(InterpreterBuilder, name) for name in ("set_grid_dim", "set_grid_idx")}
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -81,7 +81,7 @@ def recording(order: np.random.Generator | None = None) -> Iterator[list[Recorde
 
 
 def assert_no_race(launch: Recorded, outputs: list[Tensor]) -> None:
-    """Every element of the outputs is written once, nothing else is, and no program reads what another writes."""
+    """Every output element is written once, nothing else is written, and no program reads what another writes."""
     written, writers = launch.accesses("written")
     places, index, times = np.unique(written, return_index=True, return_counts=True)
     assert (times == 1).all(), f"{(times > 1).sum()} elements are written more than once"
@@ -95,19 +95,19 @@ def assert_no_race(launch: Recorded, outputs: list[Tensor]) -> None:
 
 
 def assert_reads_inside(launch: Recorded, tensors: list[Tensor]) -> None:
-    """Nothing is read but elements of these tensors."""
+    """Only elements of these tensors are read."""
     read = np.unique(launch.accesses("read")[0])
     outside = ~np.isin(read, np.concatenate([_addresses(x) for x in tensors]))
     assert not outside.any(), f"{outside.sum()} elements outside of the arguments are read"
 
 
 def is_read(launch: Recorded, x: Tensor) -> Tensor:
-    """Which elements of a tensor are read."""
+    """The elements of a tensor that are read."""
     return torch.from_numpy(np.isin(_addresses(x), launch.accesses("read")[0])).view(x.shape)
 
 
 def _addresses(x: Tensor) -> Array:
-    """Of every element."""
+    """Addresses of all elements."""
     offsets = torch.zeros((), dtype=torch.int64)
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         steps = torch.arange(size) * stride

@@ -1,4 +1,4 @@
-"""Whether two ways to run a model left the same records."""
+"""Comparison of the records of two runs of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def assert_same(found, expected, *, scalars=("angle_ratio",), tolerance=1e-4):
-    """Records of two ways to run the same rows."""
+    """The records of two runs over the same rows are equal."""
     assert [(one.layer, one.head) for one in found] == [(one.layer, one.head) for one in expected]
     for one, other in zip(found, expected, strict=True):
         for phase in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""A small model, a text and an evaluation of them, for the tests of the lab."""
+"""A small model, a text and an evaluation, for the tests of the lab."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def small(folder: Path, prose: Path, output: Path, **changes) -> Evaluation:
 
 
 def rows(output: Path, name: str = "results.csv", **wanted) -> list[dict[str, str]]:
-    """The rows of a table that have these fields."""
+    """The table rows with these fields."""
     with (output / name).open() as file:
         return [row for row in csv.DictReader(file) if all(row[key] == str(value) for key, value in wanted.items())]

@@ -1,4 +1,4 @@
-"""A small experiment with the interface of those in `attnscale.lab`, and the folder that it leaves."""
+"""A small experiment with the interface of those in `attnscale.lab`, and its output folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Small:
 
 
 def run(experiment: Small, progress: Callable[[int, int, str], None]) -> Path:
-    """Write a folder as an evaluation leaves it, with numbers that can be checked by eye."""
+    """Write a folder as an evaluation does, with easily checked numbers."""
     progress(1, 2, "half [of] it")
     return write_folder(Path(experiment.output), experiment.policies, experiment.lengths)
 

@@ -1,4 +1,4 @@
-"""Attention of a sequence that is spread over two processes, by every method: what tests compare with the whole."""
+"""Attention of a sequence distributed over two processes, with every method, for comparison with a single process."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ CHOSEN_REQUESTS = {
 def chosen_keys(
     attention: Any, rule: str, request: StatsRequest, own: torch.Tensor, **options: Any
 ) -> dict[str, torch.Tensor | None]:
-    """Winner and weight of the first keys of some rows of a fixed sequence, and which rows."""
+    """Winner and weight of the first keys of some rows of a fixed sequence, and the rows."""
     generator = torch.Generator().manual_seed(5)
     q, k = (torch.randn(2, heads, TOKENS, DIM, dtype=torch.float64, generator=generator) for heads in (HEADS, 2))
-    if rule == "equal keys":  # of one component each, which no rounding tells apart
+    if rule == "equal keys":  # with one component each, exact under rounding
         size = torch.randint(-2, 3, (2, 2, TOKENS, 1), generator=generator)
         k = size.double() * torch.nn.functional.one_hot(torch.arange(TOKENS) % DIM, DIM)
         q = torch.ones_like(q)
@@ -124,7 +124,7 @@ def chosen_everywhere(rank: int, mesh: Any) -> dict:
 
 
 def masked(attention: Any, own: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
-    """Output and gradients under an additive mask that is one for all sequences and heads, and learned."""
+    """Output and gradients under a learned additive mask shared by all sequences and heads."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 2, TOKENS, DIM, dtype=torch.float64, generator=generator)[:, :, own] for _ in range(3))
     bias = torch.randn(TOKENS, TOKENS, dtype=torch.float64, generator=generator)[own]
@@ -145,7 +145,7 @@ def masks(rank: int, mesh: Any) -> dict:
 
 
 def dropped(rank: int, mesh: Any) -> dict:
-    """Weights after dropout and their gradients: values are unit vectors, so that outputs are weights."""
+    """Weights after dropout and their gradients: values are unit vectors, so outputs equal weights."""
     own = places(2).view(2, -1)[rank].long()
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 2, TOKENS, DIM, dtype=torch.float64, generator=generator)[:, :, own] for _ in range(2))
@@ -165,7 +165,7 @@ def dropped(rank: int, mesh: Any) -> dict:
 
 
 class BytesSent(TorchDispatchMode):
-    """Adds up what this process sends to others by collectives: each is given a tensor, and some of it stays here."""
+    """Counts the bytes that this process sends in collectives; part of each tensor stays local."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class BytesSent(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()
         if name.startswith("_c10d_functional::all_gather"):
-            self.total += args[0].nbytes  # to one other process
+            self.total += args[0].nbytes  # sent to one other process
             self.gathered = True
         elif name.startswith("_c10d_functional::reduce_scatter"):
             self.total += args[0].nbytes // 2
@@ -186,7 +186,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def bytes_sent(rank: int, mesh: Any) -> dict:
-    """Forward and backward of each method, in fp32; of a ring with Λ of every row, forward and whether it gathers."""
+    """Forward and backward bytes of each method in fp32; for a ring with Λ of every row, forward bytes and gathers."""
     shards = TokenShards.of(places(2), mesh, TOKENS // 2)
     found = {}
     for method in METHODS:

@@ -1,4 +1,4 @@
-"""Models in two processes, in the ways that are not in the matrix: half precision, checkpoints, spread heads."""
+"""Training in two processes beyond the test matrix: half precision, checkpoints, distributed heads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from attnscale.distributed import ContextParallel, HeadParallel, TokenShards, sh
 
 
 def messages(rank: int, mesh: Any) -> dict:
-    """What a monitor adds to the messages of a step, at two lengths, alone and with a sequence that is spread.
+    """Messages that a monitor adds to a step, at two lengths, alone and with a distributed sequence.
 
-    By way and length: the sizes of what `step` gathers in each step, and the bytes that forward and backward send in a
-    step that is listened to and in the next, which is not.
+    By method and length: the sizes gathered by `step` in each step, and the bytes sent by forward and backward in a
+    monitored step and in the next, unmonitored one.
     """
     sent: list[int] = []
     gather = distributed.all_gather_object
@@ -53,7 +53,7 @@ def messages(rank: int, mesh: Any) -> dict:
 
 
 def tensor_parallel(rank: int) -> dict:
-    """Training with a policy per head, DTensors as queries, and what is said where the plan has no `HeadParallel`."""
+    """Training with a policy per head and DTensor queries, and the message for a plan without `HeadParallel`."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -92,7 +92,7 @@ def tensor_parallel(rank: int) -> dict:
 
 
 def half_precision(rank: int, mesh: Any) -> dict:
-    """The gradient of a learned policy in a bf16 model, sharded as any other; also one that was kept in fp32."""
+    """The gradient of a learned policy in a bf16 model, sharded like any other; also for a policy kept in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from attnscale.distributed import shard_policies
@@ -119,7 +119,7 @@ def half_precision(rank: int, mesh: Any) -> dict:
 
 
 def skipped_layers(rank: int) -> dict:
-    """What is said where one process skips a layer whose estimate is shared, and where estimates are not shared."""
+    """Messages if one process skips a layer with a shared estimate, and if estimates are not shared."""
     found = {}
     for kind in ("shared", "own"):
         layers = [attnscale.ScaledDotProductAttention(POLICIES["gap_adaptive"]) for _ in range(3)]
@@ -167,7 +167,7 @@ def checkpoints(rank: int) -> dict:
 
 
 def safetensors(rank: int) -> dict:
-    """What a file of one process restores in two, by mode and policy; and a file that two write, for one to read."""
+    """What a file of one process restores in two, by mode and policy; and a file written by two for one to read."""
     from safetensors.torch import load_file, save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -183,7 +183,7 @@ def safetensors(rank: int) -> dict:
         set_model_state_dict(run.model, load_file(f"{folder}/alone-{policy}.safetensors"), options=options)
         restored = {name: x.clone() for name, x in get_model_state_dict(run.model, options=options).items()}
         run.train(1, start=3, monitored=False)
-        written = get_model_state_dict(run.model, options=options)  # whole tensors, on the first process only
+        written = get_model_state_dict(run.model, options=options)  # full tensors, on the first process only
         if rank == 0:
             save_file(written, f"{folder}/{mode}-{policy}.safetensors")
         found[mode, policy] = {"restored": restored, "expected": alone.model.state_dict()}

@@ -1,4 +1,4 @@
-"""The programs in scripts/examples run, at a size that is quick, and print what they are for."""
+"""The programs in scripts/examples run at a small size and print their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "scripts" / "examples"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """Run an example as a program, in a folder of its own; what it prints."""
+    """Run an example as a program in its own folder; returns its output."""
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -43,12 +43,13 @@ def test_an_example_is_short_and_says_how_it_is_called(path: Path) -> None:
     assert f"\npython scripts/examples/{path.name}" in text
 
 
-def test_there_are_five() -> None:
+def test_there_are_six() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         "swap_into_a_model",
         "train_with_a_monitor",
         "extend_a_context",
         "policy_of_your_own",
+        "score_family",
         "train_distributed",
     }
 
@@ -60,7 +61,7 @@ def test_a_model_is_swapped_measured_saved_and_put_back(run, tmp_path: Path) -> 
     (short,), (long,) = (
         [line.split() for line in printed.splitlines() if line.split()[:1] == [n]] for n in ("8", "32")
     )
-    assert short[1:] == ["1.00", short[2], short[2]]  # up to the reference length nothing changes
+    assert short[1:] == ["1.00", short[2], short[2]]  # no change up to the reference length
     assert long[1] == "1.67"
     assert "the model is stock again: True" in printed
     assert (tmp_path / "changed" / "config.json").is_file()
@@ -75,7 +76,7 @@ def test_a_training_is_watched(run, tmp_path: Path) -> None:
 
 
 def test_a_model_is_trained_in_each_parallel_way() -> None:
-    # In a process of its own: process groups and the environment of torchrun outlive a run.
+    # In a separate process: process groups and the torchrun environment outlive a run.
     ways = [["--parallel", way] for way in ("ddp", "fsdp", "tp", "cp")]
     program = str(EXAMPLES / "train_distributed.py")
     code = (
@@ -105,7 +106,7 @@ WAYS = (
 
 
 def trained_in_each_way(rank: int) -> dict[tuple[str, ...], tuple[str, list[str]]]:
-    """What the example prints in one of two processes, and the threads of its group once that is destroyed."""
+    """The output of the example in one of two processes, and the threads of its group after destruction."""
     destroy, found, left = distributed.destroy_process_group, {}, []
     distributed.barrier()  # both have joined
     destroy()
@@ -117,7 +118,7 @@ def trained_in_each_way(rank: int) -> dict[tuple[str, ...], tuple[str, list[str]
         left[:] = group_threads() if before else ["there were none"]
 
     distributed.destroy_process_group = recorded
-    gc.freeze()  # what the example collects is what it has made
+    gc.freeze()  # the example collects only its own objects
     for way in WAYS:
         folder = Path(os.environ["RANKS_FOLDER"], "-".join(way))
         folder.mkdir(exist_ok=True)
@@ -141,7 +142,7 @@ def test_in_each_parallel_way_two_processes_have_the_loss_of_one_and_end_their_g
 ) -> None:
     (printed, left), (_, left_in_other) = (one[way] for one in pair)
     assert f"{way[0]}, 2 processes: loss 4.36" in printed
-    if way[0] in ("ddp", "cp"):  # torch itself keeps the meshes of DTensors
+    if way[0] in ("ddp", "cp"):  # torch keeps the meshes of DTensors
         assert left == left_in_other == []
 
 
@@ -150,7 +151,7 @@ def test_contexts_are_extended(run) -> None:
     lines = run("extend_a_context", *sizes).splitlines()
     table = {name: numbers for name, *numbers in (line.split() for line in lines[2:])}
     assert set(table) == {"constant", "sqrt_log", "log", "log_squared"}
-    assert len({numbers[0] for numbers in table.values()}) == 1  # at the trained length β is 1 for every law
+    assert len({numbers[0] for numbers in table.values()}) == 1  # β = 1 for every law at the trained length
     assert all(0 <= int(number.rstrip("%")) <= 100 for numbers in table.values() for number in numbers)
 
 
@@ -159,5 +160,9 @@ def test_a_policy_of_ones_own_is_named_trained_saved_and_loaded(
 ) -> None:
     monkeypatch.setattr(state, "REGISTERED_POLICIES", {})
     printed = run("policy_of_your_own", "--steps", "2", "--length", "20", "--folder", "own")
-    assert "the same output is True" in printed
+    assert "same output: True" in printed
     assert (tmp_path / "own" / "slope_beyond.yaml").is_file()
+
+
+def test_a_score_family_gets_its_law(run) -> None:
+    assert "policy log." in run("score_family")

@@ -32,6 +32,8 @@ PATHS = [
 ]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 README, BENCH, HF = TEXTS["README.md"], TEXTS["scripts/cost/README.md"], TEXTS["attnscale/hf/README.md"]
+LAB = TEXTS["attnscale/lab/README.md"]
+RESULTS = [text for text in TEXTS.values() if "| % of questions |" in text]  # READMEs with the table of accuracies
 readmes = pytest.mark.parametrize("readme", TEXTS)
 
 
@@ -205,9 +207,8 @@ def test_figures_of_the_root_are_those_of_the_committed_tables() -> None:
     for name, provider in (("all rows", "stats_all_rows"), ("64 rows", "stats_64_rows")):
         assert has_row(README, name, *(ratios[provider, length] for length in ("2048", "4096", "8192")))
     assert has_row(README, "`log`", f"{ratios['log', '2048']} | | {ratios['log', '8192']}")
-    for text in (README, BENCH):
-        rival = f"{ratios['flex_attention', '2048']} | {ratios['flex_attention', '4096']} |"
-        assert has_row(text, "FlexAttention", rival)
+    rival = f"{ratios['flex_attention', '2048']} | {ratios['flex_attention', '4096']} |"
+    assert has_row(BENCH, "FlexAttention", rival)
     monitor = [row for row in rows if row["kernel"] == "monitor" and row["metric"] == "time_ratio"]
     steps = {row["provider"]: f"{float(row['y']):.3f}" for row in monitor}
     for name in ("every_1", "every_10"):
@@ -226,42 +227,47 @@ def answered(name: str) -> dict[tuple[str, str], dict[str, str]]:
 TRAINED_WITH = ("log", "ssmax", "gap_adaptive")
 
 
-def recall_by_criticality() -> list[str]:
-    """Recall as a share of argmax, from the committed tables: least, most and the criticality where they hold."""
+def accuracy_by_criticality() -> list[tuple[list[str], str]]:
+    """Bins of criticality and the range of accuracies relative to argmax, from the committed tables."""
     with tempfile.TemporaryDirectory() as folder:
         for name, part in (("results.csv", "swapped_in.csv"), ("statistics.csv", "swapped_in_statistics.csv")):
             shutil.copy(ASSETS / part, Path(folder, name))
         points, _ = critical_points(read_evaluation(Path(folder)), "multi_needle")
-    edges, numbers = [0.0, 1.0, 1.3, 1.8, math.inf], []
-    for low, high in itertools.pairwise(edges):
+    bins = []
+    for low, high in itertools.pairwise([0.0, 1.0, 1.3, 1.8, math.inf]):
         shares = [point.recall for point in points if low <= point.criticality < high]
-        numbers += [f"{min(shares):.2f}", f"{max(shares):.2f}"]
-        numbers += [f"{edge:g}" for edge in (low, high) if 0 < edge < math.inf]
-    return numbers
+        edges = [f"{edge:g}" for edge in (low, high) if 0 < edge < math.inf]
+        bins.append((edges, f"{min(shares):.2f} to {max(shares):.2f}"))
+    return bins
 
 
 def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
     found = answered("swapped_in.csv")
     shown = {policy: f"{100 * float(found[policy, '16384']['value']):.1f}" for policy, _ in found}
     ratio = [f"{float(found['log_squared', '16384'][f'ratio{end}']):.2f}" for end in ("", "_low", "_high")]
-    assert states(README, "`log_squared`", shown["constant"], shown["log_squared"], *ratio)
-    assert states(README, "`gap_adaptive`", shown["gap_adaptive"], shown["argmax"])
-    for policy in ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive", "argmax"):
+    assert states(README, "`log_squared`", shown["constant"], shown["log_squared"], shown["log"])
+    assert states(LAB, "`log_squared`", shown["constant"], shown["log_squared"], *ratio)
+    assert states(LAB, "`gap_adaptive`", shown["gap_adaptive"], shown["argmax"])
+    assert LAB in RESULTS
+    for text, policy in itertools.product(
+        RESULTS, ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive", "argmax")
+    ):
         values = [found[policy, n]["value"] for n in ("128", "512", "2048", "8192", "16384")]
-        assert has_row(README, f"`{policy}`", *(f"{100 * float(value):.1f}" for value in values))
-    for name in TRAINED_WITH:
+        assert has_row(text, f"`{policy}`", *(f"{100 * float(value):.1f}" for value in values))
+    for text, name in itertools.product(RESULTS, TRAINED_WITH):
         trained = answered(f"trained_with_{name}.csv")
         for policy, label in (("own", f"`{name}`"), ("argmax", "argmax")):
             values = [f"{100 * float(trained[policy, n]['value']):.1f}" for n in ("128", "2048", "16384")]
-            assert has_row(README, label, " | | ".join(values))
+            assert has_row(text, label, " | | ".join(values))
     (bits,) = (
         float(row["difference"])
         for row in read("swapped_in.csv")
         if (row["model"], row["metric"], row["policy"], row["length"], row["bin"])
         == ("all", "bits_per_byte", "log_squared", "16384", "")
     )
-    assert states(README, "`log_squared`", f"{bits:.3f}")
-    assert states(README, "r = β/Λ", *recall_by_criticality())
+    assert states(LAB, "`log_squared`", f"{bits:.3f}")
+    for edges, shares in accuracy_by_criticality():
+        assert has_row(LAB, " ".join(edges), shares)
     scales = {
         length: statistics.median(
             float(row["accumulation_8"])
@@ -271,7 +277,7 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
         for length in ("128", "16384")
     }
     growth = scales["16384"] / scales["128"]
-    assert states(README, "Λ", f"{growth:.1f}", "128", "16384", f"{math.log2(growth):.1f}")  # ln 16384 = 2 ln 128
+    assert states(LAB, "Λ", f"{growth:.1f}", "128", "16384", f"{math.log2(growth):.1f}")  # ln 16384 = 2 ln 128
 
 
 def test_the_evidence_holds_what_the_first_picture_says() -> None:
@@ -292,7 +298,7 @@ def test_figures_of_max_retrieval_are_those_of_the_committed_table() -> None:
     for policy in ("constant", "entropy_adaptive", "log", "log_squared", "gap_adaptive", "argmax"):
         values = [100 * float(row["accuracy"]) for row in rows if (row["policy"], row["length"]) == (policy, "16384")]
         mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-        assert f"{policy} {mean:.1f} ± {error:.1f}" in README.replace("\n", " ")
+        assert has_row(LAB, f"`{policy}`", f"{mean:.1f} ± {error:.1f}")
 
 
 def test_figures_of_models_are_those_of_the_committed_tables() -> None:

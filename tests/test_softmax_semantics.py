@@ -143,7 +143,7 @@ def test_plain_torch_has_every_derivative() -> None:
     scores = normal(2, 5).double().requires_grad_()
     beta = torch.tensor([0.7, -1.2], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda s, b: softmax(s, b, backend="torch").weights, (scores, beta))
-    with pytest.raises(BackendError, match=r"triton.*one backward pass, and no torch.func.grad"):
+    with pytest.raises(BackendError, match=r"torch.func.grad"):
         torch.func.grad(lambda s: softmax(s, backend="triton").weights.square().sum())(scores.float().detach())
 
 

@@ -1,4 +1,4 @@
-"""A small GPT on attnscale's attention, for tests of what watches it."""
+"""A small GPT on attnscale's attention, for monitor tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.cost.monitor import Gpt
 
 
 class TinyGpt(Gpt):
-    """Two blocks, or more; `recompute` is how checkpointing is done, if it is."""
+    """Two blocks or more; `recompute` is the checkpointing function, if any."""
 
     def __init__(self, policy: object = "log", layers: int = 2) -> None:
         super().__init__(policy, layers=layers, width=16, heads=2, vocabulary=11)  # type: ignore[arg-type]
@@ -23,7 +23,7 @@ class TinyGpt(Gpt):
 
 
 def build(seed: int = 0, **arguments: object) -> TinyGpt:
-    """The same weights for the same seed."""
+    """The same seed gives the same weights."""
     torch.manual_seed(seed)
     return TinyGpt(**arguments)  # type: ignore[arg-type]
 

@@ -16,13 +16,13 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # large enough that attention is not flat
+    "initializer_range": 0.3,  # large, so that attention is not flat
     "pad_token_id": 0,
 }
 
 
 def build(kind, config):
-    """A model of a class with fixed random weights, in fp64 and evaluation mode."""
+    """Build a model with fixed random weights, in fp64 and evaluation mode."""
     torch.manual_seed(0)
     return kind(config).double().eval()
 
@@ -53,13 +53,13 @@ def t5():
 
 
 def bloom():
-    """Computes attention itself."""
+    """A model that computes attention itself."""
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     return build(transformers.BloomForCausalLM, config)
 
 
 def deepseek_sparse():
-    """Attends to keys that an indexer picks."""
+    """A model whose indexer selects the keys."""
     config = transformers.DeepseekV32Config(
         **_SMALL,
         q_lora_rank=16,
@@ -81,7 +81,7 @@ def deepseek_sparse():
 
 
 def logits(model, tokens=TOKENS, **inputs):
-    """What a model answers to the tokens."""
+    """The logits of the tokens."""
     with torch.no_grad():
         if model.config.is_encoder_decoder:
             inputs.setdefault("decoder_input_ids", tokens)
@@ -89,7 +89,7 @@ def logits(model, tokens=TOKENS, **inputs):
 
 
 def train(model, folder, steps, resume=None, callbacks=None):
-    """A Trainer of a model that has taken steps, with a checkpoint after every second one."""
+    """A Trainer after some steps, with a checkpoint after every second one."""
     data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -108,12 +108,12 @@ def train(model, folder, steps, resume=None, callbacks=None):
 
 
 def byte_tokenizer():
-    """One token for each of the 256 bytes, none of them special but the end of a text."""
+    """One token for each of the 256 bytes; only the end of text is special."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
     )
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = tokenizers.decoders.ByteLevel()
-    end = "Ā"  # stands for the byte 0, which no text has
+    end = "Ā"  # byte 0, which occurs in no text
     return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token=end, pad_token=end)

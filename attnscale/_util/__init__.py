@@ -1,4 +1,4 @@
-"""Helpers without a domain: checks of numbers, files, memories, scratch buffers, and all module-level state (`state`).
+"""Domain-independent helpers: argument checks, files, caches, tracing state, and all module-level state (`state`).
 
-Imports `attnscale.errors` only; every other folder may import from here.
+Imports only `attnscale.errors`; every other folder may import from here.
 """

@@ -1,4 +1,4 @@
-"""Checks of numbers, flags and tensors that callers pass."""
+"""Checks of numbers, flags and tensors passed by callers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnscale.errors import DtypeError, TensorError, reject, reject_type
 
 
 def read_number(argument: str, value: object, accepted: str = "a number") -> float:
-    """A float from what torch accepts as one: Python's and numpy's numbers, and a tensor with a single value.
+    """Return a float from any number that torch accepts: Python and numpy numbers, and single-value tensors.
 
     >>> read_number("scale", torch.tensor(0.5))
     0.5
@@ -27,7 +27,7 @@ def read_number(argument: str, value: object, accepted: str = "a number") -> flo
         return value
     if isinstance(value, Tensor):
         if value.requires_grad or value.dim() > 0 or value.is_complex():
-            reject_type(argument, value, f"{accepted}; a tensor only with a single value, no axis and no gradient")
+            reject_type(argument, value, f"{accepted}, or a 0-dimensional real tensor without gradient")
         return float(value)
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return torch.sym_float(value)  # type: ignore[no-any-return,no-untyped-call]
@@ -39,13 +39,13 @@ def read_number(argument: str, value: object, accepted: str = "a number") -> flo
         reject(argument, value, f"{accepted}, within the range of a float")
 
 
-LARGEST = 2**62  # sums of two ints stay within 64 bits
+LARGEST = 2**62  # keeps the sum of two ints within 64 bits
 
 
 def read_int(argument: str, value: object, accepted: str, *, least: int | None = None, most: int | None = None) -> int:
-    """An int from anything with `__index__`, such as numpy's ints, between two bounds.
+    """Return an int within bounds from any object with `__index__`, such as numpy ints.
 
-    Refuses bools, and tensors, since reading one would synchronise its device.
+    Rejects bools and tensors; reading a tensor would synchronise with its device.
 
     >>> read_int("rows", 0, "an int >= 1", least=1)
     Traceback (most recent call last):
@@ -69,7 +69,7 @@ def read_int(argument: str, value: object, accepted: str, *, least: int | None =
 
 
 def plain_numbers(value: Any) -> Any:
-    """`value` with Python's ints and floats in place of other real numbers, also inside mappings, lists and tuples.
+    """Convert real numbers to Python ints and floats, also inside mappings, lists and tuples.
 
     >>> import numpy
     >>> plain_numbers({"name": "log", "reference_length": numpy.int64(2048)})
@@ -87,30 +87,30 @@ def plain_numbers(value: Any) -> Any:
 
 
 def check_flag(argument: str, value: object) -> None:
-    """Refuse anything but a bool: 1 or "no" would be taken for True."""
+    """Raise unless value is a bool; 1 or "no" would otherwise count as True."""
     if not isinstance(value, (bool, torch.SymBool)):
         reject_type(argument, value, "True or False")
 
 
 def check_dense(argument: str, value: Tensor) -> None:
-    """Refuse a sparse tensor, and any other without strides."""
+    """Raise for sparse tensors and others without strides."""
     if value.layout != torch.strided:
         raise DtypeError(f"{argument} as a {value.layout} tensor is not accepted: expected a dense one (.to_dense())")
 
 
 def is_floating(dtype: torch.dtype) -> bool:
-    """Whether a dtype is floating with at least 16 bits; torch stores narrower ones, but does not compute in them."""
+    """Whether a dtype is floating point with at least 16 bits. torch does not compute in narrower ones."""
     return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def check_floating(argument: str, value: Tensor) -> None:
-    """Refuse integers, and floating dtypes of less than 16 bits."""
+    """Raise for integer dtypes and floating dtypes below 16 bits."""
     if not is_floating(value.dtype):
         raise DtypeError(f"{argument} of {value.dtype} is not accepted: expected a floating dtype of at least 16 bits")
 
 
 def check_scores(scores: object, mask: object) -> None:
-    """Refuse anything but floating scores [..., Tk] with None or a bool mask that broadcasts to them."""
+    """Check floating scores [..., Tk] and an optional bool mask that broadcasts to them."""
     if not isinstance(scores, Tensor):
         reject_type("scores", scores, "a floating tensor [..., keys]")
     check_dense("scores", scores)
@@ -124,16 +124,16 @@ def check_scores(scores: object, mask: object) -> None:
     check_dense("mask", mask)
     if mask.dtype != torch.bool:
         raise DtypeError(
-            f"mask of {mask.dtype} is not accepted: expected bool (True: visible); add a bias to the scores"
+            f"mask of {mask.dtype} is not accepted: expected bool (True: visible); add a bias to the scores instead"
         )
     check_broadcasts("mask", mask, scores.shape)
 
 
 def check_broadcasts(argument: str, value: Tensor, shape: Sequence[int]) -> None:
-    """Refuse a tensor that does not broadcast to a shape."""
+    """Raise if a tensor does not broadcast to a shape."""
     missing = len(shape) - value.dim()
     pairs = zip(value.shape, shape[missing:], strict=True) if missing >= 0 else ()
-    # Equality first: a data-dependent extent is known to equal itself, but not whether it is 1.
+    # Equality is tested first: for a data-dependent extent, `== 1` is not decidable.
     if missing < 0 or not all(extent == full or extent == 1 for extent, full in pairs):
         raise TensorError(
             f"{argument} of shape {list(value.shape)} is not accepted: expected one that broadcasts to {list(shape)}"

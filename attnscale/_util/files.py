@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, tables, YAML, and the folder of what may be kept between runs."""
+"""File helpers: atomic writes, CSV tables, YAML, and the cache folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attnscale._util.optional import need
 from attnscale.errors import reject
 
 OVERRIDE = "ATTNSCALE_CACHE_DIR"
-# The configurations that come with the package. In a clone this is a link to the folder of that name.
+# The configurations of the package. In a clone this is a symbolic link to `configs`.
 PACKAGED = Path(__file__).parents[1] / "configs"
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file atomically: a failure leaves the previous file of that name unchanged, and no partial one.
+    """Write a file atomically: on failure an existing file is unchanged and no partial file remains.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "note.txt")
@@ -39,7 +39,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Where this package may keep files that can be made again; ATTNSCALE_CACHE_DIR names another place.
+    """Return the folder for reproducible files of this package; ATTNSCALE_CACHE_DIR overrides it.
 
     >>> os.environ["ATTNSCALE_CACHE_DIR"] = "/somewhere/else"
     >>> cache_folder().as_posix()
@@ -59,7 +59,7 @@ def cache_folder() -> Path:
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as CSV, whole or not at all: floats with six digits, nothing where there is no number.
+    """Write rows as CSV, atomically; floats have six digits, NaN is an empty cell.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "table.csv")
@@ -110,7 +110,7 @@ def write_yaml(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def _find(path: Path) -> Path:
-    """The file of the package that a path names, unless there is one at the path itself."""
+    """Return the path if it exists, else the packaged configuration of that name."""
     if path.is_file() or path.is_absolute():
         return path
     inside = PACKAGED.joinpath(*path.parts[path.parts[:1] == ("configs",) :])

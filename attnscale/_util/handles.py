@@ -1,4 +1,4 @@
-"""Objects that hold on to others: handles that undo a change, and listeners, which must not be copied."""
+"""Base classes of removable handles and of objects that must not be copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 
 class Removable:
-    """Base of handles with an idempotent `remove()`, which a `with` statement calls at its end."""
+    """Base class of handles with an idempotent `remove()`, also called at the end of a `with` statement."""
 
     def remove(self) -> None:
         """Undo the change. Idempotent."""
@@ -22,10 +22,10 @@ class Removable:
 
 
 class Uncopied:
-    """Copying or pickling it, or whatever holds it, gives None.
+    """Base class of objects that copying or pickling, directly or inside a container, replaces with None.
 
-    Listeners hold locks, open files and weak references to storages; two owners of such a reference would both release
-    it and corrupt memory.
+    Such objects hold locks, open files and weak references to storages. Two owners of such a reference would both
+    release it and corrupt memory.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

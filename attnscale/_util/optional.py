@@ -1,4 +1,4 @@
-"""Imports of packages that an extra installs."""
+"""Imports of optional packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnscale.errors import MissingDependencyError
 
 
 def need(module: str, what: str, extra: str) -> Any:
-    """Import a module of an optional package, or raise an error with the command that installs the extra's packages.
+    """Import a module of an optional package, or raise an error with the install command of the extra.
 
     >>> need("json", "this example", "cli").dumps(1)
     '1'
@@ -24,23 +24,23 @@ def need(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # The package that is missing may be one that the module needs in turn.
+        # The missing package may be a dependency of the module.
         package = (error.name or module).partition(".")[0]
         raise MissingDependencyError(f"{what} needs {package}: {install_command(extra)}") from error
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the packages of an extra, by their own names: attnscale is on no package index."""
+    """Return the command that installs the packages of an extra, by name: attnscale is on no package index."""
     try:
         declared = importlib.metadata.requires("attnscale") or []
-    except importlib.metadata.PackageNotFoundError:  # imported from a clone that is not installed
-        return f"pip install '.[{extra}]' in the repository of attnscale"
+    except importlib.metadata.PackageNotFoundError:  # imported from a clone without installation
+        return f"pip install '.[{extra}]' in the attnscale repository"
     packages = [line.partition(";")[0].strip() for line in declared if re.search(rf"extra == .{extra}\W", line)]
     return shlex.join(["pip", "install", *packages])
 
 
 def version_of(package: str) -> str:
-    """The version of an installed distribution.
+    """Return the version of an installed distribution.
 
     >>> version_of("no-such-package")
     'not installed'

@@ -1,4 +1,4 @@
-"""Tensors of one process among several: the part of a DTensor, and sums over a process group."""
+"""Distributed helpers: local parts of DTensors, and sums over a process group."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from attnscale.errors import BackendError, reject_type
 
 
 def local(x: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor as it is."""
+    """Return the local part of a DTensor; other tensors are returned unchanged."""
     to_local = getattr(x, "to_local", None)
     return x if to_local is None else to_local()
 
 
 def read_group(argument: str, over: object) -> distributed.ProcessGroup | None:
-    """A process group, or that of a DeviceMesh, all of whose dimensions count; None stays None."""
+    """Return a process group, or that of a DeviceMesh over all its dimensions; None stays None."""
     if over is None:
         return None
     if distributed.is_available():
@@ -30,7 +30,7 @@ def read_group(argument: str, over: object) -> distributed.ProcessGroup | None:
 
 
 class OfOneRun:
-    """Base of what refers to the processes of one run: copies are the same object, and a pickled one is None."""
+    """Base class of objects tied to the processes of one run: copies are the same object, pickles are None."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OfOneRun:
         return self
@@ -40,30 +40,30 @@ class OfOneRun:
 
 
 class RowGroup(OfOneRun):
-    """The processes over which rows differ: `group`, or None for this process alone."""
+    """The processes with different rows: `group`, or None for this process alone."""
 
     def __init__(self, group: distributed.ProcessGroup | None) -> None:
         self.group = group
 
 
 class OwnHeads(OfOneRun):
-    """Which of the heads that are spread evenly over the processes of a group this process has."""
+    """The heads of this process, where heads are distributed evenly over a group."""
 
     def __init__(self, part: int, parts: int, group: distributed.ProcessGroup) -> None:
         self.part, self.parts, self.group = part, parts, group
 
     def of(self, x: Tensor) -> Tensor:
-        """The own heads of a tensor [..., H, T] that all processes have; its gradient is the same in all of them."""
+        """Return the local heads of a replicated tensor [..., H, T]; its gradient is identical on all processes."""
         found: Tensor = _OwnHeads.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
     def range_of(self, heads: int) -> slice:
-        """The own ones of so many heads."""
+        """Return the local range out of `heads` heads."""
         return slice(self.part * heads // self.parts, (self.part + 1) * heads // self.parts)
 
 
 class _OwnHeads(torch.autograd.Function):
-    """A slice, whose gradient is that of the slices of all processes."""
+    """A slice whose gradient sums the gradients of the slices of all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, own: OwnHeads) -> Tensor:
@@ -78,10 +78,10 @@ class _OwnHeads(torch.autograd.Function):
 
 
 def sum_over_rows(x: Tensor, rows: RowGroup | None, number: Callable[[], int]) -> Tensor:
-    """The sum over the processes whose rows differ; over all processes where nothing was said of them.
+    """Sum over the processes with different rows; over all processes if `rows` is None.
 
-    `number` says of which estimate it is. Processes that have come to different ones are told so: they would add up
-    what does not belong together.
+    `number` identifies the estimate. Processes that reduce different estimates at the same time raise, because their
+    sums would be meaningless.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return x
@@ -94,25 +94,24 @@ def sum_over_rows(x: Tensor, rows: RowGroup | None, number: Callable[[], int]) -
     except RuntimeError as error:
         raise BackendError(f"{_ALONE}: {error}") from error
     total, (size, mean, square) = torch.split(summed, [x.numel(), 3])
-    # All numbers are equal if the square of their sum is as large as it can be.
+    # The numbers are equal exactly if size · Σ x² = (Σ x)².
     _assert(size * square == mean * mean, _OUT_OF_STEP)
     return total.view_as(x)
 
 
 _ALONE = (
-    "the running estimate of this layer could not be added up over the processes: one has ended, or has skipped the "
-    "layer while the others waited for it (let every process call every layer, or call "
-    "attnscale.distributed.share_rows(model, None), with which each process learns from its own rows)"
+    "the running estimate of this layer could not be reduced over the processes: one of them has ended or skipped the "
+    "layer. Call every layer in every process, or call attnscale.distributed.share_rows(model, None) to estimate from "
+    "local rows only"
 )
 _OUT_OF_STEP = (
-    "the processes have come to different layers, whose running estimates cannot be added up: let every process call "
-    "every layer (no LayerDrop), or call attnscale.distributed.share_rows(model, None), with which each process learns "
-    "from its own rows"
+    "the processes are at different layers, so their running estimates cannot be reduced. Call every layer in every "
+    "process (no LayerDrop), or call attnscale.distributed.share_rows(model, None) to estimate from local rows only"
 )
 
 
 def _assert(condition: Tensor, message: str) -> None:
-    """Raise where a condition does not hold; on other devices than the CPU without waiting for them."""
+    """Raise if a condition does not hold; asynchronously on devices other than the CPU."""
     if condition.device.type == "cpu" and not torch.compiler.is_compiling():
         if not bool(condition):
             raise BackendError(message)
@@ -121,13 +120,13 @@ def _assert(condition: Tensor, message: str) -> None:
 
 
 def _sum(x: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    from torch.distributed import _functional_collectives as collectives  # not needed in most programs
+    from torch.distributed import _functional_collectives as collectives  # rarely needed
 
     return wait(collectives.all_reduce(x, "sum", group))
 
 
 def wait(x: Tensor) -> Tensor:
-    """What a functional collective gives, once it is there."""
+    """Wait for the result of a functional collective."""
     from torch.distributed import _functional_collectives as collectives
 
     return collectives.wait_tensor(x)  # type: ignore[no-untyped-call, no-any-return]

@@ -10,7 +10,7 @@ _PART = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
 def read_range(argument: str, text: str) -> list[int]:
-    """The integers that a range names, in order.
+    """Return the integers of a range, sorted.
 
     >>> read_range("layers", "0, 4-6")
     [0, 4, 5, 6]
@@ -25,7 +25,7 @@ def read_range(argument: str, text: str) -> list[int]:
 
 
 def write_range(numbers: list[int]) -> str:
-    """Inverse of `read_range`, as short as possible.
+    """Inverse of `read_range`, in the shortest form.
 
     >>> write_range([0, 4, 5, 6])
     '0,4-6'

@@ -1,4 +1,4 @@
-"""Records as arguments of operators: the schema that torch wants, made from the record's own types."""
+"""Operator schemas generated from the type hints of records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {
 
 
 def operator_schema(record: type) -> str:
-    """The fields of a NamedTuple or dataclass as the arguments of an operator, in their order.
+    """Return the fields of a NamedTuple or dataclass as operator arguments, in order.
 
     >>> from typing import NamedTuple
     >>> class Numbers(NamedTuple):

@@ -1,4 +1,4 @@
-"""What torch does with the tensors that are computed now: tracing, transforms, autocast, DTensors."""
+"""State of torch that affects new tensors: tracing, transforms, autocast, DTensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Found = TypeVar("Found")
 
 
 def is_watched() -> bool:
-    """Whether tensors made now may be fake, traced or transformed, so that they must neither be kept nor read.
+    """Whether new tensors may be fake, traced or transformed, so that they must be neither cached nor read.
 
     True under torch.compile, `torch.jit.trace`, a dispatch mode (FakeTensorMode, make_fx), a functional transform,
-    forward-mode differentiation (dual numbers do not follow `out=`), or a function mode other than a default device.
+    forward-mode AD (dual numbers do not support `out=`), or a function mode other than a default device.
     """
     return (
         torch.compiler.is_compiling()
@@ -38,19 +38,19 @@ def is_watched() -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch's SDPA computes with a floating tensor here; autocast leaves fp64 alone."""
+    """Return the dtype in which torch's SDPA computes with a floating tensor here; autocast does not affect fp64."""
     if x.dtype == torch.float64 or not has_autocast(x.device):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which products have the dtype of their factors."""
+    """Return a context without autocast: products have the dtype of their factors."""
     return torch.autocast(device.type, enabled=False) if has_autocast(device) else nullcontext()
 
 
 def without_autocast(function: Callable[..., Found]) -> Callable[..., Found]:
-    """The same function with autocast off, on the device of its first argument."""
+    """Decorator: disable autocast on the device of the first argument."""
 
     @wraps(function)
     def run(first: Tensor, *others: Any) -> Found:
@@ -61,7 +61,7 @@ def without_autocast(function: Callable[..., Found]) -> Callable[..., Found]:
 
 
 def has_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device."""
+    """Whether autocast is enabled for a device."""
     if not torch._C._is_any_autocast_enabled():  # much cheaper than the rest
         return False
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -73,9 +73,9 @@ def is_dtensor(x: Tensor) -> bool:
 
 
 def refuse_dtensor(query: Tensor) -> None:
-    """Refuse queries that are a DTensor: a process computes the heads that it has."""
+    """Raise for DTensor queries: a process computes only its local heads."""
     if is_dtensor(query):
         raise BackendError(
-            "query as a DTensor is not accepted: expected the heads of this process, which ColwiseParallel gives "
-            "without use_local_output=False, or a module with attnscale.distributed.HeadParallel() in the plan"
+            "query as a DTensor is not accepted: expected the local heads, as from ColwiseParallel with "
+            "use_local_output=True, or a module with attnscale.distributed.HeadParallel() in its plan"
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
@@ -19,6 +21,10 @@ class Backend(Protocol):
     @property
     def automatic(self) -> bool:
         """Whether "auto" may choose it; otherwise it runs only on explicit request."""
+
+    @property
+    def why_unsupported(self) -> Callable[[torch.device, torch.dtype], str | None] | None:
+        """Returns why a device and dtype are not supported, or None if they are; None for a backend of any device."""
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this call cannot be computed here, or None if it can."""

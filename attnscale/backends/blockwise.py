@@ -15,6 +15,7 @@ class BlockwiseBackend:
     name = "blockwise"
     automatic = True
     plain = False
+    why_unsupported = None
 
     def why_not(self, call: AttentionCall) -> str | None:
         if call.key.shape[1] != call.value.shape[1]:

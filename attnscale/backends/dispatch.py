@@ -18,11 +18,12 @@ from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
 from attnscale.errors import BackendError, reject
 from attnscale.policies import Policy
-from attnscale.policies.base import ScorePolicy, reads_scores
-from attnscale.policies.temperature import check_beta, temperature
+from attnscale.policies.base import ScorePolicy, check_beta, reads_scores
+from attnscale.policies.temperature import temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
-from attnscale.statistics.rows.attend import measure_sampled_rows, no_derivative
-from attnscale.statistics.rows.chosen_slots import differentiable_accumulation, first_share
+from attnscale.statistics.gaps import Accumulation
+from attnscale.statistics.rows.attend import add_call_shares, measure_sampled_rows, no_derivative
+from attnscale.statistics.rows.measures import differentiable_accumulation
 from attnscale_kernels.availability import other_derivative
 
 # In order of preference for "auto", but for what `_preference` says.
@@ -102,11 +103,8 @@ def measure(
     if _is_sampled(call, request):
         output, stats = run(call, chosen), measure_sampled_rows(call.autocast(), asked)
     else:
-        asked = replace(asked, lse=asked.softmax, first_share=None)
-        output, stats = MEASURING[chosen.name].measure(call.autocast(), asked)
-        if request.first_share is not None:
-            stats = stats._replace(first_share=first_share(call.autocast(), request.first_share, stats.lse))
-        stats = stats.only(request)
+        output, stats = MEASURING[chosen.name].measure(call.autocast(), asked.with_lse())
+        stats = add_call_shares(stats, request, call.autocast()).only(request)
     return AttentionOutput(output, stats if known is None else with_known_gaps(stats, known, call.row_beta().detach()))
 
 
@@ -127,8 +125,13 @@ def score_statistics(
     is requested, the requested gap counts are taken along.
     """
     asked, raw = gaps_for(policy, request), replace(call, sinks=None)
-    stats = _score_backend(raw, chosen.name).statistics(raw.autocast().detached(), asked)
     through = differentiable_accumulation(call, asked.min_rank) if policy.gradient == "through" else None
+    known = through is not None and asked.accumulation == "exact"  # the same Λ: rows are not sorted again
+    measured = replace(asked, accumulation=None) if known else asked
+    stats = _score_backend(raw, chosen.name).statistics(raw.autocast().detached(), measured)
+    if through is not None and known:
+        scale = Accumulation(through.detach(), through.detach())
+        stats = stats._replace(accumulation=scale, criticality=criticality(1.0, scale))
     return stats, through
 
 
@@ -226,7 +229,9 @@ def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
         return "it gives no row statistics"
     if needs.derivative is not None and not BACKENDS[name].plain:
         return no_derivative(needs.derivative)
-    return BACKENDS[name].why_not(call)
+    unsupported = BACKENDS[name].why_unsupported
+    reason = None if unsupported is None else unsupported(call.query.device, autocast_dtype(call.query))
+    return BACKENDS[name].why_not(call) if reason is None else reason
 
 
 def explain(

@@ -19,6 +19,7 @@ class ReferenceBackend:
     name = "reference"
     automatic = False
     plain = True
+    why_unsupported = None
 
     def why_not(self, call: AttentionCall) -> str | None:
         return None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,18 +10,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnscale._util import state
-from attnscale._util.scratch import multiply
 from attnscale._util.tracing import autocast_dtype, autocast_off, is_dtensor, is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
-from attnscale.call.layout import Layout, default_scale, read_layout, read_numbers
 from attnscale.call.parse import check_mask, per_row
-from attnscale.call.torch_forms import read_causal_bias
+from attnscale.call.torch_arguments import (
+    Layout,
+    default_scale,
+    read_causal_bias,
+    read_layout,
+    read_numbers,
+    torch_attention,
+)
 from attnscale.policies import FormulaPolicy, Policy
-from attnscale.policies.temperature import recurring_temperature, refuse_unknown_length
-
-# torch's own function, whatever `torch.nn.functional.scaled_dot_product_attention` is at the moment.
-TORCH_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+from attnscale.policies.base import refuse_unknown_length
+from attnscale.policies.temperature import recurring_temperature
 
 
 class SdpaBackend:
@@ -39,6 +40,7 @@ class SdpaBackend:
     name = "sdpa"
     automatic = True
     plain = True
+    why_unsupported = None
 
     def why_not(self, call: AttentionCall) -> str | None:
         if call.softcap is not None:
@@ -74,12 +76,20 @@ def attend_by_row(
     """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
     dtype, options = autocast_dtype(query), (mask, dropout_p, is_causal, scale, grouped)
     if dtype.itemsize > 2:
-        return attend(multiply(query, beta.unsqueeze(-1)), key, value, *options)
+        return attend(_multiply(query, beta.unsqueeze(-1)), key, value, *options)
     if dtype == torch.bfloat16 and query.device.type != "cpu":
         return _attend_in_parts(query, key, value, beta, *options)
     with autocast_off(query.device):
         product = query * beta.unsqueeze(-1)  # in fp32, the dtype of β
         return attend(product, key.float(), value.float(), *options).to(dtype)
+
+
+def _multiply(query: Tensor, beta: Tensor) -> Tensor:
+    """β·q in the wider of the two dtypes, rounded once to q's; in a scratch buffer where autograd is off."""
+    if torch.is_grad_enabled() or query.device.type != "cpu" or is_watched():
+        product = query * beta
+        return product if product.dtype == query.dtype else product.to(query.dtype)
+    return torch.mul(query, beta, out=state.SCRATCH.room("product", query.shape, query))
 
 
 def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *options: Any) -> Tensor:
@@ -180,27 +190,6 @@ def _first_seen(mask: Tensor, keys: int) -> Tensor:
 def _is_broken(x: Tensor) -> Tensor:
     """Which vectors of the last axis are not finite."""
     return (x * 0).sum(-1).isnan()
-
-
-@contextmanager
-def beneath_context_parallel() -> Iterator[None]:
-    """torch's own function though its `context_parallel` has replaced it, for calls that hold all keys they see."""
-    state.TORCH_REPLACED.insert(0, TORCH_ATTENTION)
-    try:
-        yield
-    finally:
-        state.TORCH_REPLACED.remove(TORCH_ATTENTION)
-
-
-def torch_attention() -> Callable[..., Tensor]:
-    """torch's function, or what others have replaced it by (as context parallelism does), but never ours.
-
-    Under `patch_torch` that is what the first patch replaced.
-    """
-    function = state.TORCH_REPLACED[0] if state.TORCH_REPLACED else F.scaled_dot_product_attention
-    while function is not TORCH_ATTENTION and hasattr(function, "replaces"):
-        function = function.replaces
-    return function
 
 
 def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | None, bool]:

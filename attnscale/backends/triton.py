@@ -27,6 +27,7 @@ class TritonBackend:
 
     name = "triton"
     plain = False
+    why_unsupported = staticmethod(why_unavailable)
 
     @property
     def automatic(self) -> bool:
@@ -35,9 +36,6 @@ class TritonBackend:
 
     def why_not(self, call: AttentionCall) -> str | None:
         dtype, *others = (autocast_dtype(x) for x in (call.query, call.key, call.value))
-        reason = why_unavailable(call.query.device, dtype)
-        if reason is not None:
-            return reason
         if any(other != dtype for other in others):
             return "query, key and value have different dtypes"
         if call.key.shape[1] != call.value.shape[1]:
@@ -51,18 +49,18 @@ class TritonBackend:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        return _attend(call).out
+        return _launch(call).out
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        found = _attend(call, entropy=request.entropy, winner=request.winner)
+        found = _launch(call, entropy=request.entropy, winner=request.winner)
         return AttentionOutput(found.out, _statistics(call, request, found))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        found = _attend(call, entropy=request.entropy, winner=request.winner) if request.softmax else None
+        found = _launch(call, entropy=request.entropy, winner=request.winner) if request.softmax else None
         return _statistics(call, request, found)
 
 
-def _attend(call: AttentionCall, *, entropy: bool = False, winner: bool = False) -> Forward:
+def _launch(call: AttentionCall, *, entropy: bool = False, winner: bool = False) -> Forward:
     from attnscale_kernels.decode.op import decode_attention
     from attnscale_kernels.flash.op import flash_attention
 

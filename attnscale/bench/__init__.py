@@ -1,1 +1,1 @@
-"""Measuring cost: ratios in one interleaved run, never absolute times."""
+"""Benchmarks: ratios within one interleaved run, not absolute times."""

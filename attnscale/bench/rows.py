@@ -1,4 +1,4 @@
-"""One tidy table for everything measured: a row per number."""
+"""Tidy table of all measurements: one row per number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnscale._util.files import write_whole
 
 
 class Quartiles(NamedTuple):
-    """The median of a measured number and the quartiles around it."""
+    """Median and quartiles of a measurement."""
 
     median: float
     low: float
@@ -22,7 +22,7 @@ class Quartiles(NamedTuple):
 
 
 def quartiles(values: list[float]) -> Quartiles:
-    """Median and quartiles within the measured range: an extrapolated quartile of times may be negative.
+    """Return median and quartiles within the measured range; extrapolated quartiles of times could be negative.
 
     >>> quartiles([4.0, 1.0, 3.0, 2.0, 5.0])
     Quartiles(median=3.0, low=2.0, high=4.0)
@@ -33,7 +33,7 @@ def quartiles(values: list[float]) -> Quartiles:
 
 @dataclass(frozen=True)
 class Row:
-    """A number `y` of a `provider` at size `x`; `low` and `high` are quartiles where it is a median."""
+    """A value `y` of a `provider` at size `x`; `low` and `high` are the quartiles of a median."""
 
     kernel: str
     provider: str
@@ -49,7 +49,7 @@ class Row:
 
 
 def write_rows(path: str | Path, rows: Iterable[Any], kind: type[Any] = Row) -> None:
-    """Write all rows, of one dataclass, as CSV, or leave an earlier file as it was."""
+    """Write rows of one dataclass as CSV, atomically."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(kind)])

@@ -1,4 +1,4 @@
-"""One attention call in canonical form: what every backend is given, and its flat form for operators."""
+"""One attention call in canonical form, as passed to every backend, and its flat form for operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnscale.errors import ArgumentTypeError
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call with logits β·s, and raw scores s = softcap(scale·q·k) + bias.
+    """A call with logits β·s and raw scores s = softcap(scale·q·k) + bias.
 
     Key and value may have fewer heads than the query (grouped-query attention).
     """
@@ -29,12 +29,12 @@ class AttentionCall:
     scale: float
     dropout_p: float
     softcap: float | None
-    sinks: Tensor | None  # [H]: one more logit per head, which β does not scale
-    beta: float | Tensor = 1.0  # a float where all rows share it, else [B|1, H|1, Tq], fp32 or fp64
+    sinks: Tensor | None  # [H], one extra logit per head, not scaled by β
+    beta: float | Tensor = 1.0  # a float if shared by all rows, else [B|1, H|1, Tq], fp32 or fp64
 
     @property
     def group(self) -> int:
-        """Query heads per key head; 1 where there are none."""
+        """Query heads per key head; 1 without key heads."""
         return self.query.shape[1] // self.key.shape[1] if self.key.shape[1] else 1
 
     @property
@@ -51,19 +51,19 @@ class AttentionCall:
         return beta.expand(self.query.shape[:3])
 
     def autocast(self) -> AttentionCall:
-        """The call with query, key and value in autocast's dtype, where it is on; fp64 stays, as in torch."""
+        """The call with query, key and value in the autocast dtype, if autocast is on. fp64 is kept, as in torch."""
         if not has_autocast(self.query.device):
             return self
         query, key, value = (x.to(autocast_dtype(x)) for x in (self.query, self.key, self.value))
         if not query.dtype == key.dtype == value.dtype:
             raise ArgumentTypeError(
                 f"dtypes {query.dtype}, {key.dtype}, {value.dtype} of query, key and value under autocast are not "
-                "accepted: expected one, as autocast leaves float64 alone"
+                "accepted: expected one dtype (autocast does not convert float64)"
             )
         return replace(self, query=query, key=key, value=value)
 
     def detached(self) -> AttentionCall:
-        """The same call without gradients or dropout, for measuring."""
+        """The call without gradients and dropout, for measurements."""
         beta = self.beta.detach() if isinstance(self.beta, Tensor) else self.beta
         query, key, value = (x.detach() for x in (self.query, self.key, self.value))
         sinks = None if self.sinks is None else self.sinks.detach()
@@ -71,7 +71,7 @@ class AttentionCall:
         return replace(self, query=query, key=key, value=value, context=context, beta=beta, sinks=sinks, dropout_p=0.0)
 
     def select(self, rows: Tensor) -> AttentionCall:
-        """The same call for some of its rows [R]."""
+        """The call for some of its rows [R]."""
         beta = self.beta
         if isinstance(beta, Tensor) and beta.shape[-1] > 1:
             beta = beta.index_select(-1, rows)
@@ -79,10 +79,10 @@ class AttentionCall:
 
 
 class FlatCall(NamedTuple):
-    """A call as the plain values that operators take and autograd saves: the tensors first, then the constants.
+    """A call as operator arguments: tensors first, then constants.
 
-    The only list of them: the schema of every operator is made from it. Given positions and counts are left out, since
-    they only decide β.
+    The schemas of all operators are generated from these fields. `positions` and `visible` are omitted: they only
+    affect β.
     """
 
     query: Tensor
@@ -95,7 +95,7 @@ class FlatCall(NamedTuple):
     padding: Tensor | None
     mask: Tensor | None
     sinks: Tensor | None
-    slot: int  # where there are no `slots`
+    slot: int  # used if `slots` is None
     causal: bool
     left: int | None
     right: int | None
@@ -116,12 +116,12 @@ class FlatCall(NamedTuple):
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple[FlatCall, Sequence[Any]]:
-        """The call with which the arguments of an operator begin, and the others."""
+        """Split operator arguments into the call and the remaining arguments."""
         return cls(*arguments[: len(cls._fields)]), arguments[len(cls._fields) :]
 
     @classmethod
     def gradients(cls, **of_tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """What the backward of an operator returns for its call: the gradients of some tensors, by name."""
+        """Gradients in field order for the backward pass of an operator; None for fields not passed."""
         return tuple(of_tensors.get(name) for name in cls._fields)
 
     def to_call(self) -> AttentionCall:
@@ -134,4 +134,4 @@ class FlatCall(NamedTuple):
 
 
 FLAT_CALL = operator_schema(FlatCall)
-TENSORS = FlatCall._fields.index("slot")  # how many fields are tensors
+TENSORS = FlatCall._fields.index("slot")  # number of tensor fields

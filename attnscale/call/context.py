@@ -1,7 +1,7 @@
-"""Which keys each query row may see: causality, cache, window, padding, documents and masks in one description.
+"""Visible keys of each query row: causality, cache, window, padding, documents and masks in one description.
 
-Keys live in *slots* 0 … Tk−1. Apart from an explicit mask, every rule restricts a row to an interval of slots, less the
-padded ones; so a row is described by two integers, and nothing of size Tq × Tk exists until a backend asks for it.
+Keys are in *slots* 0 … Tk−1. Except for an explicit mask, every rule restricts a row to an interval of slots, minus
+padding. Two integers describe a row, and no Tq × Tk tensor exists unless a backend builds one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min is a common "−∞".
+# An additive mask at or below this hides the key: exp(−10⁴) is 0 in every dtype, and finfo.min often stands for −∞.
 HIDDEN_BELOW = -1e4
 
-# The attribute by which `policies.temperature.mark_counted` numbers an n: counted by this package, and never changed.
+# Attribute set by `policies.temperature.mark_counted` on an n counted by this package and never modified.
 COUNTED = "_attnscale_count"
 
 Window = tuple[int | None, int | None]
@@ -23,12 +23,11 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Context:
-    """A validated description of what the rows of one attention call may see; `parse.describe` makes it.
+    """Validated description of the visible keys of one attention call, made by `parse.describe`.
 
-    `slot` is the slot of the query tokens themselves: an int where they lie at `slot, slot + 1, …` for every sequence,
-    else a tensor [B|1, Tq]. `first`, `last` are bounds [B|1, Tq] that documents set. `padding` [B|1, Tk] is True where
-    the key is padding, `mask` [B|1, H|1, Tq, Tk] is bool (True: visible) or additive. `positions` and `visible`
-    override the values otherwise derived.
+    `slot` is the slot of the query tokens: an int if they are at `slot, slot + 1, …` in every sequence, else a tensor
+    [B|1, Tq]. `first` and `last` are document bounds [B|1, Tq]. `padding` [B|1, Tk] is True for padding. `mask`
+    [B|1, H|1, Tq, Tk] is bool (True: visible) or additive. `positions` and `visible` override the derived values.
     """
 
     queries: int
@@ -46,22 +45,22 @@ class Context:
 
     @property
     def left(self) -> int | None:
-        """How many slots before its own a row may see; None: all."""
+        """Number of visible slots before a row's own slot; None for all."""
         return self.window[0]
 
     @property
     def right(self) -> int | None:
-        """How many slots after its own a row may see; None: all."""
+        """Number of visible slots after a row's own slot; None for all."""
         return 0 if self.causal else self.window[1]
 
     @property
     def is_plain(self) -> bool:
-        """True where the rules are known on the host: no padding, documents, mask or per-sequence slots."""
+        """Whether all rules are known on the host: no padding, documents, mask or per-sequence slots."""
         return isinstance(self.slot, int) and self.first is None and self.padding is None and self.mask is None
 
     @property
     def is_causal_alone(self) -> bool:
-        """True where causality from the first slot on is the only rule."""
+        """Whether causality from slot 0 is the only rule."""
         starts_there = isinstance(self.slot, int) and self.slot == 0
         nothing_else = self.positions is None and self.visible is None and self.window == (None, None)
         return self.causal and self.is_plain and starts_there and nothing_else
@@ -73,10 +72,10 @@ class Context:
         return torch.arange(self.slot, self.slot + self.queries, device=self.device)[None]
 
     def with_own_slots(self, own_keys: bool | None) -> Context:
-        """The same with `slot` behind all keys where rows have no key of their own among them, for a monitor.
+        """Move `slot` behind all keys if rows have no own key among them. Used by monitors.
 
-        `own_keys` says whether queries and keys are made of the same tokens. Where that is not known (None), they are
-        if there are as many, or if a rule other than a mask or padding gives the slots of the queries.
+        `own_keys`: queries and keys come from the same tokens. None (unknown) is taken as True if their numbers are
+        equal, if the slots of the queries are given, or if there is no mask and no padding.
         """
         if self.causal or self.window != (None, None):
             return self  # rows see by their slots
@@ -86,7 +85,7 @@ class Context:
         return self if own_keys else replace(self, slot=self.keys)
 
     def key_range(self) -> tuple[int, int]:
-        """Slots outside [start, stop) are hidden from every row; known on the host."""
+        """Host-side range [start, stop). Slots outside are hidden from every row."""
         start, stop = 0, self.keys
         if isinstance(self.slot, int):
             if self.right is not None:
@@ -96,7 +95,7 @@ class Context:
         return start, stop
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """First visible slot and the one after the last, each [B|1, Tq] in [0, Tk], without regard to padding."""
+        """First visible slot and one past the last, each [B|1, Tq] in [0, Tk]. Ignores padding and mask."""
         if self.left is None and self.right is None and self.first is not None and self.last is not None:
             start, stop = self.first, self.last
         else:
@@ -109,7 +108,7 @@ class Context:
         return start, torch.maximum(start, stop.clamp(0, self.keys))
 
     def select(self, rows: Tensor) -> Context:
-        """The same for some of the rows [R]."""
+        """The context of some rows [R]."""
 
         def pick(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.index_select(-1, rows)
@@ -126,7 +125,7 @@ class Context:
         )
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """Visibility [B|1, H|1, Tq, stop−start] as bool, or None where every row sees every key of that range."""
+        """Visibility [B|1, H|1, Tq, stop−start] as bool, or None if every row sees every key of the range."""
         stop = self.keys if stop is None else stop
         visible: Tensor | None = None
         if self.left is not None or self.right is not None or self.first is not None:
@@ -141,7 +140,7 @@ class Context:
 
 
 def shown(mask: Tensor) -> Tensor:
-    """A mask as bool, True where the key may be seen. A NaN does not hide a key: it has to reach the row."""
+    """A mask as bool, True for visible keys. A NaN does not hide a key: it must propagate to the row."""
     return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN_BELOW)
 
 
@@ -162,7 +161,7 @@ def count_visible(context: Context) -> Tensor:
 
 
 def count_visible_before(context: Context, slots: Tensor) -> Tensor:
-    """How many of the keys that each row sees lie before a slot [B, H, Tq] that it sees."""
+    """Number of visible keys before a visible slot [B, H, Tq] of each row."""
     if context.mask is not None:
         dense = context.dense()
         seen = (context.mask if dense is None else dense).cumsum(-1, dtype=torch.int32)
@@ -175,9 +174,9 @@ def count_visible_before(context: Context, slots: Tensor) -> Tensor:
 
 
 def first_slots(context: Context, count: int) -> tuple[Tensor, Tensor]:
-    """The slots [B|1, H|1, Tq|1, count] of the first keys that each row sees, and whether it sees so many.
+    """Slots [B|1, H|1, Tq|1, count] of the first visible keys of each row, and whether each of them exists.
 
-    One row stands for all where they see the same first keys.
+    The row axis is 1 if all rows have the same first keys.
     """
     number = torch.arange(count, device=context.device)
     start, stop = context.bounds()
@@ -197,7 +196,7 @@ def first_slots(context: Context, count: int) -> tuple[Tensor, Tensor]:
     left = context.mask if left is None else left
     slot, found = torch.arange(context.keys, device=context.device), []
     for _ in range(count):
-        # The first True, or 0 where there is none.
+        # The first True, or 0 if there is none.
         found.append((left.to(torch.uint8).argmax(-1), left.any(-1)))
         left = left & (slot > found[-1][0][..., None])
     slots, seen = (torch.stack(parts, dim=-1) for parts in zip(*found, strict=True))
@@ -205,7 +204,7 @@ def first_slots(context: Context, count: int) -> tuple[Tensor, Tensor]:
 
 
 def same_for_every_row(context: Context) -> int | None:
-    """n as a plain int where the host knows that all rows see equally many keys (one-token decoding), else None."""
+    """n as an int if the host can determine that all rows have the same n (such as one-token decoding), else None."""
     if context.visible is not None or not context.is_plain:
         return None
     if context.queries != 1 and (context.left is not None or context.right is not None):
@@ -215,17 +214,17 @@ def same_for_every_row(context: Context) -> int | None:
 
 
 def find_positions(context: Context) -> Tensor | None:
-    """Absolute position [B|1, 1, Tq] of each query, or None where it is unknown and policies use n − 1.
+    """Absolute position [B|1, 1, Tq] of each query, or None if unknown. Policies then use n − 1.
 
-    Known where given, and under causality: the rank of the row's own slot among the real keys of its document. A
-    window shortens n but not this.
+    Under causality, the position is the rank of the row's own slot among the unpadded keys of its document. A window
+    reduces n, but not the position.
     """
     if context.positions is not None:
         return context.positions[:, None]
     if context.visible is not None or not context.causal:
         return None
     if context.mask is not None:
-        # A mask may hide padding, so ranks must be counted through it; without a window that is n itself.
+        # A mask may hide padding, so the rank is counted through the mask; without a window this is n itself.
         return None if context.left is None else count_visible(replace(context, window=(None, None))) - 1
     own = context.slots()
     if context.padding is None and context.first is None:
@@ -237,7 +236,7 @@ def find_positions(context: Context) -> Tensor | None:
 
 
 def _real_keys_before(context: Context, slot: Tensor) -> Tensor:
-    """How many unpadded keys lie before each slot, [B|1, Tq]."""
+    """Number of unpadded keys before each slot, [B|1, Tq]."""
     if context.padding is None:
         return slot
     count = pad((~context.padding).cumsum(-1), (1, 0))  # [B|1, Tk + 1]

@@ -1,4 +1,4 @@
-"""From the keywords of an attention call to a checked `Context`."""
+"""Parse the keywords of an attention call into a checked `Context`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing_extensions import Unpack
 from attnscale._util.checks import check_broadcasts, check_dense, check_flag, is_floating, read_int
 from attnscale._util.tracing import is_watched
 from attnscale.call.context import COUNTED, Context, Window, count_visible
-from attnscale.call.layout import Layout
-from attnscale.call.torch_forms import is_causal_bias, read_causal_bias
+from attnscale.call.torch_arguments import Layout, is_causal_bias, read_causal_bias
 from attnscale.errors import ArgumentError, DtypeError, TensorError, reject, reject_type
 
 Packing = Tensor | tuple[Tensor, Tensor]
 
 
 class KeyRules(TypedDict, total=False):
-    """Keywords that decide which keys a row may see; `scaled_dot_product_attention` explains each."""
+    """Keywords that restrict the visible keys; documented in `scaled_dot_product_attention`."""
 
     window: int | Window | None
     positions: Tensor | None
@@ -33,7 +32,7 @@ class KeyRules(TypedDict, total=False):
 
 
 class VisibilityRules(KeyRules, total=False):
-    """The same with the two that torch's function has, too."""
+    """`KeyRules` plus the two restrictions of torch's function."""
 
     attn_mask: Tensor | None
     is_causal: bool
@@ -58,8 +57,8 @@ def describe(
     """Check the keywords against the shapes and determine the slot of each query token.
 
     The slot comes from `cache_offset`; else from the document of packed queries; else from `positions`, looked up among
-    the unpadded keys; else it is torch's alignment, query i in slot i. Values of tensors (negative positions,
-    decreasing edges) are checked on the CPU only: on other devices reading them back would synchronise.
+    the unpadded keys; else query i is in slot i, as in torch. Tensor values (negative positions, decreasing boundaries)
+    are checked on the CPU only: on other devices, reading them back would synchronise.
     """
     if positions is not None:
         positions = layout.rows("positions", _integer("positions", positions, device), queries, "0-based, per query")
@@ -73,7 +72,7 @@ def describe(
     if visible is not None:
         visible = per_row(layout, visible, queries, device)
     if document_ids is not None and cu_seqlens is not None:
-        raise ArgumentError("document_ids and cu_seqlens are not accepted together: they say the same thing")
+        raise ArgumentError("document_ids and cu_seqlens are not accepted together: expected one of them")
     if cu_seqlens is not None:
         cu_seqlens = _edges(cu_seqlens, queries, keys, device)
 
@@ -121,21 +120,34 @@ def describe(
 def visible_keys(
     queries: int, keys: int, *, batch: int = 1, heads: int = 1, **rules: Unpack[VisibilityRules]
 ) -> Tensor:
-    """n [B|1, H|1, Tq]: how many of `keys` each of `queries` rows may see, as int64.
+    """n, the number of visible keys of each query row.
 
-    The rules are the keywords of `scaled_dot_product_attention`: `is_causal`, `attn_mask`, `window`, `positions`,
-    `key_padding`, `document_ids`, `cu_seqlens`, `cache_offset`. The tensors among them decide the device.
+    Args:
+        queries: Tq, the number of query rows.
+        keys: Tk, the number of keys.
+        batch: B, the number of sequences.
+        heads: H, the number of query heads.
+        **rules: keywords of `scaled_dot_product_attention`: `is_causal`, `attn_mask`, `window`, `positions`,
+            `key_padding`, `document_ids`, `cu_seqlens`, `cache_offset`. Their tensors determine the device.
 
-    >>> visible_keys(4, 4, is_causal=True, window=3)
-    tensor([[[1, 2, 3, 3]]])
-    >>> visible_keys(1, 8, is_causal=True, cache_offset=5)
-    tensor([[[6]]])
+    Returns:
+        n [B|1, H|1, Tq], as int64.
+
+    Raises:
+        ArgumentError: a shape or value is not accepted.
+        ArgumentTypeError: a type or dtype is not accepted.
+
+    Example:
+        >>> visible_keys(4, 4, is_causal=True, window=3)
+        tensor([[[1, 2, 3, 3]]])
+        >>> visible_keys(1, 8, is_causal=True, cache_offset=5)
+        tensor([[[6]]])
     """
     extents = (("queries", queries), ("keys", keys), ("batch", batch), ("heads", heads))
     queries, keys, batch, heads = (read_int(name, extent, "an int >= 0", least=0) for name, extent in extents)
     check_flag("is_causal", rules.get("is_causal", False))
     parts = [part for rule in rules.values() for part in (rule if isinstance(rule, (tuple, list)) else (rule,))]
-    # A causal bias of torch holds no values, so that its device means nothing.
+    # torch's CausalBias holds no values, so its device is meaningless.
     tensors = [part for part in parts if isinstance(part, Tensor) and not is_causal_bias(part)]
     device = tensors[0].device if tensors else torch.device("cpu")
     layout = Layout((batch, heads), True, heads)
@@ -143,7 +155,7 @@ def visible_keys(
 
 
 def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: torch.device) -> None:
-    """Refuse a mask of another type, device or shape than attention takes."""
+    """Reject a mask with an unsupported type, device or shape."""
     if not isinstance(mask, Tensor):
         reject_type("attn_mask", mask, "a bool tensor (True: visible) or a floating one (added)")
     check_dense("attn_mask", mask)
@@ -157,7 +169,7 @@ def check_mask(layout: Layout, mask: Tensor, queries: int, keys: int, device: to
 
 
 def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device) -> Tensor:
-    """n as given, [Tq], [B, Tq] or [B, H, Tq], to [B|1, H|1, Tq]."""
+    """Reshape a given n from [Tq], [B, Tq] or [B, H, Tq] to [B|1, H|1, Tq]."""
     given = _integer("visible", visible, device)
     n = given.reshape(1, 1, -1) if given.dim() <= 1 else given[:, None] if given.dim() == 2 else given
     fits = n.dim() == 3 and n.shape[0] in (1, layout.size) and n.shape[1] in (1, layout.heads)
@@ -166,7 +178,7 @@ def per_row(layout: Layout, visible: Tensor, queries: int, device: torch.device)
         reject("visible.shape", list(given.shape), f"[Tq], [B, Tq] or [B, H, Tq] that broadcasts to {full}")
     if not hasattr(given, COUNTED):
         _check_values("visible", n, _any_negative, "numbers of keys, none of them negative")
-    # A tensor of the full length stays the same object, whose β may be remembered (`mark_counted`).
+    # A tensor of full length stays the same object: its β may be cached (`mark_counted`).
     return n if n.shape[2] == queries else n.expand(n.shape[0], n.shape[1], queries)
 
 
@@ -201,7 +213,7 @@ def _offset(layout: Layout, offset: int | Tensor, queries: int, device: torch.de
 
 
 def _slots_of_positions(positions: Tensor, padding: Tensor | None) -> Tensor:
-    """The slot [B|1, Tq] that holds the key of each position: the position itself, moved on by what is padding."""
+    """The slot [B|1, Tq] of the key at each position: the position, shifted by the padding before it."""
     if padding is None:
         return positions
     batch = max(positions.shape[0], padding.shape[0])
@@ -210,14 +222,14 @@ def _slots_of_positions(positions: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def _slots_of_packed(queries_at: Tensor, keys_at: Tensor, *, queries: int, device: torch.device) -> Tensor:
-    """The queries of a packed document are its last tokens: slot = end of the keys − distance to the queries' end."""
+    """Slots of packed queries, the last tokens of their document: end of keys − distance to end of queries."""
     token = torch.arange(queries, device=device)
     document = _document_of(queries_at, token)
     return (keys_at[1:][document] - queries_at[1:][document] + token)[None]
 
 
 def _documents(packing: Packing, slot: int | Tensor, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last slot [B|1, Tq] of each query's document; tokens behind the last document see nothing."""
+    """First and last slot [B|1, Tq] of each query's document. Tokens after the last document see no keys."""
     if isinstance(packing, tuple):
         queries_at, keys_at = packing
         token = torch.arange(queries, device=device)[None]
@@ -230,7 +242,7 @@ def _documents(packing: Packing, slot: int | Tensor, queries: int, device: torch
 
 
 def _edges(packing: Packing, queries: int, keys: int, device: torch.device) -> Packing:
-    """`cu_seqlens` as int64, checked; a pair where queries and keys are packed differently."""
+    """Checked `cu_seqlens` as int64; a pair if queries and keys are packed differently."""
     accepted = "an integer tensor [documents + 1] that starts with 0 and increases, or a pair of them"
     pair = isinstance(packing, (tuple, list))
     if pair and len(packing) != 2:
@@ -249,7 +261,7 @@ def _edges(packing: Packing, queries: int, keys: int, device: torch.device) -> P
         reject(
             "cu_seqlens",
             (list(of_queries.shape), list(of_keys.shape)),
-            "a pair with as many documents of queries as of keys",
+            "a pair with the same number of documents for queries and keys",
         )
     return (of_queries, of_keys) if pair else of_keys
 
@@ -260,7 +272,7 @@ def _document_of(edges: Tensor, token: Tensor) -> Tensor:
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """First slot of the run of equal ids that each slot is in, and the slot after its last; both [B|1, Tk]."""
+    """Start and end (exclusive) of the run of equal ids around each slot; both [B|1, Tk]."""
     keys = ids.shape[-1]
     slot = torch.arange(keys, device=ids.device).expand_as(ids)
     changes = ids[:, 1:] != ids[:, :-1]
@@ -270,7 +282,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at(slot: int | Tensor, first: Tensor, last: Tensor, *, queries: int) -> tuple[Tensor, Tensor]:
-    """The bounds of the document that each query's slot is in; behind the last key nothing is seen."""
+    """Bounds of the document at each query's slot. Queries after the last key see no keys."""
     keys = first.shape[-1]
     if isinstance(slot, int):
         if queries > keys:

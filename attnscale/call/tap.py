@@ -1,7 +1,7 @@
-"""The place in an attention module where its calls can be listened to, forward and backward.
+"""Taps: hooks in attention modules that report calls to a listener, in the forward and backward pass.
 
-Modules send their calls through `Tap.report`. How a call is reported is given to the tap by its owner: for the monitor,
-`attnscale.diagnostics.autograd`.
+Modules route their calls through `Tap.report`. The owner of the tap provides the report function; for the monitor it is
+in `attnscale.diagnostics.autograd`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Run = Callable[[AttentionCall], Tensor]
 
 
 class CallEvent(NamedTuple):
-    """One call in forward, detached."""
+    """One call in the forward pass, detached."""
 
     call: AttentionCall
     out: Tensor  # [B, H, Tq, Dv]
@@ -28,25 +28,26 @@ class CallEvent(NamedTuple):
 
 
 class Listener(Protocol):
-    """What a tap reports to, on the thread of the call, without gradients and without autocast.
+    """Receives the reports of a tap, on the thread of the call, without gradients and autocast.
 
-    A call has a number, by which backward refers to it.
+    Each call has a number that links its forward and backward pass.
     """
 
     listening: bool
-    failed: bool  # nothing more is reported to it for now
+    failed: bool  # reports are suspended
 
     def begin(self, graph: bool) -> int:
-        """The number of a call that is made, with gradients enabled or not. A call that a checkpoint repeats inside
-        backward has the number of the first.
+        """Assign a number to a call. `graph`: gradients are enabled.
+
+        A call recomputed by activation checkpointing has the number of the original call.
         """
 
     def forward(self, event: CallEvent, number: int) -> None:
-        """A call in forward."""
+        """A call in the forward pass."""
         return
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
-        """A call that backward has reached, and the gradient of its output."""
+        """A call in the backward pass, and the gradient of its output."""
         return
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -58,12 +59,12 @@ class Listener(Protocol):
         return
 
     def give_up(self, error: Exception) -> None:
-        """The listener has raised an exception; nothing more is reported to it for now."""
+        """The listener raised an exception. Reports to it are suspended."""
         return
 
 
 class Report(Protocol):
-    """How a call is run and reported; `measured` is the same call for the listener, with keys of other processes."""
+    """Runs and reports a call. `measured` is the call for the listener, including the keys of other processes."""
 
     def __call__(
         self, tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None
@@ -71,9 +72,9 @@ class Report(Protocol):
 
 
 class Tap(Uncopied):
-    """Connects a module to a listener; `report` runs a call and reports it to the listener of a tap's id.
+    """Connects a module to a listener. `report` runs a call and reports it to the listener with the given tap id.
 
-    The id is a tensor, so that modules with different taps share one compiled graph.
+    The id is a tensor, so modules with different taps share one compiled graph.
     """
 
     def __init__(self, listener: Listener, report: Report) -> None:
@@ -84,21 +85,21 @@ class Tap(Uncopied):
         state.TAPS[number] = self
 
     def attach(self, module: Any) -> None:
-        """Become the tap of a module."""
+        """Install this tap in a module."""
         module.tap = self
 
     def detach(self, module: Any) -> None:
-        """Leave a module, unless it has another tap by now or none."""
+        """Remove this tap from a module. No-op if the module has another tap or none."""
         if vars(module).get("tap") is self:
             del module.tap
 
     @property
     def open(self) -> bool:
-        """Whether calls must go through the tap: in a compiled graph always, since it outlives the present step."""
+        """Whether calls must go through the tap. Always True in a compiled graph, which outlives the current step."""
         return torch.compiler.is_compiling() or self.listener.listening
 
     @staticmethod
     def find(tap_id: Tensor) -> Listener | None:
-        """The listener of a tap, if it is listening now."""
+        """The listener of a tap id; None if it is inactive or has failed."""
         tap = state.TAPS.get(int(tap_id))
         return tap.listener if tap is not None and tap.listener.listening and not tap.listener.failed else None

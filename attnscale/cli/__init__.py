@@ -1,10 +1,9 @@
 """The command line, `attnscale COMMAND …`.
 
-`parser` knows the names of the commands and imports the file of the one that is asked for: `evaluate` (also `demo`
-and `run`), `theory`, `parallel_cost` (`plan`), `bench`, `show` (`doctor`, `policies`, `watch`, `report`). Until a
-command begins its work nothing heavy is imported here.
-Help, `--version`, `doctor`, `policies` and `report` print plain text and need torch alone; the other commands need the
-extra `cli`.
+`parser` lists the commands and imports only the file of the requested one: `evaluate` (also `demo` and `run`),
+`theory`, `parallel_cost` (`plan`), `bench`, `show` (`doctor`, `policies`, `watch`, `report`). Heavy imports happen only
+when a command runs. Help, `--version`, `doctor`, `policies` and `report` print plain text and require only torch; the
+other commands require the extra `cli`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,22 @@ from attnscale._util.optional import need
 from attnscale.cli.parser import parse
 from attnscale.errors import AttnScaleError
 
-PLAIN = ("doctor", "policies", "report")  # they get no console
-RESUMABLE = ("demo", "evaluate", "run")  # they go on from the cells that an interrupted run has written
+PLAIN = ("doctor", "policies", "report")  # print plain text, without a rich console
+RESUMABLE = ("demo", "evaluate", "run")  # continue from the cells of an interrupted run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0, 2 for a mistake of the user's, 1 for a kernel that gives a wrong result, 130."""
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: words of the command line; default `sys.argv[1:]`.
+
+    Returns:
+        0 for success, 1 for a kernel with wrong results, 2 for a user error, 130 for an interrupt.
+
+    Raises:
+        SystemExit: for `--help`, `--version` and errors in the options.
+    """
     command = None
     try:
         options = parse(arguments)
@@ -33,5 +42,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted" + "; run the same command again to go on" * (command in RESUMABLE), file=sys.stderr)
+        print("interrupted" + "; run the same command again to continue" * (command in RESUMABLE), file=sys.stderr)
         return 130

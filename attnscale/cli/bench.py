@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def bench(parser: Parser) -> None:
-    """Options of `attnscale bench`; the benchmark of a CPU and the static table are no longer part of the package."""
+    """Options of `attnscale bench`. The CPU benchmark and the static table are no longer part of the package."""
     parser.set_defaults(run=_bench)
     parser.show_examples("gpu --bundle gpu.zip", "gpu --dry-run")
-    parser.add_argument("on", nargs="?", choices=("gpu", "cpu"), default="cpu", help="gpu: measure the current card")
-    parser.add_argument("--output", type=Path, help="CSV to write (default: gpu.csv)")
-    parser.add_argument("--config", type=Path, help="YAML with lengths and rounds (default: that of the card found)")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw pictures there")
-    parser.add_argument("--bundle", type=Path, metavar="ZIP", help="also put all of it into a file to pass on")
+    parser.add_argument("on", nargs="?", choices=("gpu", "cpu"), default="cpu", help="gpu: benchmark the current GPU")
+    parser.add_argument("--output", type=Path, help="CSV file to write (default: gpu.csv)")
+    parser.add_argument("--config", type=Path, help="YAML file with lengths and rounds (default: by GPU)")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="folder for plots (default: no plots)")
+    parser.add_argument("--bundle", type=Path, metavar="ZIP", help="ZIP file with all results, for sharing")
     without = parser.add_mutually_exclusive_group()
-    without.add_argument("--dry-run", action="store_true", help="without a GPU, tiny sizes in triton's interpreter")
+    without.add_argument("--dry-run", action="store_true", help="no GPU: tiny sizes in triton's interpreter")
     without.add_argument("--static", action="store_true", help="moved: python -m scripts.static --print")
 
 

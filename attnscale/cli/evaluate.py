@@ -1,6 +1,6 @@
-"""The commands `evaluate`, `demo` and `run`: options, or a YAML file with overrides, become a dataclass that is run.
+"""The commands `evaluate`, `demo` and `run`: options, or a YAML file with overrides, fill a dataclass.
 
-The fields of the dataclass are the options and the keys of the file: one list of names, types and defaults.
+The fields of the dataclass define names, types and defaults of the options and of the keys in the file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# The key `experiment` of a file: the module, the dataclass that has the other keys as fields, and the function that
-# takes it and `progress`, and returns what it wrote.
+# Key `experiment` of a file → module, dataclass with the other keys as fields, and function(dataclass, progress) that
+# returns the output path.
 Experiments = Mapping[str, tuple[str, str, str]]
 EXPERIMENTS = {"evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate")}
-MOVED = ("max_retrieval", "training")  # to scripts/training
+MOVED = ("max_retrieval", "training")  # now in scripts/training
 
-NAMES = "names with commas between them (a,b), or a list"
-NUMBERS = "whole numbers (128,2048), a range that doubles (512:32768; in quotes in a YAML file), or a list"
+NAMES = "comma-separated names (a,b) or a list"
+NUMBERS = "comma-separated ints (128,2048), a doubling range (512:32768; quoted in a YAML file), or a list"
 
 
 def evaluate(parser: Parser) -> None:
@@ -47,13 +47,13 @@ def evaluate(parser: Parser) -> None:
         "MODEL --rope yarn:4 --policies constant,log,constant@own,plan.yaml --tasks perplexity,needle --text FILE",
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help=documents["models"])
-    parser.add_argument("--report", action=argparse.BooleanOptionalAction, default=True, help="write the page, too")
+    parser.add_argument("--report", action=argparse.BooleanOptionalAction, default=True, help="also write the page")
     for field in dataclasses.fields(kind):
         if field.name == "models":
             continue
         default = "evaluation/MODEL" if field.name == "output" else _default(field)
         text = documents[field.name] + (f" (default: {default})" if default else "")
-        settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}  # what is given is text for `build`
+        settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}  # `build` parses the given text
         if hints[field.name] is bool:
             settings["action"] = argparse.BooleanOptionalAction
         else:
@@ -65,7 +65,7 @@ def demo(parser: Parser) -> None:
     """Options of `attnscale demo`."""
     parser.set_defaults(run=_demo)
     parser.show_examples("", "--quick --output /tmp/demo")
-    parser.add_argument("--output", type=Path, default=Path("demo"), help="folder (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("demo"), help="output folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and samples")
 
 
@@ -75,9 +75,9 @@ def run(parser: Parser) -> None:
     parser.show_examples("experiment/smollm2", "configs/experiment/swapped_in.yaml output=again samples=16")
     names = (file.stem for file in sorted((PACKAGED / "experiment").glob("*.yaml")) if file.stem not in MOVED)
     packaged = ", ".join(f"experiment/{name}" for name in names)
-    about = f"YAML file with the key `experiment` ({', '.join(EXPERIMENTS)}), or one of the package: {packaged}"
+    about = f"YAML file with the key `experiment` ({', '.join(EXPERIMENTS)}), or a packaged file: {packaged}"
     parser.add_argument("file", type=Path, metavar="FILE", help=about)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="instead of what the file says; lists: [0,1]")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides keys of the file; lists: [0,1]")
 
 
 def _evaluate(console: Console, options: argparse.Namespace) -> int:
@@ -108,14 +108,14 @@ def _run_and_show(console: Console, evaluation: Any, function: Callable[..., Pat
 
 
 def load(place: tuple[str, str, str]) -> tuple[type[Any], Callable[..., Path]]:
-    """The dataclass and the function of an experiment."""
+    """Import the dataclass and the function of an experiment."""
     module, kind, function = place
     loaded = importlib.import_module(module)
     return getattr(loaded, kind), getattr(loaded, function)
 
 
 def read_experiment(file: Path, overrides: list[str], experiments: Experiments) -> tuple[Any, Callable[..., Path]]:
-    """The filled dataclass of an experiment, and the function that runs it."""
+    """Read an experiment file; return the filled dataclass and the function that runs it."""
     values = read_yaml(file)
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -134,7 +134,7 @@ def read_experiment(file: Path, overrides: list[str], experiments: Experiments) 
 
 
 def read_list(argument: str, value: Any, numbers: bool) -> tuple[Any, ...]:
-    """The items of a list, whose types are for the caller to check, or of a text, where `a:b` doubles from a to b.
+    """Return the items of a list (types are checked by the caller) or of a text; `a:b` doubles from a to b.
 
     >>> read_list("policies", "constant, log", numbers=False)
     ('constant', 'log')
@@ -147,7 +147,7 @@ def read_list(argument: str, value: Any, numbers: bool) -> tuple[Any, ...]:
     """
     if isinstance(value, (list, tuple)):
         return tuple(value)
-    # A number is not taken for a list of one: YAML reads 16:32 without quotes as 992 (minutes and seconds).
+    # A single number is not accepted as a list: YAML parses an unquoted 16:32 as 992 (minutes and seconds).
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
     if not parts or not all(parts):
         reject(argument, value, NUMBERS if numbers else NAMES)
@@ -157,13 +157,13 @@ def read_list(argument: str, value: Any, numbers: bool) -> tuple[Any, ...]:
 
 
 def _numbers(part: str, value: str, argument: str) -> Iterator[int]:
-    """One number, or those of a range."""
+    """Yield one number, or the numbers of a range."""
     ends = part.split(":")
     if len(ends) > 2 or not all(end.isdecimal() for end in ends):
         reject(argument, value, NUMBERS)
     number, last = int(ends[0]), int(ends[-1])
     if len(ends) == 2 and not 1 <= number <= last:
-        reject(argument, value, f"a range from 1 or more upwards, not {part}")
+        reject(argument, value, f"a range a:b with 1 <= a <= b instead of {part}")
     yield number
     while number < last:
         if 2 * number > last:
@@ -173,21 +173,21 @@ def _numbers(part: str, value: str, argument: str) -> Iterator[int]:
 
 
 def field_documents(kind: type[Any]) -> dict[str, str]:
-    """What `Args:` in the docstring of a dataclass says of each field, as argparse takes it."""
+    """Return the description of each field from `Args:` in the docstring of a dataclass, escaped for argparse."""
     _, _, entries = (inspect.getdoc(kind) or "").partition("\nArgs:\n")
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE)
     return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
 
 
 def build(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """The dataclass with these fields, from texts or values of YAML; other keys and types are errors of one line."""
+    """Build a dataclass from texts or YAML values; unknown keys and wrong types raise a one-line `ArgumentError`."""
     fields, hints = {field.name: field for field in dataclasses.fields(kind)}, get_type_hints(kind)
     for key, value in values.items():
         if key not in fields:
             nearest = difflib.get_close_matches(str(key), fields, n=1)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise ArgumentError(f"key {key!r} (of value {value!r}) is not accepted: {hint}expected {', '.join(fields)}")
-        if value is None and type(None) not in get_args(hints[key]):  # the library takes null for any type
+            raise ArgumentError(f"key {key!r} (value {value!r}) is not accepted: {hint}expected {', '.join(fields)}")
+        if value is None and type(None) not in get_args(hints[key]):  # jsonargparse accepts null for any type
             reject(key, value, _accepted(hints[key]))
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
@@ -210,14 +210,14 @@ def build(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _accepted(hint: Any) -> str:
-    """What a type accepts, in the words of an error."""
+    """Describe the accepted values of a type, for errors."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_accepted(part) for part in get_args(hint))
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:
         return NUMBERS if get_args(hint)[0] is int else NAMES
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    words = {int: "an int", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return words.get(hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -231,7 +231,7 @@ def _metavar(name: str, hint: Any) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """A default as an option would give it; nothing where there is none."""
+    """Format a default as on the command line; empty if there is none."""
     if field.default is dataclasses.MISSING or field.default is None:
         return ""
     return ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)

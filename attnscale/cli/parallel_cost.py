@@ -1,6 +1,6 @@
-"""The command `plan`: memory, bytes sent and operations of each method of context parallel attention, by a model.
+"""The command `plan`: estimated memory, communication and operations of each context-parallel method.
 
-Sizes of tensors and published peak rates, not a measurement: no latencies, no overlap, no padding of a backend.
+The estimate uses tensor sizes and published peak rates. Latency, overlap and padding are not modelled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FP32 = 4
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
-# Dense matrix products without TF32, as published, in 10¹² operations a second.
+# Published peak rates of dense matrix products without TF32, in 10¹² operations per second.
 PEAKS = {
     "a100": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
     "l40s": {"bf16": 362.0, "fp16": 362.0, "fp32": 91.6},
@@ -38,13 +38,13 @@ def plan(parser: Parser) -> None:
     parser.set_defaults(run=_plan)
     parser.show_examples("--length 1M --heads 32 --key-heads 8 --device h100 --parallel cp=8")
     parser.add_argument("--length", required=True, help="tokens of the whole sequence, such as 128k or 1M")
-    parser.add_argument("--heads", type=int, required=True, help="heads of queries")
-    parser.add_argument("--key-heads", type=int, help="heads of keys (default: as many)")
-    parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default: %(default)s)")
+    parser.add_argument("--heads", type=int, required=True, help="number of query heads")
+    parser.add_argument("--key-heads", type=int, help="number of key-value heads (default: number of query heads)")
+    parser.add_argument("--head-dim", type=int, default=128, help="dimension of a head (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="batch size (default: %(default)s)")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32 or fp64 (default: %(default)s)")
     parser.add_argument("--device", default="h100", help=f"{', '.join(PEAKS)} (default: %(default)s)")
-    parser.add_argument("--parallel", default="cp=8", help="processes that share the sequence (default: %(default)s)")
+    parser.add_argument("--parallel", default="cp=8", help="number of context-parallel ranks (default: %(default)s)")
 
 
 def _plan(console: Console, options: Namespace) -> int:
@@ -63,11 +63,11 @@ def _plan(console: Console, options: Namespace) -> int:
             processes=read_parallel(options.parallel),
         )
     console.print(
-        f"A model, not a measurement: one causal attention of {found.length:,} tokens, batch {found.batch}, "
-        f"{found.heads} heads ({found.key_heads or found.heads} of keys) of {found.head_dim} in {found.dtype}, over "
-        f"{found.processes} × {options.device.upper()}. Per process and layer:"
+        f"Estimate, not a measurement: causal attention over {found.length:,} tokens, batch {found.batch}, "
+        f"{found.heads} query heads, {found.key_heads or found.heads} key-value heads, head dimension "
+        f"{found.head_dim}, {found.dtype}, on {found.processes} × {options.device.upper()}. Per rank and layer:"
     )
-    columns = "method", "memory", "sends, forward", "backward", "operations per byte sent", "forward at peak"
+    columns = "method", "memory", "sent, forward", "sent, backward", "operations per byte sent", "forward at peak rate"
     table = Table(*columns)
     peak = PEAKS[options.device.lower()].get(found.dtype)
     for cost in found.costs():
@@ -76,34 +76,34 @@ def _plan(console: Console, options: Namespace) -> int:
         table.add_row(cost.method, *sizes, f"{cost.intensity:,.0f}", at_peak)
     console.print(table)
     if found.heads % found.processes:
-        console.print(f"ulysses cannot be used: {found.heads} heads are not a multiple of {found.processes} processes.")
+        console.print(f"ulysses is not available: {found.heads} heads are not a multiple of {found.processes} ranks.")
     return 0
 
 
 def _bytes(size: int) -> str:
-    """In the largest unit that gives at least 1."""
+    """Format a size in the largest unit with a value of at least 1."""
     unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), UNITS[-1])
     return f"{size / unit:,.1f} {name}"
 
 
 class MethodCost(NamedTuple):
-    """Of one method, for one process and one layer; bytes, and operations of a forward."""
+    """Cost of one method per rank and layer: bytes, and operations of the forward pass."""
 
     method: str
-    memory: int  # of a forward: own tokens, what comes from other processes, and sums in fp32
+    memory: int  # forward pass: own tokens, received tokens, and fp32 accumulators
     sent_forward: int
     sent_backward: int
     operations: float
 
     @property
     def intensity(self) -> float:
-        """Operations of a forward for each byte it sends; ∞ where it sends none."""
+        """Operations of the forward pass per byte sent; ∞ if nothing is sent."""
         return self.operations / self.sent_forward if self.sent_forward else math.inf
 
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """One causal attention of `length` tokens over `processes`, each with as many tokens.
+    """Causal attention over `length` tokens, split evenly over `processes`.
 
     >>> [cost.method for cost in ShardedAttention(length=2**20, heads=32, key_heads=8, processes=8).costs()]
     ['gather', 'ulysses', 'ring']
@@ -116,25 +116,25 @@ class ShardedAttention:
     head_dim: int = 128
     batch: int = 1
     dtype: str = "bf16"
-    row_beta: bool = True  # β differs from row to row, and is sent where rows are
+    row_beta: bool = True  # β differs between rows and is sent together with them
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             reject("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         for name in ("heads", "head_dim", "batch"):
             if getattr(self, name) < 1:
-                reject(name, getattr(self, name), "a number ≥ 1")
+                reject(name, getattr(self, name), "an int >= 1")
         if self.length < 1 or self.processes < 1 or self.length % self.processes:
-            reject("length", self.length, f"a multiple of the {self.processes} processes")
+            reject("length", self.length, f"a multiple of the number of processes, {self.processes}")
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
-            reject("key_heads", self.key_heads, f"a divisor of the {self.heads} heads")
+            reject("key_heads", self.key_heads, f"a divisor of heads={self.heads}")
 
     def costs(self) -> list[MethodCost]:
-        """Of each method that can be used."""
-        size, token = self.processes, self.batch * self.head_dim * DTYPES[self.dtype]  # bytes of a head's token
+        """Return the cost of each available method."""
+        size, token = self.processes, self.batch * self.head_dim * DTYPES[self.dtype]  # bytes per head and token
         own, key_heads = self.length // size, self.key_heads or self.heads
-        queries, keys = self.heads * own * token, 2 * key_heads * own * token  # of this process; keys with values
-        local = 2 * queries + keys  # the output too
+        queries, keys = self.heads * own * token, 2 * key_heads * own * token  # of this rank; keys and values
+        local = 2 * queries + keys  # queries, output, keys and values
         operations = 2.0 * self.batch * self.heads * self.head_dim * self.length * self.length / size
         found = [MethodCost("gather", local + size * keys, (size - 1) * keys, (size - 1) * keys, operations)]
         if self.heads % size == 0:
@@ -142,7 +142,7 @@ class ShardedAttention:
             beta = self.batch * self.heads * own * FP32 if self.row_beta else 0
             forward, backward = (
                 (2 * queries + repeated + rows) * (size - 1) // size
-                for rows in (beta, 0)  # β has a gradient only where it is learned
+                for rows in (beta, 0)  # β has a gradient only if it is learned
             )
             found.append(MethodCost("ulysses", local + 2 * queries + repeated, forward, backward, operations))
         sums = self.batch * own * FP32 * self.heads * self.head_dim
@@ -155,7 +155,7 @@ class ShardedAttention:
 
 
 def read_length(text: str) -> int:
-    """A number of tokens, with k for 2¹⁰ and M for 2²⁰.
+    """Parse a number of tokens, with k for 2¹⁰ and M for 2²⁰.
 
     >>> read_length("1M"), read_length("128k"), read_length("4096")
     (1048576, 131072, 4096)
@@ -163,12 +163,12 @@ def read_length(text: str) -> int:
     factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdigit():
-        reject("length", text, "a number of tokens such as 4096, 128k or 1M")
+        reject("length", text, "an int such as 4096, 128k or 1M")
     return int(digits) * factor
 
 
 def read_parallel(text: str) -> int:
-    """The number of processes in "cp=8".
+    """Parse the number of processes in "cp=8".
 
     >>> read_parallel("cp=8")
     8

@@ -1,4 +1,4 @@
-"""What the commands share: from the words of a command line to the function that runs them, errors, a progress bar."""
+"""Shared by all commands: argument parsing, error messages and a progress bar."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from attnscale.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Name, the file in this folder whose function of that name adds the options, and what it does. Only the file of the
-# command that is asked for is imported.
+# Command → file in this folder, which has a function of the same name that adds the options; and a summary. Only the
+# file of the requested command is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("evaluate", "the model in the wheel under five laws at growing length: table and page"),
-    "evaluate": ("evaluate", "retrieval, perplexity and attention of models under policies, by length"),
-    "run": ("evaluate", "an evaluation from a YAML file, with key=value overrides"),
-    "policies": ("show", "every temperature policy with its parameters"),
-    "watch": ("show", "a run of the monitor in the terminal, live"),
-    "report": ("show", "a run of the monitor, or an evaluation, as one HTML page"),
-    "theory": ("theory", "predictions of the papers against measurements: table, figures and data"),
-    "plan": ("parallel_cost", "memory and bytes sent of context parallel attention, by a model"),
-    "bench": ("bench", "the kernels on this GPU against what a user would call instead"),
-    "doctor": ("show", "versions, devices and a self-check of every backend"),
+    "demo": ("evaluate", "evaluate the embedded model with five policies at increasing lengths"),
+    "evaluate": ("evaluate", "measure retrieval, perplexity and attention of models by policy and length"),
+    "run": ("evaluate", "run an evaluation from a YAML file, with key=value overrides"),
+    "policies": ("show", "list all policies with their parameters"),
+    "watch": ("show", "show a monitored run live in the terminal"),
+    "report": ("show", "write a monitored run or an evaluation as one HTML page"),
+    "theory": ("theory", "compare predictions of the papers with measurements: table, figures and data"),
+    "plan": ("parallel_cost", "estimate memory and communication of context-parallel attention"),
+    "bench": ("bench", "benchmark the kernels on this GPU against other attention implementations"),
+    "doctor": ("show", "show versions and devices, and check every backend"),
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and whose help keeps the lines of its examples."""
+    """Argument parser with one-line errors, and with examples in its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, and leave."""
+        """Print a one-line error and exit with code 2."""
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (help: {self.prog} --help)\n")
 
     def show_examples(self, *lines: str) -> None:
-        """End the help with command lines of this command, which stand here without its name."""
+        """Add examples to the help; lines are given without the name of the command."""
         self.epilog = "\n".join(["examples:", *(f"  {self.prog} {line}".rstrip() for line in lines)])
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """The error for words that no option takes, with the option that was probably meant."""
+        """Exit with an error for unknown arguments, suggesting the closest option."""
         known = [option for action in self._actions for option in action.option_strings]
         nearest = difflib.get_close_matches(words[0].partition("=")[0], known, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     @contextmanager
     def bad_arguments(self) -> Iterator[None]:
-        """Turn an error about a value into one of the command line."""
+        """Turn argument errors into command-line errors."""
         try:
             yield
         except (ArgumentError, ArgumentTypeError) as error:
@@ -63,15 +63,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command: `command`, its `parser`, and `run`, which returns the exit code. No words give help."""
+    """Return the options of a command, with `command`, its `parser`, and `run`, which returns the exit code.
+
+    Without arguments the help is shown.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     asked = next((word for word in words if not word.startswith("-")), None)
-    top = Parser(prog="attnscale", description="Attention whose temperature knows its context.")
+    top = Parser(prog="attnscale", description="Attention with a length-dependent temperature.")
     top.add_argument("--version", action="version", version=f"attnscale {__version__}")
     top.show_examples("doctor", "evaluate MODEL --lengths 512:8192 --text FILE", "COMMAND --help")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (file, summary) in COMMANDS.items():
-        # `help` alone puts a line into the list of commands; the parser of the others is never used.
+        # The parsers of other commands only add a line to the list of commands.
         parser = commands.add_parser(name, help=summary, prog=f"attnscale {name}", description=_sentence(summary))
         if name == asked:
             getattr(importlib.import_module(f"attnscale.cli.{file}"), name)(parser)
@@ -83,8 +86,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def moved(command: str, script: str) -> NoReturn:
-    """The error for a command that left the package."""
-    raise ArgumentError(f"`{command}` left the package: run `{script}` in a clone of the repository")
+    """Raise the error for a command that is no longer part of the package."""
+    raise ArgumentError(f"`{command}` is no longer part of the package: run `{script}` in a clone of the repository")
 
 
 def _sentence(summary: str) -> str:
@@ -93,9 +96,9 @@ def _sentence(summary: str) -> str:
 
 @contextmanager
 def shown_progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """A function of the steps done, their total and what is done now; the bar goes away at the end.
+    """Yield a function (done, total, label) that updates a transient progress bar.
 
-    There is none in a file or a pipe, where rich would leave an empty line.
+    The bar is disabled in files and pipes, where rich would leave an empty line.
     """
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""Commands that show what is there: `doctor`, `policies`, `watch`, `report`; and the table of a finished evaluation."""
+"""The commands `doctor`, `policies`, `watch` and `report`, and the table of a finished evaluation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 QUANTITIES = {"w_max": "w_max", "entropy": "entropy", "accumulation_8": "Λ", "criticality": "β/Λ"}
 ABOUT = (
-    "accuracy: share of right answers ± standard error. Of the rows that predict: medians over layers and heads of the "
-    "largest weight, the entropy (nats), Λ and the criticality β/Λ."
+    "accuracy: share of correct answers ± standard error. w_max (largest weight), entropy (nats), Λ (accumulation "
+    "scale) and β/Λ (criticality): medians over layers and heads, for the rows that predict an answer."
 )
 
 
@@ -38,16 +38,18 @@ def watch(parser: Parser) -> None:
     """Options of `attnscale watch`."""
     parser.set_defaults(run=_watch)
     parser.show_examples("run/attn.jsonl", "run/attn.jsonl --once")
-    parser.add_argument("path", type=Path, help="JSONL file that a JsonlSink writes")
-    parser.add_argument("--once", action="store_true", help="print the present state and end")
+    parser.add_argument("path", type=Path, help="JSONL file of a JsonlSink")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
 
 
 def report(parser: Parser) -> None:
     """Options of `attnscale report`."""
     parser.set_defaults(run=_report)
     parser.show_examples("run/attn.jsonl", "demo --output demo.html")
-    parser.add_argument("path", type=Path, help="JSONL file that a JsonlSink has written, or folder of an evaluation")
-    parser.add_argument("--output", type=Path, help="page (default: beside the file, or report.html in the folder)")
+    parser.add_argument("path", type=Path, help="JSONL file of a JsonlSink, or output folder of an evaluation")
+    parser.add_argument(
+        "--output", type=Path, help="HTML file (default: next to the file, or report.html in the folder)"
+    )
 
 
 def _doctor(_: Namespace) -> int:
@@ -58,7 +60,7 @@ def _doctor(_: Namespace) -> int:
 
 
 def _policies(_: Namespace) -> int:
-    """Two lines per policy: name and formula, and below it the parameters."""
+    """Print two lines per policy: name and formula, then the parameters."""
     from attnscale.policies import POLICIES
 
     width = max(map(len, POLICIES))
@@ -85,7 +87,7 @@ def _report(options: Namespace) -> int:
 
 
 class Line(NamedTuple):
-    """One row of the table; None where the evaluation has no such number."""
+    """One row of the table; None for numbers that were not measured."""
 
     length: int
     policy: str
@@ -96,7 +98,7 @@ class Line(NamedTuple):
 
 
 def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
-    """Print the tables of a finished evaluation, write its page if asked, and say where it is."""
+    """Print the tables of a finished evaluation and, with `report`, write its page."""
     folder = Path(folder)
     for task, lines in read_lines(folder).items():
         console.print(_table(task, lines))
@@ -105,16 +107,16 @@ def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
     if report:
         from attnscale.report import write_report
 
-        with console.status("drawing the page"):
+        with console.status("writing the page"):
             written = write_report(folder, folder / "report.html")
     console.print(f"wrote {written}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
 def read_lines(folder: Path) -> dict[str, list[Line]]:
-    """Lines by task, lengths upwards and `constant` first; perplexity stands beside each task.
+    """Return the table rows by task, ordered by length with `constant` first; every task includes bits per byte.
 
-    Quantities are medians over models, layers and heads; the standard error is that of the bootstrap.
+    Quantities are medians over models, layers and heads. Standard errors come from the bootstrap.
     """
     from attnscale.report.evaluation_data import PROSE, read_evaluation
 
@@ -142,12 +144,12 @@ def read_lines(folder: Path) -> dict[str, list[Line]]:
 
 
 def _table(task: str, lines: list[Line]) -> Table:
-    """Numbers keep their width, and a long name of a policy goes on in the next line."""
+    """Return a table in which numbers never wrap and long policy names do."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    # With the names of the built-in laws this is 77 columns wide.
+    # 77 columns wide with the names of the built-in laws.
     table = Table(title=escape(task), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("n", justify="right", no_wrap=True)
     table.add_column("policy", overflow="fold")

@@ -1,7 +1,8 @@
-"""Diagnostics: what attention does while a model trains, forward and backward. README.md is the guide.
+"""Diagnostics: attention statistics of a model during training, forward and backward. README.md is the guide.
 
-A monitor puts a tap into each attention module; listeners measure its calls; records go to sinks and views. Imports
-`call`, `statistics` and `module`. `import attnscale` does not import this package: most programs have no monitor.
+A monitor attaches a tap to each attention module. A listener per layer measures the calls. Records go to sinks and
+views. Imports `call`, `statistics` and `module`. `import attnscale` does not import this package, because most programs
+do not use a monitor.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from attnscale.diagnostics import sinks
 from attnscale.diagnostics.alerts import Thresholds
 from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
 from attnscale.diagnostics.records.record import Alert, Record, Summary
-from attnscale.diagnostics.sinks import *  # noqa: F403  # every sink there is
+from attnscale.diagnostics.sinks import *  # noqa: F403  # all sinks
 from attnscale.diagnostics.views.observe import Observation, observe
 
 __all__ = [
@@ -28,5 +29,5 @@ if not TYPE_CHECKING:
     __all__ += sinks.__all__
 
     def __getattr__(name: str) -> object:
-        moved = ": attnscale.diagnostics.Observation is its name now" if name == "Inspection" else ""
+        moved = "; it was renamed to attnscale.diagnostics.Observation" if name == "Inspection" else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{moved}")

@@ -1,4 +1,4 @@
-"""What a monitor warns of: heads that cross a limit, and what it could not do itself."""
+"""Thresholds and alerts of a monitor, and warnings about measurements that failed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.views.display import QUANTITIES
 from attnscale.errors import ArgumentError, MonitorWarning, reject, reject_type
 
-FEW_KEYS = 8.0  # so few, or fewer, are often weighed evenly by chance
+FEW_KEYS = 8.0  # with this many visible keys or fewer, near-uniform weights are common by chance
 
 
 class AlertKind(NamedTuple):
-    """All about a kind of alert but its limit."""
+    """Definition of a kind of alert. The limit is a field of `Thresholds`."""
 
-    compared: tuple[str, str, str]  # quantity; its statistic over the rows of a head; "above" or "below" the limit
+    compared: tuple[str, str, str]  # quantity; statistic over the rows of a head; "above" or "below"
     explanation: str
-    message: str  # with a place for the value
-    where: tuple[tuple[str, float], ...] = ()  # only heads for which the medians of these quantities are larger
+    message: str  # format string with one placeholder, the value
+    where: tuple[tuple[str, float], ...] = ()  # applies only to heads whose medians exceed these values
     after_start: bool = False  # normal in an untrained model
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """Those that show it, the first of which has the limit."""
+        """The quantities that show the problem. The first one is compared with the limit."""
         return self.compared[0], *(name for name, _ in self.where)
 
 
@@ -41,23 +41,38 @@ def _limit(default: float, *about: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits per head; None switches an alert off. `ALERTS` has what each is compared with.
+    """Alert limits per head. None disables an alert.
 
-    diffuse: only where half of the rows see more than a few keys.
-    noise: one key has most of the weight, though its score is no higher than the largest of n draws of noise. Only the
-        mean and deviation of the scores are used, so many equal keys look like noise: a head that copies repeated
-        tokens, once more than 1/(1 + 2·ln n) of the keys match its query. Switch it off there.
-    exploding: a row that was not sampled is not seen; with `Monitor(rows=None)` all are.
-    vanishing: gain of the gradient through the block, ‖(dQ, dK, dV)‖/‖dO‖.
-    broken: a flag, for NaN or infinity in the output.
-    after_step: first step for alerts that are normal in an untrained model (diffuse, noise, vanishing).
+    `ALERTS` lists the quantity that each limit is compared with.
+
+    Args:
+        diffuse: upper limit on entropy / ln n. Applies if half of the rows see more than 8 keys.
+        collapsed: upper limit on the median of the largest weight.
+        noise: lower limit on the prominence of the best score, for heads in which one key has most of the weight. The
+            prominence uses only the mean and standard deviation of the scores. A head that copies repeated tokens
+            therefore looks like noise as soon as more than 1/(1 + 2·ln n) of the keys match its query. Disable the
+            alert for such models.
+        exploding: upper limit on the largest logit of the sampled rows. `Monitor(rows=None)` checks all rows.
+        vanishing: lower limit on the gradient gain of the attention, ‖(dQ, dK, dV)‖/‖dO‖.
+        mismatch: upper limit on the difference between the forward and backward statistics of a row.
+        broken: whether NaN or infinity in the output raises an alert.
+        after_step: first step for the alerts that are normal in an untrained model (diffuse, noise, vanishing).
+
+    Raises:
+        ArgumentError: a limit is negative or NaN.
+        ArgumentTypeError: a limit is not a number, or `broken` is not a bool.
+
+    Example:
+        >>> limits = Thresholds(exploding=50.0, noise=None)
+        >>> limits.exploding, limits.noise, limits.collapsed
+        (50.0, None, 0.99)
     """
 
     diffuse: float | None = _limit(
         0.98,
         ("relative_entropy", "mean", "above"),
         "attention is spread over all keys",
-        "entropy is {:.3f} of ln n: no key stands out",
+        "entropy is {:.3f} of ln n: the weights are nearly uniform",
         where=(("visible", FEW_KEYS),),
         after_start=True,
     )
@@ -65,41 +80,41 @@ class Thresholds:
         0.99,
         ("w_max", "p50", "above"),
         "one key has all the weight",
-        "half of the rows give {:.3f} to one key",
+        "the median of the largest weight is {:.3f}",
         where=(("visible", 1.0),),
     )
     noise: float | None = _limit(
         1.0,
         ("prominence", "p50", "below"),
         "most of the weight is on a score no higher than noise",
-        "half of the weight is on one key whose score is {:.2f} of what noise would reach",
+        "one key has most of the weight, but its score is only {:.2f} of the maximum expected from noise",
         where=(("w_max", 0.5), ("visible", 1.0)),
         after_start=True,
     )
     exploding: float | None = _limit(
         100.0,
         ("max_logit", "max", "above"),
-        "a logit of a sampled row has become too large",
+        "a logit of a sampled row is too large",
         "a logit has reached {:.1f}",
     )
     vanishing: float | None = _limit(
         1e-4,
         ("gain", "mean", "below"),
-        "hardly any gradient passes the attention",
-        "only {:.1e} of the gradient passes",
+        "almost no gradient flows through the attention",
+        "the gradient gain is only {:.1e}",
         after_start=True,
     )
     mismatch: float | None = _limit(
         1e-2,
         ("mismatch", "mean", "above"),
-        "backward saw other statistics than forward",
-        "backward saw statistics that differ from forward's by {:.1e}",
+        "forward and backward statistics differ",
+        "forward and backward statistics of a row differ by {:.1e}",
     )
     broken: bool = _limit(
         True,
         ("broken_row", "mean", "above"),
         "NaN or infinity in the output",
-        "the output holds NaN or infinity, first in row {:.0f}",
+        "the output contains NaN or infinity, first in row {:.0f}",
     )
     after_step: int = 100
 
@@ -119,7 +134,11 @@ class Thresholds:
 
     @classmethod
     def read(cls, path: str | Path) -> Thresholds:
-        """From a YAML file; what it does not name keeps its default."""
+        """Read thresholds from a YAML file. Missing keys keep their defaults.
+
+        Raises:
+            ArgumentError: the file does not exist, or contains an unknown key or an invalid value.
+        """
         content = read_yaml(Path(path))
         known = [field.name for field in fields(cls)]
         for key in content:
@@ -131,12 +150,12 @@ class Thresholds:
 ALERTS: dict[str, AlertKind] = {
     limit.name: limit.metadata["kind"] for limit in fields(Thresholds) if "kind" in limit.metadata
 }
-# A broken head first, since its other numbers follow from that.
+# "broken" comes first because NaN also explains the other alerts of a head.
 ORDER = sorted(ALERTS, key=lambda kind: kind != "broken")
 
 
 def find_alerts(records: Sequence[Record], limits: Thresholds) -> list[Alert]:
-    """The alerts of all heads that cross a limit."""
+    """Return the alerts of all heads that cross a limit."""
     return [alert for record in records for alert in _alerts_of(record, limits)]
 
 
@@ -152,7 +171,7 @@ def _alerts_of(record: Record, limits: Thresholds) -> Iterator[Alert]:
             continue
         if not all((record.value(QUANTITIES[of].phase, of, "p50") or 0.0) > least for of, least in about.where):
             continue
-        if limit is True:  # the number of a row, where there is one
+        if limit is True:  # the value is a row index, or -1
             if value >= 0:
                 yield Alert(kind, *place, math.nan, 0.0, about.message.format(value), int(value))
         elif value > limit if direction == "above" else value < limit:
@@ -160,25 +179,25 @@ def _alerts_of(record: Record, limits: Thresholds) -> Iterator[Alert]:
 
 
 class Notices(Uncopied):
-    """Collects warnings during forward and backward, one of each kind, and issues them at the end of a step."""
+    """Collects warnings during forward and backward, one per kind, and issues them at the end of the step."""
 
     def __init__(self) -> None:
         self._known: set[object] = set()
         self._waiting: list[str] = []
 
     def add(self, kind: object, text: str) -> None:
-        """Add a warning, unless there has been one of its kind."""
+        """Add a warning unless one of this kind has been added before."""
         if kind not in self._known:
             self._known.add(kind)
             self._waiting.append(text)
 
     def add_error(self, text: str, error: BaseException) -> None:
-        """Add a warning about an exception; its kind is its type and the line that raised it."""
+        """Add a warning about an exception. Its kind is the exception type and the line that raised it."""
         places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         self.add((type(error), *places[-1:]), f"{text}: {error!r}")
 
     def issue(self) -> None:
-        """Issue the warnings that were added."""
+        """Issue all pending warnings."""
         waiting, self._waiting = self._waiting, []
         for text in waiting:
             warnings.warn(f"attnscale: {text}", MonitorWarning, stacklevel=3)

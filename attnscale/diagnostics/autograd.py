@@ -1,8 +1,8 @@
-"""Reports every call at a tap to its listener: in forward, and again when backward reaches it.
+"""Reports each attention call to the listener of its tap, in the forward and in the backward pass.
 
-What is reported in backward are the tensors that autograd saved, so under activation checkpointing the recomputed ones.
-In eager mode an autograd function and a hook report. In compiled graphs operators do, which look up the listener
-whenever they run: switching a listener on or off recompiles nothing.
+The backward report uses the tensors saved by autograd; under activation checkpointing these are the recomputed ones. In
+eager mode the reports come from an autograd function and a hook. In compiled graphs they come from custom operators,
+which look up the listener at run time, so enabling or disabling a listener does not recompile.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ T = TypeVar("T")
 def run_reported(
     tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor], measured: AttentionCall | None = None
 ) -> Tensor:
-    """`run(call)`, reported to the listener of a tap in forward and backward.
+    """Return `run(call)` and report the call to the listener of a tap, in forward and backward.
 
-    Where a process holds some of the keys, `measured` is the call with all of them, for the statistics of rows; the
-    gradients reported are those of the call itself.
+    If a process holds only some of the keys, `measured` is the same call with all keys, for the row statistics. The
+    reported gradients belong to `call`.
     """
     if not torch.compiler.is_compiling():
         if call.query.device.type == "meta":  # no values to report
             return run(call)
         if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
-            reason = "inside torch.func transforms or forward-mode AD"  # which the functions below do not support
+            reason = "inside torch.func transforms or forward-mode AD"  # not supported by the autograd functions below
             _send(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
             return run(call)
     parts, graph = FlatCall.of((call if measured is None else measured).detached()), torch.is_grad_enabled()
@@ -61,7 +61,7 @@ def run_reported(
 
 @dataclass(eq=False)
 class _EagerCall:
-    """What backward must know of a call: its tap, its number, and the gradient of its output once that is there."""
+    """State of a call for its backward pass: tap, call number, and the output gradient once it is available."""
 
     tap_id: Tensor
     number: int = UNKNOWN
@@ -71,8 +71,8 @@ class _EagerCall:
 class _EagerInputs(Function):
     """Identity of query, key and value; its backward reports the call and all gradients.
 
-    The gradient of the output comes from a hook. An autograd function for the output would have to copy it, and
-    autograd would keep both copies: one more activation per layer.
+    A hook provides the output gradient. An autograd function on the output would have to copy it, and autograd would
+    keep both copies: one extra activation per layer.
     """
 
     @staticmethod
@@ -108,7 +108,7 @@ class _GraphInputs(Function):
 
 
 class _GraphOutput(Function):
-    """The output in a graph: reported with its call in forward, and with its gradient in backward."""
+    """Reports the output and its call in forward, and the output gradient in backward, in a graph."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> Tensor:
@@ -116,7 +116,7 @@ class _GraphOutput(Function):
         number = call_number(out, tap_id, graph)
         report_forward(out, number, graph, tap_id, *parts)
         ctx.save_for_backward(number, tap_id, *parts[:TENSORS])
-        return out.clone()  # an alias could not be changed in place
+        return out.clone()  # an alias would forbid in-place changes
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,12 +125,12 @@ class _GraphOutput(Function):
 
 
 def _send(tap_id: Tensor, device: torch.device, message: Callable[[Listener], T]) -> T | None:
-    """Send something to the listener of a tap; if it raises, the run goes on and the listener gets no more for now."""
+    """Send a message to the listener of a tap. If it raises, the listener is disabled until the next report."""
     listener = Tap.find(tap_id)
     if listener is None:
         return None
     try:
-        # Only where it is on: some devices have no autocast, and entering the context costs time.
+        # Only if autocast is enabled: some devices do not support it, and entering the context takes time.
         autocast = torch.is_autocast_enabled(device.type)
         with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             return message(listener)
@@ -145,7 +145,7 @@ def _begin(tap_id: Tensor, graph: bool) -> int:
 
 
 def _send_forward(out: Tensor, number: int | Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
-    # A checkpoint runs its forward again inside backward: that is not another call.
+    # A recomputation by activation checkpointing, inside backward, is not a new call.
     if torch._C._current_graph_task_id() == -1:
         event = CallEvent(FlatCall(*parts).to_call(), out, graph)
         _send(tap_id, out.device, lambda listener: listener.forward(event, int(number)))
@@ -160,10 +160,10 @@ def _send_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -
     _send(tap_id, query.device, lambda listener: listener.gradients(query, key, value))
 
 
-# An operator of its own: one with both a result and an effect cannot be recomputed in a checkpoint.
+# A separate operator: an operator with both a result and an effect cannot be recomputed by checkpointing.
 @custom_op("attnscale::call_number", mutates_args=())
 def call_number(out: Tensor, tap_id: Tensor, graph: bool) -> Tensor:
-    """The number of a call, as a tensor; `out` orders it after the call in a graph."""
+    """Return the number of a call as a tensor. The argument `out` orders the operator after the call in a graph."""
     return torch.tensor(_begin(tap_id, graph), device="cpu")
 
 
@@ -173,7 +173,7 @@ def _fake_number(*_: Any) -> Tensor:
 
 
 def _operator(name: str, send: Callable[..., None], schema: str) -> Any:
-    """A function that sends to a listener, as an operator that graphs keep, and keep in order."""
+    """Wrap a send function as an effectful operator: compiled graphs neither remove nor reorder it."""
     operator = custom_op(f"attnscale::{name}", send, mutates_args=(), schema=f"({schema}) -> ()")
     operator.register_fake(lambda *_: None)
     _register_effectful_op(f"attnscale::{name}", EffectType.ORDERED)

@@ -1,7 +1,6 @@
-"""The listener at the tap of one attention layer: measures its calls between two reports.
+"""The listener of one attention layer: measures its calls between two reports.
 
-Three questions decide what is measured: which rows count (those whose own token is padding do not), which call of the
-forward pass a backward belongs to, and whether its tensors have changed in between.
+It excludes padding rows, matches each backward pass with its forward call, and detects tensors that changed in between.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from attnscale.statistics.rows.quantities import (
     score_gradients,
 )
 
-# The number of a call that is not known.
+# Call number if the call cannot be identified.
 UNKNOWN = -1
-# Calls whose backward is waited for; of more, the first are forgotten.
+# Maximum number of calls kept until their backward pass; the oldest are dropped first.
 UNANSWERED = 64
-# Numbers of calls that are held apart because they may turn out to be of training.
+# Maximum number of sampled values kept for calls not yet classified as training or evaluation.
 UNDECIDED = 2**18
-# Numbers of a gradient whose norms are taken at a time: they may have to be widened.
+# Elements of a gradient per chunk when norms are computed, because a chunk may be upcast.
 NUMBERS = 2**20
 
 
 class TensorIdentity(Uncopied):
-    """Remembers tensors without keeping their memory; autograd's version counter tells whether they were changed.
+    """Identifies tensors without keeping their memory. Autograd's version counter reveals in-place changes.
 
     >>> import torch
     >>> x = torch.zeros(3)
@@ -54,54 +53,55 @@ class TensorIdentity(Uncopied):
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        # The weak reference keeps the storage's address from being given to another.
+        # The weak reference prevents reuse of the storage address.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in tensors]  # type: ignore[no-untyped-call]
         self._marks = [_mark(x) for x in tensors]
 
     def matches(self, *tensors: Tensor) -> bool:
-        """Whether these are the same, one by one."""
+        """Whether the tensors are the same and unchanged."""
         return self._marks == [_mark(x) for x in tensors]
 
 
 def _mark(x: Tensor) -> tuple[object, ...]:
-    version = None if x.is_inference() else x._version  # a tensor of inference mode has none, and no backward either
+    version = None if x.is_inference() else x._version  # inference tensors have no version and no backward
     return x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset(), version
 
 
 class Origins:
-    """Which call of the forward pass is repeated by a call inside backward.
+    """Maps a call recomputed inside backward to the original call of the forward pass.
 
-    A reentrant checkpoint runs its forward without a graph, and once more inside backward with one, so that no graph
-    leads from the second run to the first. Autograd numbers its nodes in the order in which they are made. The node of
-    the checkpoint is made before its forward runs: the calls it holds are the first that come after its number. So the
-    calls of the layer that were made without a graph are kept, with autograd's count at the time.
+    A reentrant checkpoint runs its forward pass without a graph, and again with a graph inside backward. No graph
+    connects the two runs. Autograd numbers its nodes in creation order. The node of the checkpoint is created before
+    its forward pass runs. The calls of the checkpoint are therefore the first calls after the number of its node. This
+    class stores the calls made without a graph, each with autograd's node count at that time.
     """
 
     def __init__(self, most: int) -> None:
-        self._forwards: deque[tuple[int, int]] = deque(maxlen=most)  # count of nodes by then, number of the call
-        self._forgotten = -1  # the count of the last one that was dropped
-        self._repeats: list[tuple[int, int]] = []  # the same of calls that were repeated without a graph in turn
-        self._run: object = None  # of a checkpoint inside backward
-        self._left: list[int] = []  # the calls that this run has not repeated yet, the next one last
+        self._forwards: deque[tuple[int, int]] = deque(maxlen=most)  # node count, call number
+        self._forgotten = -1  # node count of the last dropped call
+        self._repeats: list[tuple[int, int]] = []  # the same for calls recomputed without a graph (nested)
+        self._run: object = None  # the current recomputation of a checkpoint
+        self._left: list[int] = []  # calls not yet recomputed in this run, the next one last
 
     def add(self, number: int) -> None:
-        """A call in forward."""
+        """Store a call of the forward pass."""
         if len(self._forwards) == self._forwards.maxlen:
             self._forgotten = self._forwards[0][0]
         self._forwards.append((torch._C._autograd._get_sequence_nr(), number))
 
     def repeated(self, graph: bool) -> int:
-        """The number of the call that the one being made inside backward repeats, with a graph or, in nested
-        checkpoints, without; UNKNOWN where that cannot be told.
+        """Return the number of the original of the call being recomputed inside backward, or UNKNOWN.
+
+        `graph` is False in the outer recomputation of nested checkpoints.
         """
         node = torch._C._current_autograd_node()
-        # The backward of a compiled graph may compute calls again too, but has no node of its own for each of them.
+        # The backward of a compiled graph may also recompute calls, but has no node per call.
         if node is None or node.name() == "CompiledFunctionBackward":
             return UNKNOWN
         start = node._sequence_nr()
         run = torch._C._current_graph_task_id(), start
         if self._run != run:
-            # Calls that were made after the node; if that was made inside backward, calls repeated there.
+            # Calls made after the node. If the node was created inside backward: calls recomputed there.
             later = [number for count, number in self._repeats if count > start]
             if not later and self._forgotten <= start:
                 later = [number for count, number in self._forwards if count > start]
@@ -112,25 +112,26 @@ class Origins:
         return number
 
     def answered(self, number: int) -> None:
-        """Backward has come to a call: what repeated it is done."""
+        """Drop the recomputations of a call after its backward pass."""
         self._repeats = [repeat for repeat in self._repeats if repeat[1] != number]
 
 
 class MeasuredCall(NamedTuple):
-    """A call that was measured in forward and whose backward may still come."""
+    """A call measured in forward whose backward pass is pending."""
 
     sources: TensorIdentity
-    measures: MeasuredQuantities  # of its sampled rows
-    tally: Tally  # where it was counted
-    salt: int  # of the keys of its rows
+    measures: MeasuredQuantities  # of the sampled rows
+    tally: Tally  # contains the call
+    salt: int  # for the sampling keys of the rows
 
 
 class LayerListener(Uncopied):
-    """Collects the rows of a layer's calls, over micro-batches and however many calls there are.
+    """Measures the calls of a layer and sums them over micro-batches.
 
-    A call belongs to training if gradients were enabled and the module was in training mode, or if backward has come
-    to it: that of a reentrant checkpoint runs without gradients. All others are evaluation, and reported only where
-    there was no training. With `capture`, rows of the last call are kept, for the dump of an alert.
+    A call counts as training if gradients were enabled and the module was in training mode, or if a backward pass
+    reached the call (a reentrant checkpoint runs its forward pass without gradients). All other calls are evaluation
+    calls. They are reported only if the layer had no training call. With `capture`, rows of the last call are kept for
+    the dump of an alert.
     """
 
     def __init__(self, name: str, rows: int | None, capture: bool, module: nn.Module, notices: Notices) -> None:
@@ -140,32 +141,32 @@ class LayerListener(Uncopied):
         self._module = module
         self._notices = notices
         self.listening = False
-        self.seed = 0  # of the rows that are sampled: the same in all processes
+        self.seed = 0  # for row sampling; the same in all processes
         self.rank = 0
-        self._number = 0  # of the last call: never given again, so that a late backward finds no other call
+        self._number = 0  # of the last call; never reused, so a late backward pass cannot match a different call
         self.reset()
 
     def reset(self) -> None:
-        """Forget all calls."""
+        """Discard all calls."""
         self.failed = False
         self.training, self.evaluation = Tally(), Tally()
-        self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by number
+        self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by call number
         self._origins = Origins(UNANSWERED)
         self.captured: dict[str, Tensor] = {}
         self._captured_rank = 0
-        self._padding_rows: Tensor | None = None  # of the last call in backward
+        self._padding_rows: Tensor | None = None  # of the last backward call
 
     def tally(self) -> Tally:
-        """What is reported: the calls of training if there were any."""
+        """Return the tally to report: training calls if there were any, otherwise evaluation calls."""
         for call in self._unanswered.values():
             self._decide(call, self.evaluation)
         if self.training.backward is not None and self.training.forward is None:
-            # Backward came to calls that could not be told from evaluation: a model trained in evaluation mode.
+            # The model is trained in evaluation mode: its calls were classified as evaluation.
             self.training.absorb(self.evaluation)
         return self.training if self.training.heads else self.evaluation
 
     def begin(self, graph: bool) -> int:
-        """The number of a call, or of the one that a checkpoint repeats inside backward."""
+        """Return the number of a new call, or of the call that a checkpoint recomputes inside backward."""
         if torch._C._current_graph_task_id() != -1:
             return self._origins.repeated(graph)
         self._number += 1
@@ -188,15 +189,15 @@ class LayerListener(Uncopied):
             sources = TensorIdentity(*_sources(event.call))
             self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
         rank = answerable + (tally is self.training)
-        if self.capture and rank >= self._captured_rank:  # evaluation does not replace training
+        if self.capture and rank >= self._captured_rank:  # evaluation rows do not replace training rows
             self._captured_rank = rank
             slots = call.context.slots().clamp(0, event.call.key.shape[2] - 1)[0]
             self.captured = {"rows": rows, "query": call.query.clone(), "key": event.call.key[:, :, slots]}
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
-        """Measure the gradients of the same rows, and whether their scores are what they were in forward.
+        """Measure the gradients of the sampled rows, and compare their scores with those of the forward pass.
 
-        Scores of the same tensors as in forward are not measured again.
+        Scores are recomputed only if the tensors changed since the forward pass.
         """
         if _is_empty(call):
             return
@@ -205,9 +206,9 @@ class LayerListener(Uncopied):
         call = call.select(rows)
         self.training.note(output_gradient=_squares(blank(gradient, self._padding_rows)))
         self._origins.answered(number)
-        past = self._unanswered.pop(number, None)  # None also where backward comes once more
+        past = self._unanswered.pop(number, None)  # also None in a second backward pass
         if past is None:
-            self._number += 1  # rows of their own, as far as is known
+            self._number += 1  # unknown call: counted as separate rows
             measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, self._number)
         else:
             self._decide(past, self.training)
@@ -222,7 +223,7 @@ class LayerListener(Uncopied):
         self.training.add_backward(backward_quantities(measures, call.row_beta(), gradients), salt)
 
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Squared norms per query head; a key head that several share is divided among them."""
+        """Record squared gradient norms per query head. A shared key head is divided equally among its query heads."""
         if 0 in (*query.shape[:3], *key.shape[:3]):
             return
         group = query.shape[1] // key.shape[1]
@@ -232,17 +233,17 @@ class LayerListener(Uncopied):
         self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
 
     def skip(self, call: AttentionCall, reason: str) -> None:
-        """Count a call that cannot be listened to, and say why, once."""
-        self._notices.add(reason, f"{self.name} was not listened to in a call: {reason}")
+        """Count a call that cannot be measured, and warn once per reason."""
+        self._notices.add(reason, f"a call of {self.name} was not measured: {reason}")
         self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
 
     def give_up(self, error: Exception) -> None:
-        """Stop listening until the next report."""
+        """Stop measuring until the next report."""
         self.failed = True
-        self._notices.add_error(f"a listener failed and hears no more of this step, that of {self.name}", error)
+        self._notices.add_error(f"the listener of {self.name} failed and is disabled for the rest of this step", error)
 
     def _remember(self, call: MeasuredCall, number: int, graph: bool) -> None:
-        """Keep a call for its backward. What has to give way is of evaluation, unless it is known to be of training."""
+        """Keep a call for its backward pass. A dropped call counts as evaluation unless it is known to be training."""
         self._unanswered[number] = call
         if not graph:
             self._origins.add(number)
@@ -253,7 +254,7 @@ class LayerListener(Uncopied):
             self._decide(first, self.evaluation)
 
     def _decide(self, call: MeasuredCall, tally: Tally) -> None:
-        """Add a call that was held apart to training, or to evaluation."""
+        """Add an unclassified call to the given tally."""
         if call.tally is not self.training:
             tally.absorb(call.tally)
 
@@ -263,18 +264,18 @@ class LayerListener(Uncopied):
 
 
 def _is_empty(call: AttentionCall) -> bool:
-    """Whether there is no row that sees anything: no sequence, head, query or key."""
+    """Whether the call has no sequence, head, query or key."""
     return 0 in (*call.query.shape[:3], call.key.shape[2])
 
 
 def _sources(call: AttentionCall) -> list[Tensor]:
-    """What scores and logits are computed from."""
+    """Return the tensors that determine scores and logits."""
     mask = call.context.mask
     return [call.query, call.key, call.row_beta(), *([] if mask is None else [mask])]
 
 
 def _squares(x: Tensor) -> Tensor:
-    """The sum of squares of each head of [B, H, T, D]; row by row first, for which no copy is made."""
+    """Return the sum of squares per head of [B, H, T, D]. Row norms come first, because they need no copy."""
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = torch.split(x, max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
@@ -283,8 +284,8 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _first_broken(out: Tensor) -> Tensor:
-    """Per head the first row that holds a NaN or an infinity, −1 if none."""
-    # The usual case without a wide copy of the output; on other devices reading the sum back would synchronise.
+    """Return the first row with NaN or infinity per head, −1 if none."""
+    # Fast path without an upcast copy of the output. On other devices, reading the sum back would synchronise.
     if out.device.type == "cpu" and math.isfinite(float(out.sum())):
         return torch.full(out.shape[1:2], -1, device=out.device)
     broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]
@@ -292,18 +293,17 @@ def _first_broken(out: Tensor) -> Tensor:
 
 
 def padding_rows(context: Context) -> Tensor | None:
-    """True [B|1, Tq] where a row's own key is padding; None where the rules hide no key from all rows.
+    """Return a mask [B|1, Tq], True for rows whose own key is padding; None if no key is hidden from all rows.
 
-    The key in a row's own slot is padding if `padding` says so, or if the mask hides it from every row and head. A mask
-    under which rows do not see themselves although others see them (strictly causal ones) says nothing about padding:
-    it hides the last key from all rows, and yet that key is real. A row without a slot among the keys, as in cross
-    attention, is never padding.
+    The key in a row's own slot is padding if `padding` marks it, or if the mask hides it from every row and head. A
+    strictly causal mask carries no information about padding: rows do not see themselves, and the last key is hidden
+    from all rows although it is real. A row without its own key, as in cross attention, is never padding.
     """
     if context.padding is None and context.mask is None:
         return None
     if isinstance(context.slot, int) and context.slot >= context.keys:
         return None
-    # Where every key has a row, slots that were looked up from positions would pass over the padded ones.
+    # If every key has a row, use indices: slots derived from positions would skip padding.
     aligned = context.queries == context.keys
     slots = torch.arange(context.keys, device=context.device)[None] if aligned else context.slots()
     own = slots.clamp(0, max(context.keys - 1, 0))
@@ -314,7 +314,7 @@ def padding_rows(context: Context) -> Tensor | None:
 
 
 def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
-    """The same call with no visible key for padding rows, so that no aggregate contains them; and `padding_rows`."""
+    """Return the call without visible keys for padding rows, which excludes them from sums; and `padding_rows`."""
     context = call.context
     rows = padding_rows(context)
     if rows is None:
@@ -325,21 +325,21 @@ def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
 
 
 def blank(x: Tensor, rows: Tensor | None) -> Tensor:
-    """[B, H, Tq, D] with zeros in the given rows [B|1, Tq]."""
+    """Zero the given rows [B|1, Tq] of x [B, H, Tq, D]."""
     return x if rows is None else x.masked_fill(rows[:, None, :, None], 0.0)
 
 
 def _at(x: Tensor, slots: Tensor) -> Tensor:
-    """x [B|1, Tk] at slots [B|1, Tq], as [B|1, Tq]."""
+    """Gather x [B|1, Tk] at slots [B|1, Tq]. Returns [B|1, Tq]."""
     batch = max(x.shape[0], slots.shape[0])
     return x.expand(batch, -1).gather(-1, slots.expand(batch, -1))
 
 
 def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
-    """True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from every row; None where it hides none.
+    """Return True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from all rows; None if nowhere.
 
-    On the CPU the rows' own entries are read first: in most masks every row sees itself, and they are far less to read
-    than the whole mask. On other devices reading the answer back would synchronise.
+    On the CPU, the diagonal is checked first: in most masks every row sees itself, and the diagonal is much smaller
+    than the mask. On other devices, reading the result back would synchronise.
     """
     at = own[:, None, :, None].expand(max(mask.shape[0], own.shape[0]), mask.shape[1], -1, 1)
     sees_itself = shown(mask.expand(at.shape[0], -1, -1, -1).gather(-1, at)).squeeze(-1).any(1)  # [B|1, Tq]
@@ -348,7 +348,7 @@ def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
     for axis in (0, 1, 2):
         if mask.stride(axis) == 0:  # repeated by broadcasting
             mask = mask.narrow(axis, 0, 1)
-    seen = _at(shown(mask).any(2).any(1), own)  # by some row, [B|1, Tq]
+    seen = _at(shown(mask).any(2).any(1), own)  # by at least one row, [B|1, Tq]
     hidden = ~seen & inside
     telling = (sees_itself | ~seen | ~inside).all(-1, keepdim=True)
     return hidden & telling

@@ -1,4 +1,4 @@
-"""The monitor: finds every attention of a model, measures it at some steps, and reports."""
+"""The monitor: finds the attention modules of a model, measures them at selected steps, and reports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from attnscale._util import state
 from attnscale._util.checks import read_int
@@ -21,8 +21,8 @@ from attnscale.call.tap import Tap
 from attnscale.diagnostics.alerts import Notices, Thresholds, find_alerts
 from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.records.collect import Processes, refuse_unsaid_heads
 from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.records.tally import Processes
 from attnscale.diagnostics.sinks import AlertSink, Sink
 from attnscale.errors import ArgumentError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
@@ -40,32 +40,45 @@ Opener = Callable[[nn.Module, contextlib.ExitStack], dict[str, nn.Module]]
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
-    """Watches the attention of a model while it trains; attnscale/diagnostics/README.md is its guide.
+    """Monitors the attention of a model during training. attnscale/diagnostics/README.md is the guide.
 
-    At every `every`-th step it samples `rows` rows of each attention call (None: all), forward and backward, and hands
-    one record per layer and head to the sinks. Call `step` once after each optimizer step. It never breaks a run or
-    changes a number of it: a sink that fails is dropped with a warning, and other failures are warned of once, at the
-    end of a step.
+    Call `step` once after each optimizer step. At every `every`-th step the monitor samples rows of each attention
+    call, forward and backward, and sends one record per layer and head to the sinks. It does not affect training
+    numerics and never stops a run: a failing sink is dropped with a warning, and other failures issue one
+    `MonitorWarning` at the end of the step.
 
-    `alerts` are `Thresholds`, a YAML file of them, or None. An `Alert` is raised when a head crosses a limit, and not
-    again until it has been back; it goes to `on_alert` and to the sinks that take alerts. `dump` is a folder for the
-    query and key rows of a head that raised one.
+    In a distributed run, every process has a monitor and calls `step`. Records are merged across processes by layer
+    name, and the first process of the group writes to its sinks. Under `attnscale.distributed.HeadParallel`, heads are
+    numbered as in the full layer.
 
-    In a distributed run every process has a monitor and calls `step`. Layers are joined by name over `process_group`
-    (None: all processes), whose first process hands the records to its sinks. Heads that are spread over processes by
-    `attnscale.distributed.HeadParallel` are joined by their numbers in the whole layer. Where processes hold different
-    layers under the same names (pipeline stages), or the same rows twice, pass the group of those whose rows differ, or
-    its DeviceMesh.
+    Args:
+        model: a model with attnscale attention (`attnscale.convert`, `attnscale.hf.apply`), or a transformers model
+            that uses the "sdpa" attention implementation.
+        every: number of steps between two measurements.
+        rows: number of sampled rows per attention call. None measures all rows.
+        sinks: destinations of the records: objects with `log(records, step)` and `close()`.
+        alerts: `Thresholds`, the path of a YAML file with thresholds, or None for no alerts. An alert is raised when a
+            head crosses a limit, and again only after the head has returned within the limit.
+        on_alert: called with each `Alert` at the end of `step`. It may raise to stop the run.
+        dump: folder for the sampled query and key rows of each head that raises an alert (safetensors).
+        process_group: processes whose rows are merged, as a ProcessGroup or DeviceMesh. None means all processes. Pass
+            a group if processes hold different layers under the same names (pipeline stages) or the same rows.
 
-    >>> import torch
-    >>> from attnscale import ScaledDotProductAttention
-    >>> attention = ScaledDotProductAttention("log")
-    >>> q = torch.randn(1, 2, 16, 8, requires_grad=True)
-    >>> with Monitor(attention, every=1, alerts=None) as monitor:
-    ...     attention(q, q, q, is_causal=True).sum().backward()
-    ...     records = monitor.step(0)
-    >>> [(record.head, record.forward["visible"].max) for record in records]
-    [(0, 16.0), (1, 16.0)]
+    Raises:
+        ArgumentError: an argument is out of range, the model has no attention that can be measured, another monitor is
+            attached to it, or tensor parallelism shards its heads without `HeadParallel` or a `process_group`.
+        ArgumentTypeError: `model`, a sink or `process_group` has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from attnscale import ScaledDotProductAttention
+        >>> attention = ScaledDotProductAttention("log")
+        >>> q = torch.randn(1, 2, 16, 8, requires_grad=True)
+        >>> with Monitor(attention, every=1, alerts=None) as monitor:
+        ...     attention(q, q, q, is_causal=True).sum().backward()
+        ...     records = monitor.step(0)
+        >>> [(record.head, record.forward["visible"].max) for record in records]
+        [(0, 16.0), (1, 16.0)]
     """
 
     def __init__(
@@ -93,17 +106,19 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         with contextlib.ExitStack() as undo:
             found = find_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
-                reject("model", type(model).__name__, "a model that no other monitor is attached to")
+                reject(
+                    "model", type(model).__name__, "a model without an attached monitor; close the other monitor first"
+                )
             if group is None:
                 refuse_unsaid_heads(model, found.values())
-            self._undo = undo.pop_all()  # removes what made a stock model measurable
+            self._undo = undo.pop_all()  # restores a stock model
         self._sinks = list(sinks)
         self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
         self._closed = False
         self._notices = Notices()
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices)
-        modules = dict(model.named_modules())  # of a swapped model, the attention whose child ours is
+        modules = dict(model.named_modules())  # in a swapped model, the parent of our module
         self.layers = {
             path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
             for path, module in found.items()
@@ -114,13 +129,21 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._listen(True, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is closed, since taps and files have one owner."""
+        """A copy is a closed monitor, because taps and files have a single owner."""
         return _closed_copy, (type(self), self.every)
 
     def step(self, step: int) -> list[Record]:
-        """End a training step: report if it was measured, and decide whether the next one is.
+        """End a training step: report it if it was measured, and enable or disable measurement of the next step.
 
-        Every process of a distributed run calls it with the same number and gets the records of all.
+        Args:
+            step: number of the step, >= 0. In a distributed run all processes pass the same number.
+
+        Returns:
+            One record per layer and head, merged over all processes. Empty if the step was not measured.
+
+        Raises:
+            ArgumentError: `step` is negative.
+            Exception: any exception that `on_alert` raises.
         """
         step = read_int("step", step, "an int >= 0", least=0)
         records: list[Record] = []
@@ -138,7 +161,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return records
 
     def close(self) -> None:
-        """Leave the model as it was and close the sinks. Idempotent."""
+        """Detach from the model and close the sinks. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -164,14 +187,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             layer.listening, layer.seed, layer.rank = listening, step, rank
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
-        """Add the records and alerts of a step to the lists, and pass them on."""
+        """Append the records and alerts of a step to the lists, and send them to the sinks."""
         records += self._processes.collect(self.layers.values(), step)
         crossed = [] if self.limits is None else find_alerts(records, self.limits)
         found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
         alerts += [alert for place, alert in found.items() if place not in self._raised]
         self._raised = set(found)
         for alert in alerts if self.dump is not None else ():
-            if alert.layer in self.layers:  # else another process has it
+            if alert.layer in self.layers:  # otherwise the layer belongs to another process
                 captured, part = self.layers[alert.layer].captured, self._head_parts[alert.layer]
                 self._guard("a dump", _dump_rows, self.dump, alert, captured, part)
         if self._processes.rank > 0 or not records:
@@ -184,10 +207,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
 
     def _try(self, sink: Sink, act: Callable[..., object], *arguments: Any) -> None:
-        """Use a sink; one that fails is dropped."""
+        """Call a method of a sink. A failing sink is dropped."""
         if not self._guard(f"sink {type(sink).__name__}", act, *arguments) and sink in self._sinks:
             self._sinks.remove(sink)
-            with contextlib.suppress(Exception):  # the failure has been warned of
+            with contextlib.suppress(Exception):  # the warning has already been issued
                 sink.close()
 
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
@@ -207,9 +230,9 @@ def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
 
 
 def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part: int) -> None:
-    """Write the sampled query rows of the head and the key rows at their slots as safetensors, if there are any.
+    """Write the sampled query rows of the head, and the key rows at the same slots, as safetensors.
 
-    `part` is the number of this process's part of the layer's heads. The metadata of the file holds the whole alert.
+    `part` is the index of this process's share of the layer's heads. The file metadata contains the alert.
     """
     save = need("safetensors.torch", "dump", "hf").save
     if not captured:
@@ -217,7 +240,7 @@ def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part:
     query, key = captured["query"], captured["key"]
     head = alert.head - part * query.shape[1]
     if not 0 <= head < query.shape[1]:
-        return  # another process has it
+        return  # the head belongs to another process
     group = query.shape[1] // key.shape[1]
     rows = {
         "rows": captured["rows"].cpu().contiguous(),
@@ -230,23 +253,47 @@ def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part:
 
 
 def add_finder(finder: Finder, opener: Opener | None = None) -> None:
-    """Register a finder of another kind of module: it yields paths and modules that have a `tap` and use it.
+    """Register a finder for another kind of attention module.
 
-    The opener makes stock attention measurable until a stack is closed, in a model of its kind where nothing was found.
+    Args:
+        finder: `finder(model)` yields the path and the module of each attention module that has a `tap` and reports its
+            calls to it.
+        opener: `opener(model, stack)` makes stock attention measurable until the ExitStack is closed, and returns the
+            modules by path. Called only if no finder finds a module.
+
+    Example:
+        >>> def find_mine(model):
+        ...     return ((path, module) for path, module in model.named_modules() if hasattr(module, "my_attention"))
+        >>> add_finder(find_mine)
+        >>> _ = state.FINDERS.pop(find_mine)
     """
     state.FINDERS.setdefault(finder, opener)
 
 
 def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -> dict[str, nn.Module]:
-    """Every attention of a model that can be measured; a shared one appears once, under its first path.
+    """Return all attention modules of a model that can be measured.
 
-    With `undo`, stock attention of transformers is made measurable, until that is closed.
+    Args:
+        model: the model to search.
+        undo: if given, stock transformers attention is made measurable until this ExitStack is closed.
+
+    Returns:
+        Modules by path. A shared module appears once, under its first path.
+
+    Raises:
+        ArgumentError: the model has no attention module that can be measured.
+        ArgumentTypeError: `model` is not a torch.nn.Module.
+
+    Example:
+        >>> import attnscale
+        >>> list(find_attention(nn.Sequential(nn.Linear(4, 4), attnscale.MultiheadAttention(4, 2))))
+        ['1']
     """
     if not isinstance(model, nn.Module):
         reject_type("model", model, "a torch.nn.Module")
     origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     for package in (state.MODEL_PACKAGES[origin] for origin in origins & state.MODEL_PACKAGES.keys()):
-        importlib.import_module(package)  # adds its finder
+        importlib.import_module(package)  # registers its finder
     found: dict[str, nn.Module] = {}
     for finder in (_ours, *state.FINDERS):
         for path, module in finder(model):
@@ -257,9 +304,9 @@ def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -
             found |= opener(model, undo)
     if not found:
         raise ArgumentError(
-            f"model={type(model).__name__} is not accepted: expected at least one attention of attnscale's; "
-            "attnscale.convert gives torch models theirs, attnscale.hf.apply those of transformers "
-            "(with the policy 'constant' they compute what they did)"
+            f"model={type(model).__name__} is not accepted: expected a model with at least one attnscale attention "
+            "module. Convert torch models with attnscale.convert and transformers models with attnscale.hf.apply; "
+            "the policy 'constant' does not change their output"
         )
     return found
 
@@ -267,5 +314,27 @@ def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -
 def _ours(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if isinstance(module, (ScaledDotProductAttention, MultiheadAttention)):
-            # A swapped model has ours as a child of its own attention, whose path is the one users know.
+            # In a swapped model our module is a child of the model's own attention. Users know the path of the parent.
             yield path.removesuffix(".attnscale") or type(module).__name__, module
+
+
+def refuse_unsaid_heads(model: nn.Module, attention: Iterable[nn.Module]) -> None:
+    """Reject a tensor-parallel model if neither `HeadParallel` nor a process group describes its heads."""
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    said = any(getattr(module, "head_part", (0, 1))[1] > 1 for module in attention)
+    if several and not said and _is_tensor_parallel(model):
+        raise ArgumentError(
+            "process_group=None is not accepted for a model sharded by tensor parallelism: heads of other processes "
+            "would be counted as additional rows. Add attnscale.distributed.HeadParallel() for the attention to "
+            "the plan of parallelize_module, or pass the process_group of the processes that hold different rows"
+        )
+
+
+def _is_tensor_parallel(model: nn.Module) -> bool:
+    """`fully_shard` shards a parameter along one mesh dimension. Further shards come from tensor parallelism."""
+    sharded = 0
+    for parameter in model.parameters():
+        placements = getattr(parameter, "placements", ())
+        sharded = max(sharded, sum(type(placement).__name__.endswith("Shard") for placement in placements))
+    by_data = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
+    return sharded > by_data

@@ -11,19 +11,19 @@ from typing_extensions import Unpack
 
 from attnscale.attention import bind, finished
 from attnscale.backends import dispatch
-from attnscale.backends.sdpa import beneath_context_parallel
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.parse import describe
 from attnscale.call.tap import Tap
+from attnscale.call.torch_arguments import beneath_context_parallel
 from attnscale.distributed.gather import Gather, gather_keys
 from attnscale.distributed.ring import Ring
 from attnscale.distributed.shards import TokenShards
 from attnscale.distributed.ulysses import Ulysses
 from attnscale.errors import ArgumentError, reject
 from attnscale.policies import Policy, PolicySpec
-from attnscale.policies.base import ScorePolicy, reads_scores
-from attnscale.policies.temperature import check_beta, temperature
+from attnscale.policies.base import ScorePolicy, check_beta, reads_scores
+from attnscale.policies.temperature import temperature
 from attnscale.statistics import AttentionOutput, RowPlaces, RowStats, Span, StatsRequest, checked_request
 
 Method = Literal["gather", "ulysses", "ring"]
@@ -131,16 +131,16 @@ def context_parallel_attention(
     with beneath_context_parallel():
         if method == "ulysses":
             whole = describe(layout, tokens, tokens, query.device, is_causal=is_causal, **rules)
-            output, stats, call = _attend(Ulysses(call, shards, backend, whole, tap), call, chosen, request)
+            output, stats, call = _attend_shards(Ulysses(call, shards, backend, whole, tap), call, chosen, request)
         elif tap is None or not tap.open:
-            output, stats, call = _attend(BY_ROWS[method](call, shards, backend), call, chosen, request)
+            output, stats, call = _attend_shards(BY_ROWS[method](call, shards, backend), call, chosen, request)
         else:
             output, stats, call = _attend_reported(tap, BY_ROWS[method], call, chosen, request, shards, backend)
     stats = stats._replace(places=RowPlaces(shards.own, (Span(0, tokens),)))
     return finished(layout, output, stats, call, chosen)
 
 
-def _attend(
+def _attend_shards(
     exchange: Exchange, call: AttentionCall, policy: Policy, request: StatsRequest | None
 ) -> tuple[Tensor, RowStats, AttentionCall]:
     """Output, statistics, and the call with its β."""

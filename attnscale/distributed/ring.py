@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from attnscale.backends.blockwise import BlockwiseBackend
 from attnscale.call.attention_call import AttentionCall, FlatCall
 from attnscale.call.context import Context
 from attnscale.distributed.gather import gather_keys
-from attnscale.distributed.ring_statistics import add_first_share, add_gaps
+from attnscale.distributed.ring_statistics import add_gaps, add_shard_shares
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import BackendError
 from attnscale.policies.base import ScorePolicy
@@ -83,9 +84,7 @@ class Ring:
         """What was asked for, with the statistics for which the keys travel again."""
         call, shards = call.detached(), self._rotation.keys
         stats = stats._replace(with_sink=call.sinks is not None and request.softmax)
-        if request.first_share is not None:
-            stats = add_first_share(call, request.first_share, shards, self._rotation.local_slots, stats)
-        stats = stats.only(request)
+        stats = add_shard_shares(call, request, shards, self._rotation.local_slots, stats).only(request)
         if request.accumulation == "exact":
             found = measure_statistics(self._with_all_keys(call), request.gaps_alone())
             names = ("gap_counts", "accumulation", "criticality")
@@ -191,7 +190,10 @@ class Rotation:
 
 def partial_request(request: StatsRequest | None) -> StatsRequest:
     """What has to be measured of each shard, so that the parts can be merged."""
-    return StatsRequest(entropy=request is not None and request.entropy, winner=request is not None and request.winner)
+    if request is None:
+        return StatsRequest(entropy=False)
+    logits = replace(request.with_lse(), gap_thresholds=None, accumulation=None, rows=None)
+    return replace(logits, lse=True, max_logit=True, w_max=True)
 
 
 def reduce_outputs(
@@ -204,7 +206,7 @@ def reduce_outputs(
     for source, (key, value) in rotation.forward(call, values=values):
         part = rotation.part(call, source, key, value)
         output, measures = attend_rows(part, request, seed=None if seeds is None else seeds[source])
-        measures = measures._replace(winner=rotation.global_slots(source, measures.winner))
+        measures = measures.renumbered(partial(rotation.global_slots, source))
         stats = measures.to_stats(request, RowStats.counted(part, with_sink=True), part.row_beta())
         found = AttentionOutput(output, stats)
         total = found if total is None else total.merge(found)

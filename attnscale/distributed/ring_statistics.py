@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.context import first_slots
 from attnscale.statistics import RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
-from attnscale.statistics.rows.chosen_slots import weight_at
-from attnscale.statistics.rows.measures import GapSums, best_scores, gap_measures, gap_sums
+from attnscale.statistics.rows.measures import GapSums, add_shares, best_scores, gap_measures, gap_sums, weight_at
 from attnscale.statistics.rows.tiles import Block, CallRows
 from attnscale_kernels.gaps.bins import BINS
 
@@ -33,7 +31,7 @@ def add_gaps(call: AttentionCall, request: StatsRequest, shards: Shards, stats: 
     counts = torch.zeros(*shape, len(request.gap_thresholds or ()), dtype=torch.int64, device=device)
     bins = torch.zeros(*shape, BINS if request.accumulation == "bracket" else 0, dtype=dtype, device=device)
     for rows, piece, scores in _tiles(call, shards):
-        found = gap_sums(scores, rows.rows_of(best, piece), request, tile=True)
+        found = gap_sums(scores, rows.rows_of(best, piece), request, room=rows.room)
         rows.add(counts, piece, found.counts)
         rows.add(bins, piece, found.bins)
     measured = gap_measures(best, GapSums(counts, bins, bins[..., :0]), request)
@@ -54,13 +52,16 @@ def _tiles(call: AttentionCall, shards: Shards) -> Iterator[tuple[CallRows, Bloc
                 yield rows, piece, rows.scores(piece)
 
 
-def add_first_share(
-    call: AttentionCall, count: int, shards: Shards, local_slots: LocalSlots, stats: RowStats
+def add_shard_shares(
+    call: AttentionCall, request: StatsRequest, shards: Shards, local_slots: LocalSlots, stats: RowStats
 ) -> RowStats:
-    """The statistics, which have the lse of all keys, with the weight of the first keys that each row sees."""
-    slots, seen = first_slots(call.context, count)
-    share = torch.zeros_like(stats.lse)
-    for source, part in shards(call):
-        here, held = local_slots(source, slots)
-        share += weight_at(part, here, seen & held, stats.lse)
-    return stats._replace(first_share=share.clamp(max=1.0))
+    """Add the requested weights of chosen keys to statistics that hold the lse of all keys."""
+
+    def weigh(slots: Tensor, seen: Tensor) -> Tensor:
+        share = torch.zeros_like(stats.lse)
+        for source, part in shards(call):
+            here, held = local_slots(source, slots)
+            share += weight_at(part, here, seen & held, stats.lse)
+        return share
+
+    return add_shares(stats, request, call.context, weigh)

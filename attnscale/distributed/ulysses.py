@@ -52,7 +52,7 @@ class Ulysses:
         if isinstance(beta, Tensor):
             (beta,) = self._to_heads(beta.expand(self._rows.query.shape[:3])[..., None])
             beta = beta[..., 0]
-        output, found = self._attend(replace(self._call, beta=beta), request)
+        output, found = self._attend_heads(replace(self._call, beta=beta), request)
         if request is None or found is None:
             return AttentionOutput(self._to_rows(output), RowStats.counted(self._rows))
         stats, queries = self._stats_of_rows(found), self._rows.query.shape[2]
@@ -61,7 +61,7 @@ class Ulysses:
             stats = stats.select(rows)
         return AttentionOutput(self._to_rows(output), stats)
 
-    def _attend(self, call: AttentionCall, request: StatsRequest | None) -> tuple[Tensor, RowStats | None]:
+    def _attend_heads(self, call: AttentionCall, request: StatsRequest | None) -> tuple[Tensor, RowStats | None]:
         """Output of the own heads, reported to a tap that is open, and statistics where they are asked for."""
         found: list[RowStats] = []
 

@@ -1,6 +1,6 @@
-"""Policies in the attention of HuggingFace transformers models. Needs transformers, the extra `hf`.
+"""Temperature policies for HuggingFace transformers models. Requires transformers (extra `hf`).
 
-README.md beside this file is the guide: what lives where, the order of imports, and how to use it.
+Usage, file layout and import order: README.md in this folder.
 """
 
 from attnscale._util.optional import install_command

@@ -1,4 +1,4 @@
-"""The implementation "attnscale" of transformers, and models that get their policies by that name in their config."""
+"""The attention implementation "attnscale", and `attach` for models whose config names it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,31 @@ _STOCK = ScaledDotProductAttention("constant")
 
 
 def attach(model: nn.Module) -> Handle:
-    """A handle for a model that has policies already, or whose config says which it is to have.
+    """Return the handle of a model that already has policies, or install the policies described by its config.
 
-    The first is a copy of a model that `apply` was called on (deepcopy, pickle, an EMA copy), whose policies are its
-    own; the second was loaded by `from_pretrained(path, attn_implementation="attnscale")`. `handle.remove()` takes the
-    policies out and leaves the stock model.
+    The first case is a copy (deepcopy, pickle, EMA) of a model with policies; the copy has its own. The second is a
+    model loaded by `from_pretrained(path, attn_implementation="attnscale")`. `handle.remove()` restores the stock
+    model in both cases.
 
-        ema = torch.optim.swa_utils.AveragedModel(model)
-        handle = attnscale.hf.attach(ema)
+    Args:
+        model: a transformers model or a wrapper of one.
+
+    Returns:
+        The `Handle` of the policies.
+
+    Raises:
+        ArgumentError: the config describes no policy, or one with learned values, which `from_pretrained` does not
+            load; use `attnscale.hf.load`.
+
+    Example:
+        >>> import copy
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+        >>> with attnscale.hf.apply(model, "log"):
+        ...     average = copy.deepcopy(model)
+        >>> attnscale.hf.attach(average).policies
+        {'transformer.h.0.attn': Log(...)}
     """
     sites = [(layer.path, site_of(layer.module)) for layer in routed_layers(model).values()]
     policies = {path: site.policy for path, site in sites if site is not None}
@@ -50,8 +67,8 @@ def attach(model: nn.Module) -> Handle:
         learned = [policy for policy in policies.values() if is_learned(policy)]
         if learned:
             raise ArgumentError(
-                f"policy {learned[0]} has parameters, which from_pretrained leaves out: load the model with "
-                "attnscale.hf.load(path), or give it its policy with attnscale.hf.load_policy(model, path)"
+                f"policy {learned[0]} has learned values, which from_pretrained does not load: load the model with "
+                "attnscale.hf.load(path), or load its policy with attnscale.hf.load_policy(model, path)"
             )
         return install(model, policies, on_existing=recorded_on_existing(model), loaded=True)
     configs = [config for config in configs_of(model) if applied_record(config) is not None]
@@ -62,7 +79,7 @@ def attach(model: nn.Module) -> Handle:
 
 
 def current_record(model: nn.Module) -> Mapping[str, Any] | None:
-    """The record of the policies that a model has, or gets at its first forward; None where there are none."""
+    """Return the record of the policies that a model has or will get in its first forward pass, or None."""
     configs = configs_of(model)
     for config in configs:
         if applied_record(config) is not None:
@@ -73,22 +90,23 @@ def current_record(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None) -> dict[str, Policy]:
-    """Path → policy, from a record or else from the config of the model. Nothing is put into the model."""
+    """Return module path → policy, from a record or from the config of the model, without changing the model."""
     given = record_of(model) if record is None else record
     if not isinstance(given, Mapping):
         raise ArgumentError(
-            f"config.attnscale={given!r} is not accepted: attn_implementation='attnscale' needs a policy there, such "
-            "as {'name': 'log', 'reference_length': 8192}; or load the model as it was and call attnscale.hf.apply"
+            f"config.attnscale={given!r} is not accepted: attn_implementation='attnscale' requires a policy, such as "
+            "{'name': 'log', 'reference_length': 8192}; or load the stock model and call attnscale.hf.apply"
         )
     if MODULES in given:
         modules, inner = read_modules(given), transformers_model(model)
         located = locate_in(model, modules)
         missing = [path for path in modules if path not in located]
-        # A model of another class may lack a part: an encoder alone has no decoder.
+        # A model of another class may lack a part: an encoder model has no decoder.
         if missing and (not located or type(inner).__name__ in (inner.config.architectures or ())):
             raise ArgumentError(
-                f"config.attnscale names {missing[0]}, which {type(inner).__name__} does not have: was it saved by "
-                "another version of transformers? Load it with attn_implementation='sdpa' and call attnscale.hf.apply"
+                f"config.attnscale names {missing[0]}, which {type(inner).__name__} does not have. The checkpoint may "
+                "come from another version of transformers: load it with attn_implementation='sdpa' and call "
+                "attnscale.hf.apply"
             )
         entries = {path: modules[recorded] for recorded, path in located.items()}
         return {
@@ -96,7 +114,7 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
             for path, layer in routed_layers(model).items()
             if path in entries
         }
-    # Written by hand: a policy or a plan, and keywords of `apply`.
+    # Written manually: a policy or a plan, with keywords of `apply`.
     options = dict(given) if "policy" in given else {"policy": given}
     plan = read_plan(options.pop("policy"))
     on_existing = str(options.pop(ON_EXISTING, "raise"))
@@ -106,20 +124,20 @@ def described_policies(model: nn.Module, record: Mapping[str, Any] | None = None
 
 
 def is_learned(policy: Policy) -> bool:
-    """Whether a policy has parameters or buffers, which a checkpoint has to hold."""
+    """Whether a policy has parameters or buffers, which must be stored in checkpoints."""
     return isinstance(policy, nn.Module) and bool(policy.state_dict())
 
 
 def register() -> None:
-    """Make `attn_implementation="attnscale"` known; without an entry for the mask every mask would be None."""
+    """Register `attn_implementation="attnscale"` and its mask function; without the latter every mask is None."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
 
 
 def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Attention of a module with the policy of its site, or with β = 1; arguments are those of `attend_at_site`.
+    """Compute attention with the policy of a module's site, or with β = 1. Arguments: see `attend_at_site`.
 
-    A model that was loaded with our name is given its policies at its first forward.
+    In a model loaded as "attnscale", the first call installs the policies.
     """
     if not is_decided(module) and not is_switched(module.config):
         _give_policies(module)
@@ -128,26 +146,29 @@ def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Ten
 
 @torch.compiler.disable(reason="call attnscale.hf.attach(model) before torch.compile")  # type: ignore[untyped-decorator, no-untyped-call]
 def _give_policies(module: nn.Module) -> None:
-    """Give the model whose forward is running the policies that its config describes."""
+    """Install the policies described by the config of the model whose forward pass is running."""
     model = _running_model(module)
     if model is None:
         raise ArgumentError(
-            f"{type(module).__name__} was called outside of its model, which was loaded by the name {NAME!r} and has "
-            "not been given its policies yet: call attnscale.hf.attach(model) first"
+            f"{type(module).__name__} was called outside its model, which was loaded with "
+            f"attn_implementation={NAME!r} and has no policies yet: call attnscale.hf.attach(model) first"
         )
     if recorded_on_existing(model) == "replace":
         raise ArgumentError(
-            "config.attnscale says on_existing='replace', and this forward has computed the model's own scaling "
-            "already: load the model with attnscale.hf.load(path), or call attnscale.hf.attach(model) before its first "
-            "forward"
+            "config.attnscale has on_existing='replace', but this forward pass has already applied the model's own "
+            "scaling: load the model with attnscale.hf.load(path), or call attnscale.hf.attach(model) before the first "
+            "forward pass"
         )
     attach(model)
     if not is_decided(module):
-        raise ArgumentError(f"{type(module).__name__} asks for attnscale in a way that attnscale.hf does not know")
+        raise ArgumentError(
+            f"{type(module).__name__} uses attn_implementation={NAME!r}, but attnscale.hf does not recognise it as an "
+            "attention layer"
+        )
 
 
 def _running_model(module: nn.Module) -> PreTrainedModel | None:
-    """The outermost transformers model on the call stack that holds a module: modules do not know what holds them."""
+    """Find the outermost transformers model on the call stack that contains a module; modules have no parent link."""
     frame, found, seen = sys._getframe(1), None, set()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -162,8 +183,8 @@ def _running_model(module: nn.Module) -> PreTrainedModel | None:
 def make_mask(
     *, config: Any, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **arguments: Any
 ) -> Tensor | None:
-    """The mask of "sdpa": bool, or None where the module's `is_causal` suffices and can be relied on."""
-    reliable = _tells_causality(type(config))
+    """Return the mask of "sdpa": bool, or None if the module's `is_causal` is sufficient and reliable."""
+    reliable = _has_reliable_causality(type(config))
     mask: Tensor | None = sdpa_mask(
         allow_is_causal_skip=allow_is_causal_skip and reliable,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and reliable,
@@ -173,8 +194,8 @@ def make_mask(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tells_causality(kind: type[PreTrainedConfig]) -> bool:
-    """Whether attention modules of models with this config have the right `is_causal`: "sdpa" relies on it too."""
+def _has_reliable_causality(kind: type[PreTrainedConfig]) -> bool:
+    """Whether the attention modules of models with this config set `is_causal` correctly, as "sdpa" requires."""
     known = state.HF_KNOWN_CAUSALITY
     if kind not in known:
         models: Any = MODEL_MAPPING.get(kind, ())

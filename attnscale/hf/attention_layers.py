@@ -1,4 +1,4 @@
-"""The attention layers of a transformers model, read from its modules and their source without running it."""
+"""The attention layers of a transformers model, read from its modules and source code without running it."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject_type
 from attnscale.policies.record import split_number
 
-# In modeling files: the registry of attention functions, and the variable that holds the function looked up there.
+# Names used in modeling files: the registry of attention functions, and the variable for the selected function.
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _CALLED = "attention_interface"
 
-# Names that an expression may use, beside the module itself, and still be evaluated without a forward.
+# Names, besides `self`, that may occur in an expression evaluated without a forward pass.
 _EVALUABLE: Final = {"getattr": getattr, "hasattr": hasattr, "isinstance": isinstance, "len": len}
 
 UNKNOWN: Final = object()  # a value that only a forward pass determines
 
-_Test = tuple[ast.expr, bool]  # the test of an `if`, and whether it has to be true
+_Test = tuple[ast.expr, bool]  # the condition of an `if`, and its required value
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _CROSS = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_decoder", re.IGNORECASE)
 _NOT_TEXT = re.compile(r"vision|visual|image|video|audio|speech", re.IGNORECASE)
 
-# Keywords by which a module says which keys its indexer chose. Attention without them would silently be dense.
+# Keywords that pass the keys selected by an indexer. Ignoring them would silently give dense attention.
 CHOSEN_KEYS = ("indices", "block_indices", "topk_indices")
 
-# Classes named attention that have no softmax over keys, or are only a part of one that has.
+# Classes named attention that have no softmax over keys, or are only a part of an attention module.
 _OTHER = re.compile(r"linear|lightning|delta|deformable|rwkv|pooling|mlp|output|layer$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention module, and what its source, its attributes and its config say about it."""
+    """One attention module, with facts from its source code, attributes and config."""
 
     path: str
     module: nn.Module
-    layer: int  # its number in its stack
-    text: bool  # it belongs to a part of the model that reads or writes text
+    layer: int  # index in its stack
+    text: bool  # part of a tower that reads or writes text
     num_heads: int | None
     head_dim: int | None
 
     @property
     def config(self) -> Any:
-        """The config whose attention implementation this module uses; None where it has none, and is not routed."""
+        """The config that selects the attention implementation; None if the module has none and is not routed."""
         return getattr(self.module, "config", None)
 
     @cached_property
     def kind(self) -> str | None:
-        """Its name in the config's `layer_types`, such as "sliding_attention"; None where it has no name."""
+        """Its entry in the config's `layer_types`, such as "sliding_attention", or None."""
         own = getattr(self.module, "layer_type", None)
         kinds = getattr(self.config, "layer_types", None)
         if own is None and isinstance(kinds, (list, tuple)) and self.layer < len(kinds):
@@ -68,7 +68,7 @@ class AttentionLayer:
 
     @cached_property
     def routed(self) -> bool:
-        """Whether it calls transformers' attention interface."""
+        """Whether it dispatches through transformers' `AttentionInterface`."""
         return _is_routed(self.module)
 
     @cached_property
@@ -78,7 +78,7 @@ class AttentionLayer:
 
     @cached_property
     def sparse(self) -> bool:
-        """Whether an indexer picks the keys, or a compressor adds some that no mask of ours knows."""
+        """Whether an indexer selects the keys, or a compressor adds keys that the mask does not cover."""
         if getattr(self.module, "compressor", None) is not None:
             return True
         if all(passed_keyword(self.module, name) is None for name in CHOSEN_KEYS):
@@ -88,7 +88,7 @@ class AttentionLayer:
 
     @cached_property
     def window(self) -> int | None:
-        """The sliding window or chunk, if it has one."""
+        """Size of the sliding window or chunk, or None."""
         if self.kind == "chunked_attention":
             return _first(self.config, ("attention_chunk_size",))
         if "sliding_window" in read_forward(self.module).keywords:
@@ -109,7 +109,7 @@ class AttentionLayer:
 
     @cached_property
     def rope(self) -> bool:
-        """Whether queries are rotated; where the source leaves it open, the config says it for each layer."""
+        """Whether queries are rotated, from the source or, where it is not conclusive, from the config."""
         rotated = rotates_queries(self.module)
         if rotated is not None or self.cross:
             return bool(rotated)
@@ -126,14 +126,15 @@ class AttentionLayer:
 
     @property
     def shape(self) -> dict[str, int]:
-        """`num_heads` and `head_dim` for building a policy; 1 where they are not known."""
+        """`num_heads` and `head_dim` for building a policy; 1 if unknown."""
         return {"num_heads": self.num_heads or 1, "head_dim": self.head_dim or 1}
 
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """Every attention of a model, in the order of its modules: those with `routed` can be given a policy.
+    """Return every attention layer of a model in module order; those with `routed` can have a policy.
 
-    A module counts as attention if its forward calls the interface, or if it is named so and holds a projection.
+    A module is an attention layer if its `forward` calls the interface, or if its class name contains "attention" and
+    it has a projection.
     """
     is_text = _text_test(transformers_model(model))
     found: dict[str, nn.Module] = {}
@@ -143,7 +144,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         inside = any(path.startswith(f"{outer}.") for outer in found)
         if _is_routed(module) or (_looks_like_attention(module) and not inside):
             found[path] = module
-    # What is named attention and holds a routed one is not attention itself.
+    # A module named attention that contains a routed one is only its container.
     routed = [path for path, module in found.items() if _is_routed(module)]
     outside = {path for path in found if path not in routed and any(inner.startswith(f"{path}.") for inner in routed)}
     found = {path: module for path, module in found.items() if path not in outside}
@@ -157,21 +158,21 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, also from within a wrapper such as PEFT's or DDP's."""
+    """Return the transformers model inside a model that may be wrapped (PEFT, DDP)."""
     accepted = "a transformers model, or a wrapper of one"
     if not isinstance(model, nn.Module):
         reject_type("model", model, accepted)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
-    # Only its name: the repr of a module is as long as the module is large.
+    # Only the class name: the repr of a module grows with its size.
     raise ArgumentTypeError(
-        f"model={type(model).__name__} is not accepted: expected {accepted}; attnscale.convert is for torch's own"
+        f"model={type(model).__name__} is not accepted: expected {accepted}; for torch modules use attnscale.convert"
     )
 
 
 def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
-    """The layers that can have a policy, by their paths in the transformers model itself, not in a wrapper of it."""
+    """Return the layers that can have a policy, keyed by path inside the transformers model, not its wrapper."""
     inner = transformers_model(model)
     outer = next(path for path, module in model.named_modules() if module is inner)
     prefix = f"{outer}." if outer else ""
@@ -179,12 +180,12 @@ def routed_layers(model: nn.Module) -> dict[str, AttentionLayer]:
 
 
 def name_layers(layers: Sequence[AttentionLayer]) -> str:
-    """The path of the first layer, and how many more there are, for messages."""
-    return layers[0].path if len(layers) == 1 else f"{layers[0].path} and {len(layers) - 1} more"
+    """Format layers for messages: the path of the first and the number of others."""
+    return layers[0].path if len(layers) == 1 else f"{layers[0].path} (and {len(layers) - 1} more)"
 
 
 def reject_model(model: nn.Module, reason: str, layers: Sequence[AttentionLayer] = ()) -> NoReturn:
-    """Raise the standard sentence for a model that cannot be used: its class, the layers concerned, and the reason."""
+    """Raise `ArgumentError` with the class of the model, the affected layers and the reason."""
     subject = f"{name_layers(layers)} " if layers else ""
     raise ArgumentError(f"model={type(transformers_model(model)).__name__} is not accepted: {subject}{reason}")
 
@@ -196,16 +197,16 @@ def _is_routed(module: nn.Module) -> bool:
 def _looks_like_attention(module: nn.Module) -> bool:
     name = type(module).__name__
     if "attention" not in name.lower() or _OTHER.search(name) or isinstance(module, nn.MultiheadAttention):
-        return False  # torch's own is for attnscale.convert
+        return False  # attnscale.convert handles nn.MultiheadAttention
     held = [getattr(child, "weight", None) for child in module.children() if not isinstance(child, nn.Embedding)]
     held += module.parameters(recurse=False)
     return any(isinstance(weight, Tensor) and weight.dim() > 1 for weight in held)
 
 
 def _numbers(paths: list[str]) -> dict[str, int]:
-    """The number of each path in its stack: the first number in the path, or its rank where those are not distinct.
+    """Return the layer index of each path: the first number in it, or its rank where these are not distinct.
 
-    In "encoder.block.3.layer.0.SelfAttention" that is 3; the blocks of a hierarchical model are numbered through.
+    The index of "encoder.block.3.layer.0.SelfAttention" is 3. Blocks of a hierarchical model are numbered by rank.
     """
     stacks: dict[str, list[str]] = {}
     for path in paths:
@@ -220,7 +221,7 @@ def _numbers(paths: list[str]) -> dict[str, int]:
 
 
 def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
-    """Whether a module, given its path and config, is in a part that reads or writes text, or in the only part."""
+    """Return a predicate (path, config) → whether a module is part of a text tower, or of the only tower."""
     config, reads_text = model.config, model.main_input_name == "input_ids"
     parts = getattr(config, "sub_configs", None) or {}
     text = config.get_text_config() if parts else config
@@ -235,7 +236,7 @@ def _text_test(model: PreTrainedModel) -> Callable[[str, object], bool]:
 
 
 def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
-    """Heads and dimensions of each, from the module, its query projection, or its config."""
+    """Return the number of heads and the head dimension, from the module, its query projection or its config."""
     heads, head_dim = _first(module, _HEADS) or _first(config, _HEADS), _first(module, _DIMS)
     width = _first(getattr(module, "q_proj", None), ("out_features",))
     if heads is None and head_dim and width:
@@ -247,7 +248,7 @@ def _shape(module: nn.Module, config: object) -> tuple[int | None, int | None]:
 
 
 def _first(owner: Any, names: tuple[str, ...]) -> int | None:
-    """The first of these attributes that is a positive int."""
+    """Return the first of these attributes that is a positive int, or None."""
     for name in names:
         value = getattr(owner, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -257,7 +258,7 @@ def _first(owner: Any, names: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardSource:
-    """The source of a forward: the keywords it passes to the interface, and the tests around each of its rotations."""
+    """The source of a `forward`: keywords passed to the interface, and the conditions around each rotation."""
 
     text: str = ""
     routed: bool = False
@@ -266,7 +267,7 @@ class ForwardSource:
 
 
 def read_forward(module: nn.Module) -> ForwardSource:
-    """The forward of a module's class; an empty one where there is no source."""
+    """Parse the `forward` of a module's class; empty if there is no source."""
     return _read(type(module).forward)
 
 
@@ -289,13 +290,13 @@ def _read(function: Callable[..., Any]) -> ForwardSource:
 
 
 def passed_keyword(module: nn.Module, keyword: str) -> Any:
-    """What a module passes to the interface under a keyword: None for nothing, UNKNOWN where only a forward knows."""
+    """Return the value a module passes to the interface for a keyword; UNKNOWN if only a forward pass determines it."""
     given = read_forward(module).keywords.get(keyword)
     return None if given is None else _evaluate(given, module)
 
 
 def rotates_queries(module: nn.Module) -> bool | None:
-    """Whether a module has a rotary embedding; None where that depends on the arguments of its forward."""
+    """Whether a module rotates its queries; None if that depends on the arguments of its `forward`."""
     undecided = False
     for tests in read_forward(module).rotations:
         values = [(_evaluate(test, module), wanted) for test, wanted in tests]
@@ -307,7 +308,7 @@ def rotates_queries(module: nn.Module) -> bool | None:
 
 
 def _calls(node: ast.AST, tests: tuple[_Test, ...]) -> Iterator[tuple[ast.Call, tuple[_Test, ...]]]:
-    """Every call, with the tests of the `if`s around it."""
+    """Yield every call with the conditions of the enclosing `if`s."""
     if isinstance(node, ast.Call):
         yield node, tests
     if isinstance(node, (ast.If, ast.IfExp)):
@@ -320,11 +321,11 @@ def _calls(node: ast.AST, tests: tuple[_Test, ...]) -> Iterator[tuple[ast.Call, 
 
 
 def _evaluate(expression: ast.expr, module: nn.Module) -> Any:
-    """The value of an expression that refers to nothing but the module, else UNKNOWN."""
+    """Evaluate an expression that depends only on the module, else return UNKNOWN."""
     if any(isinstance(node, ast.Name) and node.id not in (*_EVALUABLE, "self") for node in ast.walk(expression)):
         return UNKNOWN
     code = compile(ast.Expression(body=expression), "<forward>", "eval")
     try:
         return eval(code, {"__builtins__": {}}, _EVALUABLE | {"self": module})
     except Exception:
-        return UNKNOWN  # for instance an attribute that this module lacks
+        return UNKNOWN  # e.g. an attribute that this module lacks

@@ -1,4 +1,4 @@
-"""Load policies with what they have learned: together with their model, or into a model that is there."""
+"""Load policies and their learned values, together with a model or into an existing one."""
 
 from __future__ import annotations
 
@@ -38,24 +38,42 @@ _MODEL_WEIGHTS = "model.safetensors"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLED_ADAPTER_WEIGHTS = "adapter_model.bin"
 
-# Arguments of `from_pretrained` that say where a repository and its files are.
+# Arguments of `from_pretrained` that locate a repository and its files.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-# What PEFT puts in front of the names of a model: with a tuner, or without where the method only adds to the inputs.
+# Prefixes that PEFT adds to parameter names: with a tuner, and without one (methods that only add inputs).
 _IN_TUNER, _IN_WRAPPER = "base_model.model.", "base_model."
 
 Record = Mapping[str, Any]
 
 
 def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, **arguments: Any) -> Handle:
-    """A model saved by `save_pretrained` while a policy was applied, with the policy and what it has learned.
+    """Load a model or PEFT adapter that was saved with a policy, including the learned values of the policy.
 
-    The path is a folder or the id of a repository on the HuggingFace Hub. If it holds an adapter of PEFT, the model
-    that the adapter names as its base is loaded first. The class is the one that was saved unless another is given;
-    further arguments are those of `from_pretrained`. The model is `handle.model`.
+    For an adapter, the base model named in its config is loaded first.
 
-        handle = attnscale.hf.load("run/checkpoint-1000")
-        handle.model.generate(...)
+    Args:
+        path: a folder, or a repository id on the HuggingFace Hub.
+        model_class: class of the model; by default the class that was saved.
+        **arguments: arguments of `from_pretrained`.
+
+    Returns:
+        The `Handle` of the policies; the model is `handle.model`.
+
+    Raises:
+        ArgumentError: the path holds no model or adapter, or one without a policy, or lacks learned values.
+        MissingDependencyError: the path holds an adapter and peft is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+        >>> with tempfile.TemporaryDirectory() as folder, attnscale.hf.apply(model, "ssmax"):
+        ...     model.save_pretrained(folder)
+        ...     handle = attnscale.hf.load(folder)
+        >>> list(handle.policies)
+        ['transformer.h.0.attn']
     """
     files = StoredFiles(path, arguments)
     config = files.json(MODEL_CONFIG)
@@ -63,25 +81,42 @@ def load(path: str | Path, *, model_class: type[PreTrainedModel] | None = None, 
         adapter = files.json(ADAPTER_CONFIG)
         if adapter is not None:
             return _load_adapted(files, adapter, model_class, arguments)
-        reject("path", str(path), "a folder that save_pretrained wrote, or the id of such a repository on the Hub")
+        reject("path", str(path), f"a folder or a repository id on the Hub with {MODEL_CONFIG} or {ADAPTER_CONFIG}")
     record = find_record(config)
     if record is None:
         raise ArgumentError(
-            f"path={str(path)!r} is not accepted: its config.json has no 'attnscale'; use from_pretrained"
+            f"path={str(path)!r} is not accepted: its {MODEL_CONFIG} has no entry 'attnscale'; use from_pretrained"
         )
     model = _load_stock(path, config, model_class, arguments)
     return _install_recorded(model, record, lambda: _learned_in_checkpoint(files, model), files.path)
 
 
 def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
-    """Give a model the policies that a folder or a repository on the HuggingFace Hub holds, and what they have learned.
+    """Load policies and their learned values into an existing model.
 
-    The folder is one that `handle.save` wrote; or an adapter that PEFT saved while a policy was applied; or a whole
-    model's checkpoint. `arguments` say where a repository is, as for `from_pretrained`: `revision`, `token`,
-    `cache_dir`, `subfolder`.
+    Args:
+        model: a transformers model, or a wrapper of one, without a policy.
+        path: a folder or a repository id on the HuggingFace Hub: the output of `handle.save`, a PEFT adapter saved
+            with a policy, or a whole checkpoint saved with a policy.
+        **arguments: location of the repository, as for `from_pretrained`: `revision`, `token`, `cache_dir`,
+            `subfolder`.
 
-        handle = attnscale.hf.load_policy(model, "run/adapter")
-        model = peft.PeftModel.from_pretrained(model, "run/adapter")
+    Returns:
+        The `Handle` of the policies.
+
+    Raises:
+        ArgumentError: the path holds no policy or lacks learned values, or the model already has a policy.
+
+    Example:
+        >>> import tempfile
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with attnscale.hf.apply(model, "log", reference_length=8192) as handle:
+        ...         handle.save(folder)
+        ...     attnscale.hf.load_policy(model, folder).policies
+        {'transformer.h.0.attn': Log(...reference_length=8192...)}
     """
     files = StoredFiles(path, arguments)
     record: Record | None = files.json(POLICY_CONFIG)
@@ -92,8 +127,8 @@ def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
         record, learned = find_record(files.json(MODEL_CONFIG) or {}), None
     if record is None:
         raise ArgumentError(
-            f"path={files.path!r} is not accepted: it has neither {POLICY_CONFIG}, nor an adapter with a policy, nor a "
-            f"{MODEL_CONFIG} with 'attnscale'"
+            f"path={files.path!r} is not accepted: expected {POLICY_CONFIG}, an adapter with a policy, or a "
+            f"{MODEL_CONFIG} with an entry 'attnscale'"
         )
 
     def read() -> dict[str, Tensor]:
@@ -104,9 +139,9 @@ def load_policy(model: nn.Module, path: str | Path, **arguments: Any) -> Handle:
 
 
 def _install_recorded(model: nn.Module, record: Record, read: Callable[[], Mapping[str, Tensor]], path: str) -> Handle:
-    """Give a model the policies of a record and what they have learned, which `read` finds once they are there.
+    """Install the policies of a record, then load their learned values with `read`.
 
-    Names of the tensors are those in the transformers model. `path` is for the message where one is missing.
+    `read` returns tensors under their names in the transformers model. `path` is used in error messages.
     """
     on_existing = record.get(ON_EXISTING, "raise")
     handle = install(model, described_policies(model, record), on_existing=on_existing, loaded=True)
@@ -116,7 +151,7 @@ def _install_recorded(model: nn.Module, record: Record, read: Callable[[], Mappi
         wanted = [name for name in inner.state_dict() if is_of_policy(name)]
         missing = [name for name in wanted if name not in learned]
         if missing:
-            raise ArgumentError(f"path={path!r} is not accepted: {missing[0]} is not in its safetensors")
+            raise ArgumentError(f"path={path!r} is not accepted: its safetensors file lacks {missing[0]}")
         inner.load_state_dict({name: learned[name] for name in wanted}, strict=False)
     except BaseException:
         handle.remove()
@@ -127,13 +162,13 @@ def _install_recorded(model: nn.Module, record: Record, read: Callable[[], Mappi
 def _load_stock(
     path: str | Path, config: Record, model_class: type[PreTrainedModel] | None, arguments: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """The model of a folder or repository with the data of its config.json, without policies."""
+    """Load the model of a folder or repository without policies; `config` is the content of its config.json."""
     kind = model_class or getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
     if kind is None:
-        reject("model_class", None, f"the class of the model, {config['architectures'][0]}: transformers has none")
+        reject("model_class", None, f"the class {config['architectures'][0]}, which transformers does not have")
     given = {key: value for key, value in arguments.items() if (key, value) != ("attn_implementation", NAME)}
     token = state.HF_READ_LATER.set(True)
-    try:  # None: what transformers would choose
+    try:  # None: the default of transformers
         model: PreTrainedModel = kind.from_pretrained(path, **{"attn_implementation": None} | given)
     finally:
         state.HF_READ_LATER.reset(token)
@@ -145,7 +180,7 @@ def _load_stock(
 def _load_adapted(
     files: StoredFiles, adapter: Record, model_class: type[PreTrainedModel] | None, arguments: Mapping[str, Any]
 ) -> Handle:
-    """A PEFT model with the policies of its adapter, given the data of adapter_config.json."""
+    """Load a PEFT model with the policies of its adapter; `adapter` is the content of its adapter_config.json."""
     base = str(adapter.get("base_model_name_or_path") or "")
     where = {"revision": adapter.get("revision")} if adapter.get("revision") else {}
     given = {key: value for key, value in arguments.items() if key not in ("revision", "subfolder", "is_trainable")}
@@ -155,14 +190,13 @@ def _load_adapted(
         config = None
     if config is None:
         raise ArgumentError(
-            f"path={files.path!r} is not accepted: its adapter names the base model {base!r}, which is not there; load "
-            "the model that it was trained on, then call attnscale.hf.load_policy(model, path) and "
-            "peft.PeftModel.from_pretrained(model, path)"
+            f"path={files.path!r} is not accepted: the base model {base!r} of its adapter was not found; load the base "
+            "model, then call attnscale.hf.load_policy(model, path) and peft.PeftModel.from_pretrained(model, path)"
         )
     try:
         import peft
     except ImportError as error:
-        raise MissingDependencyError(f"path={files.path!r} holds an adapter of PEFT: pip install peft") from error
+        raise MissingDependencyError(f"path={files.path!r} holds a PEFT adapter: pip install peft") from error
     model = _load_stock(base, config, model_class, given | where)
     load_policy(model, files.path, **files.where)
     trainable = bool(arguments.get("is_trainable", False))
@@ -170,7 +204,7 @@ def _load_adapted(
 
 
 def read_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """The record of the policies in the tensors of an adapter, or None, and what they have learned."""
+    """Return the record of the policies in an adapter's tensors, or None, and their learned values."""
     modules: dict[str, Any] = {}
     learned: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -188,17 +222,17 @@ def read_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, 
 
 
 def located(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of policies under their names in a transformers model that may have another head, or a wrapper."""
+    """Rename policy tensors to their names in a transformers model, which may have another head or a wrapper."""
     parts = {name: split_name(name) for name in tensors if is_of_policy(name)}
     paths = locate_in(model, (path for path, _ in parts.values()))
     return {f"{paths[path]}.{NAME}.{rest}": tensors[name] for name, (path, rest) in parts.items() if path in paths}
 
 
 def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of policies in a model's safetensors, under their names in the model.
+    """Return the policy tensors in a model's safetensors, under their names in the model.
 
-    `save_pretrained` writes the names of the original checkpoint where a type has others, as `from_pretrained` reads
-    them: nomic_bert.layers.0 is encoder.layers.0 in the file.
+    For some model types `save_pretrained` writes the names of the original checkpoint: nomic_bert.layers.0 is
+    encoder.layers.0 in the file.
     """
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     own = model.state_dict()
@@ -210,30 +244,30 @@ def _learned_in_checkpoint(files: StoredFiles, model: PreTrainedModel) -> dict[s
 
 
 class StoredFiles:
-    """A folder, or a repository on the Hub by its id, that `from_pretrained` would load from, given its arguments."""
+    """Files of a folder or of a Hub repository, located as `from_pretrained` does."""
 
     def __init__(self, path: str | Path, arguments: Mapping[str, Any]) -> None:
         self.path = str(path)
         self.where = {key: arguments[key] for key in _WHERE if key in arguments}
 
     def file(self, name: str) -> Path | None:
-        """A file by its name; None where there is none."""
+        """Return the path of a file, or None if it does not exist."""
         try:
             found = cached_file(self.path, name, **self.where, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise ArgumentError(
-                f"path={self.path!r} is not accepted: expected a folder, or the id of a repository on the Hub "
+                f"path={self.path!r} is not accepted: expected a folder or a repository id on the Hub "
                 f"({str(error).splitlines()[0]})"
             ) from error
         return None if found is None else Path(found)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """The content of a JSON file; None where there is none."""
+        """Return the content of a JSON file, or None if it does not exist."""
         file = self.file(name)
         return None if file is None else json.loads(file.read_text(encoding="utf-8"))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of policies in a safetensors file, or in all the parts that its index names."""
+        """Return the policy tensors in a safetensors file, or in all shards named by its index."""
         index = self.json(f"{name}.index.json")
         parts = {name} if index is None else {part for key, part in index["weight_map"].items() if is_of_policy(key)}
         safe_open = need("safetensors", "attnscale.hf.load", "hf").safe_open
@@ -244,7 +278,7 @@ class StoredFiles:
         return found
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """The tensors of policies in an adapter, in either of the formats that PEFT writes."""
+        """Return the policy tensors in an adapter, in either format of PEFT."""
         found = self.tensors(_ADAPTER_WEIGHTS)
         file = None if found else self.file(_PICKLED_ADAPTER_WEIGHTS)
         pickled = {} if file is None else torch.load(file, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""The record `config.attnscale` of a model's policies: written when a config is switched to us, removed afterwards."""
+"""`config.attnscale`: the record of a model's policies, written when its config is switched to "attnscale"."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.sites import is_decided
 from attnscale.policies.record import NAME, ON_EXISTING, locate
 
-# The key of config.json from which `from_pretrained` takes the implementation, unless it is given one.
+# Key of config.json that holds the default attention implementation of `from_pretrained`.
 _SAVED = "attn_implementation"
 
 
 class AppliedRecord(dict[str, Any]):
-    """The entry `attnscale` of a switched config: plain data for config.json, and what `release` restores.
+    """`config.attnscale` of a switched config: plain data for config.json, and the state that `release` restores.
 
-    `models` counts the models that use this config object. A copy of the config has a copy of the record with
-    `models` = 0: the modules of its model know themselves whether they have policies.
+    `models` counts the models that share this config object. It is 0 in a copy of the config: the copied modules
+    themselves carry the policies.
     """
 
     def __init__(self, written: Mapping[str, Any], implementation: str | None, before: Any, models: int = 0) -> None:
@@ -35,41 +35,41 @@ class AppliedRecord(dict[str, Any]):
 
 
 def applied_record(config: Any) -> AppliedRecord | None:
-    """The record of a config that was switched, or is a copy of one that was."""
+    """Return the record of a switched config or of a copy of one, or None."""
     record = getattr(config, NAME, None)
     return record if isinstance(record, AppliedRecord) else None
 
 
 def is_switched(config: Any) -> bool:
-    """Whether this very config object was switched and not released."""
+    """Whether this config object, not a copy of it, was switched and not released."""
     record = applied_record(config)
     return record is not None and record.models > 0
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every config that a module of a model refers to, the model's own first."""
+    """Return every config referenced by a module of a model, the model's own first."""
     found = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
     return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
 
 def record_of(model: nn.Module) -> Mapping[str, Any] | None:
-    """`config.attnscale` of the first config of a model that has it."""
+    """Return `config.attnscale` of the first config of a model that has it, or None."""
     found = (getattr(config, NAME, None) for config in configs_of(model))
     return next((record for record in found if isinstance(record, Mapping)), None)
 
 
 def recorded_on_existing(model: nn.Module) -> str:
-    """What the config of a model says about the model's own scaling."""
+    """Return `on_existing` from the record of a model."""
     return str((record_of(model) or {}).get(ON_EXISTING, "raise"))
 
 
 def locate_in(model: nn.Module, recorded: Iterable[str]) -> dict[str, str]:
-    """Recorded path → path of the layer in a transformers model, which may have another head, or a wrapper."""
+    """Return recorded path → layer path in a transformers model, which may have another head or a wrapper."""
     return locate(recorded, routed_layers(model), transformers_model(model).base_model_prefix)
 
 
 def is_pending(model: nn.Module) -> bool:
-    """Whether a model was loaded with our name and has not been given its policies yet."""
+    """Whether a model was loaded as "attnscale" and its policies are not installed yet."""
     layers = [layer for layer in routed_layers(model).values() if layer.config._attn_implementation == NAME]
     return any(not is_decided(layer.module) and not is_switched(layer.config) for layer in layers)
 
@@ -80,15 +80,15 @@ def switch(
     written: Mapping[str, Any],
     loaded: PreTrainedModel | None = None,
 ) -> None:
-    """Record in a config what was applied to one more model, and set its implementation unless that is None.
+    """Write the record of one more model into a config, and set its implementation unless that is None.
 
-    `release` restores the config as it is now; or, for a model `loaded` with our name, what transformers would choose.
+    `release` restores the current config or, for a model `loaded` as "attnscale", the default of transformers.
     """
     before: Any = getattr(config, NAME, None)
     if is_switched(config):
         if before != written:
             raise ArgumentError(
-                f"policy={dict(written)!r} is not accepted: this model shares its config with another one that has "
+                f"policy={dict(written)!r} is not accepted: the model shares its config object with a model that has "
                 f"{dict(before)!r}; build it from a copy of the config"
             )
         before.models += 1
@@ -105,7 +105,7 @@ def switch(
 
 
 def release(config: PreTrainedConfig) -> None:
-    """Undo one `switch`; the last one restores the config."""
+    """Undo one `switch`. Undoing the last one restores the config."""
     record = applied_record(config)
     if record is None:
         return
@@ -120,14 +120,14 @@ def release(config: PreTrainedConfig) -> None:
 
 
 def save_implementation(top: PreTrainedConfig, switched: Iterable[PreTrainedConfig]) -> None:
-    """Let config.json name our implementation, so that `from_pretrained` uses it."""
+    """Make config.json name the implementation "attnscale", so that `from_pretrained` selects it."""
     wanted = _implementation_of(top, {id(config) for config in switched})
     if wanted is not None:
         setattr(top, _SAVED, wanted)
 
 
 def _implementation_of(config: PreTrainedConfig, switched: set[int]) -> str | dict[str, Any] | None:
-    """Our name for a switched config, or a mapping for its switched parts, as `from_pretrained` takes it."""
+    """Return "attnscale" for a switched config, or a mapping for its switched parts, as `from_pretrained` accepts."""
     parts = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {}}
     found = {
         key: _implementation_of(part, switched) for key, part in parts.items() if isinstance(part, PreTrainedConfig)

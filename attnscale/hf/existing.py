@@ -1,6 +1,6 @@
-"""Scaling by length or position that a model has of its own: found layer by layer, and switched off.
+"""Built-in length or position scaling of a model: detected per layer, and disabled on request.
 
-YaRN, LongRoPE, Llama 4, Ministral 3, Mistral 4, Mistral Large 4, DeepSeek, Inkling and Beam are known.
+Supported: YaRN, LongRoPE, Llama 4, Ministral 3, Mistral 4, Mistral Large 4, DeepSeek, Inkling and Beam.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_LENGTH = ("short_mscale", "long_mscale")
 
 @dataclass(frozen=True, eq=False)
 class Existing:
-    """A factor on the logits of one layer that the model applies itself; `switch_off()` returns what undoes it."""
+    """A built-in factor on the logits of one layer; `switch_off()` returns the callback that restores it."""
 
     name: str
     effect: str
@@ -38,7 +38,7 @@ class Existing:
 
 
 def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
-    """Every factor by length or position that the model applies to the logits of a layer."""
+    """Return every built-in length or position factor on the logits of a layer."""
     rotary = _find_rotary(model, layer)
     if rotary is None or all(factor == 1.0 for factor in rotary.factors):
         return list(_known_rules(layer))
@@ -55,10 +55,10 @@ def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
 
 
 def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
-    """Factors outside of the rotary embedding, model by model."""
+    """Yield the factors outside the rotary embedding, one rule per model family."""
     module: Any = layer.module
     parameters = _rope_parameters(module)
-    # Multi-head latent attention puts YaRN's factor into the scale of the softmax.
+    # Multi-head latent attention folds YaRN's factor into the softmax scale.
     scaling, dims = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
     if parameters.get("mscale_all_dim") and isinstance(scaling, float) and isinstance(dims, int):
         plain: float = dims**-0.5
@@ -76,14 +76,14 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
         # These modules use positions for nothing else, and the factor of position 0 is 1.
         yield Existing("Mistral", effect, partial(_change_argument, module, "position_ids", torch.zeros_like))
     learned = getattr(module, "softmax_scaling", None)
-    # As long as it is untrained, the factor is 1.
+    # Untrained, the factor is 1.
     if learned is not None and (learned.scale.is_meta or learned.scale.any() or (learned.bias != 1).any()):
         effect = "logits × s·ln(position + 1) + b, both learned per head"
         yield Existing("Mistral Large 4", effect, partial(_return_first_argument, learned))
     floor = getattr(layer.config, "log_scaling_n_floor", None)
     if floor is not None and not getattr(module, "is_sliding", True):
         effect = f"logits × 1 + {layer.config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"
-        # The forward uses this attribute only to leave sliding layers unscaled.
+        # `forward` uses this attribute only to skip the scaling in sliding layers.
         yield Existing("Inkling", effect, partial(_set_attribute, module, "is_sliding", True))
     # Beam computes the factor once and passes it to its layers without rotary embedding.
     if not layer.rope and layer.routed and _takes_argument(module, _FACTOR):
@@ -92,12 +92,12 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
 
 
 def _none(value: object) -> None:
-    """None in place of any value; a function because a lambda cannot be pickled."""
+    """Replace any value by None. A named function, since lambdas cannot be pickled."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Rotary:
-    """The rotary embedding of a layer: `name` is the attribute that holds its factor, `dims` how many it rotates."""
+    """Rotary embedding of a layer: `name` is the attribute with its factor, `dims` the number of rotated dimensions."""
 
     owner: nn.Module
     name: str
@@ -106,7 +106,7 @@ class _Rotary:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What cos and sin are multiplied by: one number, or one for short and one for long inputs."""
+        """The factor on cos and sin: one number, or two, for short and for long inputs."""
         parameters = _rope_parameters(self.owner)
         if self.kind != "default" and "long_mscale" in read_forward(self.owner).text:
             return tuple(float(parameters[name]) for name in _BY_LENGTH)
@@ -114,13 +114,13 @@ class _Rotary:
 
 
 def _rope_parameters(module: nn.Module) -> dict[str, Any]:
-    """`config.rope_parameters` of a module; empty where it has none."""
+    """Return `config.rope_parameters` of a module, or an empty dict."""
     given = getattr(getattr(module, "config", None), "rope_parameters", None)
     return given if isinstance(given, dict) else {}
 
 
 def _find_rotary(model: nn.Module, layer: AttentionLayer) -> _Rotary | None:
-    """The rotary embedding of a layer: the nearest one in the modules around it."""
+    """Find the rotary embedding of a layer in the nearest enclosing module."""
     if layer.rope is False:
         return None
     kind = getattr(layer.module, "rope_layer_type", None) or layer.kind
@@ -140,13 +140,13 @@ def _find_rotary(model: nn.Module, layer: AttentionLayer) -> _Rotary | None:
 
 
 def _switch_off_rotary(model: nn.Module, layer: AttentionLayer, rotary: _Rotary) -> Undo:
-    """Let one layer rotate without the factor.
+    """Remove the rotary factor from one layer.
 
-    Layers share the output of the embedding, so the factor is divided out in front of this layer. Once all of its
-    layers do without, the factor of the embedding itself is set to 1, which costs nothing and rounds nothing.
+    Layers share the output of the embedding, so a pre-hook of this layer divides by the factor. Once all layers of the
+    embedding have such a hook, the factor of the embedding itself is set to 1, without cost or rounding.
     """
     if len(rotary.factors) > 1:
-        # PhiMoE reads its factors from the config at each forward: give the embedding a config without them.
+        # PhiMoE reads its factors from the config in every forward pass: give the embedding a config without them.
         config: Any = copy.copy(rotary.owner.config)
         config.rope_parameters = {**config.rope_parameters, **dict.fromkeys(_BY_LENGTH, 1.0)}
         return _set_attribute(rotary.owner, "config", config)
@@ -170,7 +170,7 @@ def _does_without_factor(module: nn.Module) -> bool:
 
 
 def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]:
-    """Rotary embeddings that a module may hold, those for the base frequency of the layer first."""
+    """Yield the children of a module that may be rotary embeddings, matches of the layer's base frequency first."""
     bases = getattr(layer.config, "layer_rope_theta", None)
     for child in parent.children():
         if bases is not None and isinstance(child, nn.ModuleList):
@@ -181,7 +181,7 @@ def _candidates(parent: nn.Module, layer: AttentionLayer) -> Iterator[nn.Module]
 
 
 def _users(model: nn.Module, rotary: _Rotary) -> Iterator[nn.Module]:
-    """The attention modules that rotate by an embedding."""
+    """Yield the attention modules that use a rotary embedding."""
     for layer in find_attention_layers(model):
         theirs = _find_rotary(model, layer)
         if theirs is not None and theirs.owner is rotary.owner and theirs.name == rotary.name:
@@ -189,37 +189,37 @@ def _users(model: nn.Module, rotary: _Rotary) -> Iterator[nn.Module]:
 
 
 def _without_factor(owner: nn.Module, name: str, rotation: Any) -> Any:
-    """cos and sin, or one complex tensor of both, divided by the factor."""
+    """Divide (cos, sin), or one complex tensor, by the factor."""
     factor = getattr(owner, name)
     if factor == 1.0 or rotation is None:
         return rotation
     return rotation / factor if isinstance(rotation, Tensor) else tuple(part / factor for part in rotation)
 
 
-# Changes to a module, each of which returns what undoes it. A module then holds a `partial`, never a closure, so that
-# a deep copy of the model refers to the copy.
+# Each of the following changes a module and returns the callback that undoes the change. Modules hold a `partial`, not
+# a closure: deep copies of the model then refer to the copied module.
 
 
 def _set_attribute(owner: nn.Module, name: str, value: object) -> Undo:
-    """Give an attribute of a module another value."""
+    """Set an attribute of a module."""
     undo = partial(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
     return undo
 
 
 def _takes_argument(module: nn.Module, name: str) -> bool:
-    """Whether a module's forward has an argument of that name."""
+    """Whether a module's `forward` has an argument of that name."""
     return name in inspect.signature(module.forward).parameters
 
 
 def _change_argument(module: nn.Module, name: str, change: Callable[[Any], Any]) -> Undo:
-    """Let a module's forward be given `change(value)` instead of the value of an argument."""
+    """Add a forward pre-hook that replaces the value of an argument by `change(value)`."""
     position = list(inspect.signature(module.forward).parameters).index(name)
     return module.register_forward_pre_hook(partial(_changed, name, position, change), with_kwargs=True).remove
 
 
 def _return_first_argument(module: nn.Module) -> Undo:
-    """Let a module return its first argument unchanged."""
+    """Add a forward hook that makes a module return its first argument."""
     return module.register_forward_hook(_first_argument, with_kwargs=True).remove
 
 

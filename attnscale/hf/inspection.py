@@ -1,4 +1,4 @@
-"""A table of the attention layers of a transformers model, and what `apply` would do with each of them."""
+"""Table of the attention layers of a transformers model, with the effect of `apply` on each."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ LENGTHS = (1024, 8192, 65536)
 
 Verdict = Literal["selected", "left alone", "refused", "free"]
 
-_TITLES = ("layer", "path", "part", "routed", "heads", "rope", "window", "sinks", "softcap", "scaled already", "apply")
+_TITLES = ("layer", "path", "part", "routed", "heads", "rope", "window", "sinks", "softcap", "own scaling", "apply")
 
 
 @dataclass(frozen=True, eq=False)
 class LayerInspection:
-    """One attention layer: facts, scaling of the model's own, and what `apply` would do.
+    """One attention layer in an `Inspection`.
 
-    `detail` gives β where the verdict is "selected", the reason where it is "left alone" or "refused". The verdict is
-    "free" where no policy was named.
+    Attributes:
+        facts: path, number, heads, window and so on.
+        existing: descriptions of built-in length scaling.
+        verdict: "selected", "left alone", "refused", or "free" if no policy was passed.
+        detail: β for "selected", otherwise the reason.
     """
 
     facts: AttentionLayer
@@ -45,7 +48,7 @@ class LayerInspection:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its line in the table, after layer and path."""
+        """The row of the table, without layer and path."""
         facts = self.facts
         return (
             "cross" if facts.cross else "text" if facts.text else "other",
@@ -62,17 +65,33 @@ class LayerInspection:
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What `inspect` found; as a string, a table with a line per run of equal layers."""
+    """The result of `inspect`; `str()` gives a table with one line per run of identical layers.
+
+    Attributes:
+        model: class name of the model.
+        policy: the policy as text, or None.
+        lengths: text lengths at which β is shown.
+        layers: one `LayerInspection` per attention layer.
+        cautions: the warnings that `apply` would issue.
+
+    Example:
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+        >>> inspection = attnscale.hf.inspect(model, "ssmax")
+        >>> inspection.accepted, len(inspection.layers)
+        (True, 2)
+    """
 
     model: str
     policy: str | None
     lengths: tuple[int, ...]
     layers: tuple[LayerInspection, ...]
-    cautions: tuple[str, ...] = ()  # what `apply` would warn of
+    cautions: tuple[str, ...] = ()
 
     @property
     def accepted(self) -> bool:
-        """Whether `apply` would go through: something is selected, and nothing refused."""
+        """Whether `apply` would succeed: at least one layer is selected and none is refused."""
         verdicts = {layer.verdict for layer in self.layers}
         return bool(verdicts & {"selected", "free"}) and "refused" not in verdicts
 
@@ -104,12 +123,30 @@ def inspect(
     lengths: Sequence[int] = LENGTHS,
     **parameters: Any,
 ) -> Inspection:
-    """Show every attention of a transformers model and what `apply` would do with it; nothing is changed or run.
+    """List every attention layer of a transformers model and the effect of `apply`, without changing or running it.
 
-        print(attnscale.hf.inspect(model, "log", reference_length=8192, floor=True))
+    Args:
+        model: a transformers model or a wrapper of one.
+        policy: the policy or plan to check, as in `apply`. With None only the layers are listed.
+        layers, cross, towers, on_existing: as in `apply`.
+        override, probe: accepted for symmetry with `apply`; they have no effect.
+        lengths: text lengths at which β of the last row is shown. A sliding window limits n.
+        **parameters: parameters of the policy.
 
-    The keywords are those of `apply`; `override` and `probe` make no difference. β is shown for rows at the end of
-    texts of these `lengths`, of which a window hides a part. The warnings of `apply` stand at the end.
+    Returns:
+        An `Inspection`. Print it for a table; the warnings of `apply` follow the table.
+
+    Raises:
+        ArgumentError: an argument is invalid. A refused layer does not raise; its verdict is "refused".
+        ArgumentTypeError: `model` is not a transformers model, or `policy` is a model.
+
+    Example:
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+        >>> found = attnscale.hf.inspect(model, "log", reference_length=1024, floor=True, layers=[1])
+        >>> [(layer.verdict, layer.detail) for layer in found.layers]
+        [('left alone', 'not in layers=[1]'), ('selected', 'β = 1, 1.3, 1.6')]
     """
     selection.check_on_existing(on_existing)
     lengths = tuple(read_int("lengths", n, "at least one int >= 1", least=1) for n in lengths)
@@ -119,13 +156,13 @@ def inspect(
     found = find_attention_layers(model)
     plan = None if policy is None else read_plan(policy, **parameters)
     if plan is None and parameters:
-        reject("policy", None, f"a policy, since it is given {sorted(parameters)}")
+        reject("policy", None, f"a policy together with the parameters {sorted(parameters)}")
     try:
         chosen = {layer.path for layer in selection.select(model, layers=layers, cross=cross, towers=towers)}
     except ArgumentError:
         if str(layers) != "all" or towers not in ("text", "all"):
             raise
-        chosen = set()  # a model without attention, or with none that reads text
+        chosen = set()  # a model without attention, or without text attention
     if plan is not None and chosen:
         plan.check(max(layer.layer for layer in found if layer.path in chosen) + 1)
     pending = described_policies(model) if is_pending(model) and record_of(model) is not None else {}
@@ -155,9 +192,9 @@ def _named(plan: Plan | None) -> str | None:
 
 def _why_not(layer: AttentionLayer, layers: Layers, cross: bool, towers: str) -> str:
     if layer.cross and not cross:
-        return "cross attention (cross=True selects it)"
+        return "cross-attention (cross=True selects it)"
     if not layer.text and towers == "text":
-        return "reads no text (towers='all' selects it)"
+        return "not text (towers='all' selects it)"
     return f"not in layers={layers!r}"
 
 
@@ -170,49 +207,49 @@ def _judge(
     lengths: Sequence[int],
     pending: Policy | None,
 ) -> tuple[Verdict, str]:
-    """The verdict on a layer that the keywords select; `pending` is the policy it will get at its first forward."""
+    """Return verdict and detail of a selected layer; `pending` is the policy it gets in the first forward pass."""
     unsupported = selection.why_unsupported(layer, every)
     if unsupported is not None:
         return "refused", unsupported
     site = site_of(layer.module)
     if isinstance(site, MonitoredSite):
-        advice = "; close it, and attach a new one afterwards"
-        return "free" if plan is None else "refused", f"a Monitor listens to it{'' if plan is None else advice}"
+        advice = "; close it, and attach a new one after apply"
+        return "free" if plan is None else "refused", f"a Monitor is attached{'' if plan is None else advice}"
     policy = pending if site is None else site.policy
     if policy is not None:
         has = f"has {_betas(policy, layer, lengths)}"
         if site is not None and not is_called(site, layer.module):
             name = layer.config._attn_implementation
-            has += f", but is not asked for it: attn_implementation={name!r}, not {NAME!r}"
-        return ("free", has) if plan is None else ("refused", f"{has} already; handle.remove() first")
+            has += f", but does not use it: attn_implementation={name!r}, not {NAME!r}"
+        return ("free", has) if plan is None else ("refused", f"already {has}; call handle.remove() first")
     if plan is None:
-        return "free", "takes a policy"
+        return "free", "supported"
     if any(site_of(other.module) is not None for other in every):
-        reason = "other layers have a policy from another apply"
-        return "refused", f"{reason}; handle.remove() first, and use a plan for both"
+        reason = "other layers have a policy from an earlier apply"
+        return "refused", f"{reason}; call handle.remove() and pass one plan"
     if existing and on_existing == "raise":
-        return "refused", "scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
+        return "refused", "already scaled; on_existing='compose' multiplies on top, 'replace' disables it"
     try:
         policy = build_policies(plan, [layer])[layer.path]
     except ArgumentError as error:
         return "refused", str(error)
-    then = {"compose": ", on top of its own", "replace": ", in place of its own"}[on_existing] if existing else ""
-    return "selected", f"{_betas(policy, layer, lengths)}{then}"
+    then = {"compose": ", on top of its own scaling", "replace": ", instead of its own scaling"}
+    return "selected", f"{_betas(policy, layer, lengths)}{then[on_existing] if existing else ''}"
 
 
 def _betas(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> str:
-    """β at each length; a range where heads differ."""
+    """Format β at each length, as a range if the heads differ."""
     if getattr(policy, "needs_scores", False):
-        return "β from its scores"
+        return "β computed from scores"
     if policy.needs_query:
-        return "β from its queries"
+        return "β computed from queries"
     beta = beta_at_end(policy, layer, lengths)
     ranges = zip(beta.amin(0).tolist(), beta.amax(0).tolist(), strict=True)
     return f"β = {', '.join(f'{low:.4g}' if low == high else f'{low:.4g}…{high:.4g}' for low, high in ranges)}"
 
 
 def _lines(layers: Sequence[LayerInspection]) -> Iterator[tuple[str, ...]]:
-    """Lines of the table, as cells: neighbours in a stack that are alike share a line."""
+    """Yield the rows of the table as cells; adjacent identical layers of a stack share a row."""
     stacks: dict[str, list[LayerInspection]] = {}
     for layer in layers:
         stacks.setdefault(split_number(layer.facts.path)[0], []).append(layer)

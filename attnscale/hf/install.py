@@ -1,4 +1,4 @@
-"""Put policies into a transformers model, check that it calls them, and take them out again."""
+"""Apply policies to a transformers model, check that the model calls them, and remove them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from attnscale.policies.adaptive import assumed_estimates
 from attnscale.policies.record import NAME, write_record
 from attnscale.policies.settle import settle
 
-# The files that `handle.save` writes.
+# Files written by `handle.save`.
 POLICY_CONFIG = "attnscale_config.json"
 POLICY_WEIGHTS = "attnscale_policy.safetensors"
 
@@ -39,9 +39,22 @@ Inputs = Mapping[str, Any]
 
 
 class Handle(Removable):
-    """The policies of a model. `remove()` takes them out; as a context manager it does so at the end.
+    """The policies applied to a model. `remove()` restores the model; the handle is also a context manager.
 
-    `policies` maps the path of each attention module that has a policy to it; `record` is what the config says of them.
+    Attributes:
+        model: the model, including its wrapper if it has one.
+        policies: module path → policy, for every attention module with a policy.
+        record: the policies as plain data, as stored in `config.attnscale`.
+
+    Example:
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+        >>> with attnscale.hf.apply(model, "ssmax") as handle:
+        ...     [tuple(parameter.shape) for parameter in handle.parameters()]  # one scale per head
+        [(4,)]
+        >>> model.config._attn_implementation
+        'sdpa'
     """
 
     def __init__(
@@ -59,23 +72,23 @@ class Handle(Removable):
         self._configs = list(configs)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the policies: give these to the optimizer to train them alone."""
+        """Return the parameters of the policies, to pass to an optimizer that trains only them."""
         found = [p for policy in self.policies.values() if isinstance(policy, nn.Module) for p in policy.parameters()]
         return list(dict.fromkeys(found))
 
     def save(self, folder: str | Path) -> None:
-        """Write the policies and what they have learned, without the model: a few kB for `attnscale.hf.load_policy`.
+        """Write the policies and their learned values, without the model, for `attnscale.hf.load_policy`.
 
-            handle.save("run/policy")
-            handle = attnscale.hf.load_policy(model, "run/policy")
+        The files take a few kB. Each file is written atomically.
 
-        A file is written whole or not at all.
+        Args:
+            folder: created if it does not exist.
         """
         folder = Path(folder)
         learned: dict[str, Tensor] = {}
         for path, policy in by_inner_path(self.policies, self.model).items():
             for name, value in policy.state_dict().items() if isinstance(policy, nn.Module) else ():
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a sharded one, all of it
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # gathers a sharded tensor
                 learned[f"{path}.{NAME}.policy.{name}"] = whole.detach().cpu().contiguous()
         folder.mkdir(parents=True, exist_ok=True)
         if learned:
@@ -83,10 +96,10 @@ class Handle(Removable):
             write_whole(folder / POLICY_WEIGHTS, save(learned, metadata={"format": "pt"}))
         write_whole(folder / POLICY_CONFIG, json.dumps(self.record, indent=2, sort_keys=True) + "\n")
         if not learned:
-            (folder / POLICY_WEIGHTS).unlink(missing_ok=True)  # of policies that were saved here before
+            (folder / POLICY_WEIGHTS).unlink(missing_ok=True)  # left by an earlier save
 
     def remove(self) -> None:
-        """Restore the model as it was, to the bit. Idempotent, also after another handle of the same policies."""
+        """Restore the original model, bit for bit. Idempotent, even if another handle removed the same policies."""
         if any(site is not None and site_of(module) is site for module, site in self._sites):
             _take_out([module for module, _ in self._sites], self._configs)
         self._sites, self._configs = [], []
@@ -104,25 +117,43 @@ def apply(
     probe: bool | Inputs = True,
     **parameters: Any,
 ) -> Handle:
-    """Let the attention of a transformers model scale its logits by β(n), from now on and until `handle.remove()`.
+    """Scale the attention logits of a transformers model by β(n), until `handle.remove()`.
 
-    Build the optimizer afterwards: the parameters of a policy belong to the attention modules. If this raises, the
-    model is unchanged. An `AttnScaleWarning` tells of policies that probably harm a pretrained model.
+    Policies become child modules of the attention modules, so build the optimizer afterwards. Issues an
+    `AttnScaleWarning` for a policy that is likely to harm a pretrained model. On an exception the model is unchanged.
 
     Args:
-        model: any model, or wrapper of one (PEFT, DDP), whose attention goes through transformers' interface.
-        policy: whatever `build_policy` takes, with its keywords; or a mapping or YAML file with `default`, `layers`
-            ({"4-11": policy}) and `heads` ({"0-3": policy}). Of a finished policy each module gets a copy, with what
-            it has learned.
-        layers: "all"; "full", those without a sliding window; "nope", those without rotary embedding; a range such as
-            "4-11"; a number, or several.
-        cross: also cross attention, whose n is the number of encoder states that a row sees.
-        towers: "text", or "all" for vision and speech encoders too.
-        on_existing: what to do where the model scales its logits by length already: "raise", "compose" (β comes on
-            top) or "replace" (its own scaling is switched off).
-        override: keep the implementation "sdpa", the only one that continuous batching takes, and compute under it.
-        probe: prove with a forward of four tokens that every module calls its policy; pass the model's inputs where
-            they are not tokens, or False to go without.
+        model: a transformers model that dispatches through `AttentionInterface`, or a wrapper of one (PEFT, DDP).
+        policy: anything accepted by `build_policy`, or a plan: a mapping or YAML file with `default`, `layers`
+            ({"4-11": policy}) and `heads` ({"0-3": policy}). Every module gets its own copy of a policy instance,
+            including its learned values.
+        layers: "all"; "full" (layers without a sliding window); "nope" (layers without rotary embedding); a range
+            such as "4-11"; an int or a sequence of ints.
+        cross: include cross-attention, where n is the number of visible encoder states.
+        towers: "text", or "all" to include vision and speech encoders.
+        on_existing: for models that already scale their logits by length: "raise", "compose" (multiply by β on top)
+            or "replace" (disable the model's own scaling).
+        override: keep the implementation name "sdpa", which continuous batching requires.
+        probe: run a four-token forward pass to check that every selected module calls its policy. Pass a mapping of
+            model inputs for models without token inputs, or False to skip the check.
+        **parameters: parameters of the policy, as in `build_policy`.
+
+    Returns:
+        A `Handle`: `remove()`, `parameters()`, `save(folder)`; also a context manager.
+
+    Raises:
+        ArgumentError: an argument is invalid, the model or a selected layer is not supported, or it already has a
+            policy or a scaling of its own.
+        ArgumentTypeError: `model` is not a transformers model, or `policy` is a model.
+
+    Example:
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+        >>> handle = attnscale.hf.apply(model, "log", reference_length=8192, floor=True, layers=[1])
+        >>> handle.policies
+        {'transformer.h.1.attn': Log(...reference_length=8192...)}
+        >>> handle.remove()
     """
     selection.refuse_model_as_policy(model, policy)
     plan = read_plan(policy, **parameters)
@@ -137,9 +168,9 @@ def apply(
     try:
         silent = [] if probe is False else _uncalled(model, chosen, None if probe is True else probe)
         if silent:
-            advice = "leave it out with layers=..., or pass inputs that reach it as probe={...}"
+            advice = "exclude it with layers=..., or pass inputs that reach it as probe={...}"
             path = name_layers(silent)
-            reject_model(model, f"a forward did not reach {path}, which would stay without a policy; {advice}")
+            reject_model(model, f"the probe forward pass did not reach {path}; {advice}")
         for caution in cautions:
             warnings.warn(caution, AttnScaleWarning, stacklevel=2)
     except BaseException:
@@ -156,10 +187,10 @@ def install(
     override: bool = False,
     loaded: bool = False,
 ) -> Handle:
-    """Give the modules at these paths these policies, and every other attention module the note that it has none.
+    """Install policies at the given module paths and mark every other attention module as having none.
 
-    `loaded`: removing the handle is to leave what transformers would have chosen, not our name with which the model was
-    loaded. If this raises, the model is unchanged.
+    With `loaded`, removing the handle selects transformers' default implementation, not "attnscale", with which the
+    model was loaded. On an exception the model is unchanged.
     """
     if any(isinstance(policy, nn.Module) and any(True for _ in policy.parameters()) for policy in policies.values()):
         _refuse_wrapped(model)
@@ -169,7 +200,7 @@ def install(
     modules, inner = [layer.module for layer in layers], transformers_model(model)
     record = write_record(by_inner_path(policies, model), on_existing)
     switched: list[PreTrainedConfig] = []
-    # All are found before any is switched off: layers share the module that applies the factor.
+    # Find all of them before disabling any: layers share the module that applies the factor.
     existing = {layer.path: find_existing(model, layer) if on_existing == "replace" else [] for layer in chosen}
     try:
         for layer in chosen:
@@ -178,7 +209,7 @@ def install(
             for scaling in existing[layer.path]:
                 site.undo.append(scaling.switch_off())
         for module in modules:
-            module._modules.setdefault(NAME, None)  # the note that it has no policy, which copies keep
+            module._modules.setdefault(NAME, None)  # marks a module without a policy; survives copying
         configs = _configs(inner, chosen, override)
         for config, implementation in configs:
             switch(config, implementation, record, inner if loaded else None)
@@ -191,12 +222,12 @@ def install(
 
 
 def by_inner_path(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
-    """Policies by their paths in the transformers model itself, without those of a wrapper."""
+    """Return policies keyed by module path inside the transformers model, without the prefix of a wrapper."""
     return {path: policies[layer.path] for path, layer in routed_layers(model).items() if layer.path in policies}
 
 
 def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig]) -> None:
-    """Restore attention modules, the last first, and then their configs."""
+    """Restore attention modules in reverse order, then their configs."""
     for module in reversed(modules):
         remove_site(module)
     for config in configs:
@@ -204,13 +235,13 @@ def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig])
 
 
 def _make_site(policy: Policy, module: nn.Module, override: bool, on_existing: str) -> Site:
-    """A site for an attention module; where PEFT is installed, of the class that it trains and saves."""
-    # The parameters of an offloaded module are elsewhere than where it computes.
+    """Return a site for an attention module: a `PeftSite` if PEFT is installed."""
+    # An offloaded module computes on another device than the one that holds its parameters.
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     settle(policy, module, None if device is None else torch.device(device))
     if find_spec("peft") is None:
         return Site(policy, override)
-    from attnscale.hf.peft_sites import PeftSite  # needs peft, which is optional
+    from attnscale.hf.peft_sites import PeftSite  # peft is optional
 
     return PeftSite(policy, override, on_existing)
 
@@ -218,16 +249,16 @@ def _make_site(policy: Policy, module: nn.Module, override: bool, on_existing: s
 def _configs(
     inner: PreTrainedModel, chosen: list[AttentionLayer], override: bool
 ) -> list[tuple[PreTrainedConfig, str | None]]:
-    """Configs to switch, and to which implementation; None where only the record is kept there."""
+    """Return the configs to switch, each with its new implementation, or None to add only the record."""
     used = {id(layer.config): layer.config for layer in chosen}
     top = inner.config
     if not getattr(top, "sub_configs", None):
-        used[id(top)] = top  # the one that is saved: stacks may hold copies
+        used[id(top)] = top  # the config that is saved; submodules may hold copies
     implementation = SDPA if override else NAME
     for config in used.values():
         if override and config._attn_implementation != SDPA:
             reject("attn_implementation", config._attn_implementation, f"{SDPA!r} with override=True")
-    # A part that was loaded with our name, and has no policy, has to be set back too when the handle is removed.
+    # A part loaded as "attnscale" but without a policy must also be restored when the handle is removed.
     others = [config for config in configs_of(inner) if config is top or config._attn_implementation == NAME]
     return [(config, implementation) for config in used.values()] + [
         (config, None) for config in others if id(config) not in used
@@ -235,31 +266,31 @@ def _configs(
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse to add parameters to a model that a data-parallel wrapper holds, which would not synchronise them."""
+    """Raise if a data-parallel wrapper already holds the model: it would not synchronise new parameters."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
     own = {id(module) for module in model.modules()}
-    # A model does not know what wraps it, and `wrapper.module` may be what was passed: look through all live modules.
+    # Modules have no reference to their wrapper, and `model` may be `wrapper.module`: search all live modules.
     live: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     for kind in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
         name = "fully_shard" if kind is FSDPModule else kind.__name__
         for wrapper in (module for module in live if isinstance(module, kind)):
             if id(wrapper) in own or any(module is model for module in wrapper.modules()):
                 raise ArgumentError(
-                    f"model={type(model).__name__} is not accepted: {name} holds it already and would not synchronise "
-                    f"what the policy learns; call attnscale.hf.apply first, then {name}(model), then build the "
-                    "optimizer"
+                    f"model={type(model).__name__} is not accepted: it is already wrapped in {name}, which would not "
+                    f"synchronise the parameters of the policy; call attnscale.hf.apply first, then {name}(model), "
+                    "then build the optimizer"
                 )
 
 
 def _uncalled(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | None = None) -> list[AttentionLayer]:
-    """Run a model once and return those of the layers whose site was not called.
+    """Run one forward pass and return the layers whose site was not called.
 
-    In a model of several towers, layers that its main input does not reach are proven by a forward of their tower. The
-    model and the random number generators stay as they are.
+    Towers that the main input does not reach get a forward pass of their own. The state of the model and of the random
+    number generators is preserved.
     """
     called: set[nn.Module] = set()
     sites = [site for layer in layers if (site := site_of(layer.module)) is not None]
@@ -270,23 +301,23 @@ def _uncalled(model: nn.Module, layers: list[AttentionLayer], inputs: Inputs | N
         parts = list(transformers_model(model).modules())[1:] if inputs is None else []
         for part in (module for module in parts if isinstance(module, PreTrainedModel)):
             if not called.issuperset(module for module in part.modules() if module in sites):
-                _run_probe(part, _probe_inputs(part))  # a part that cannot run alone proves nothing, and is no failure
+                _run_probe(part, _probe_inputs(part))  # a part that cannot run on its own is not an error
     finally:
         for hook in hooks:
             hook.remove()
     silent = [layer for layer, site in zip(layers, sites, strict=True) if site not in called]
     if failure is not None and (silent or inputs is not None):
         raise ArgumentError(
-            f"the probe forward of {type(model).__name__} with {sorted(given)} failed: {failure!r}. Pass inputs that "
-            "the model takes as probe={...}, or probe=False to go without the proof"
+            f"the probe forward pass of {type(model).__name__} with inputs {sorted(given)} failed: {failure!r}. Pass "
+            "valid model inputs as probe={...}, or probe=False to skip the check"
         ) from failure
     return silent
 
 
 def _run_probe(model: nn.Module, inputs: Inputs) -> Exception | None:
-    """The exception of a forward in evaluation mode, if any; a refusal of attnscale itself is raised.
+    """Run a forward pass in evaluation mode and return its exception, if any; an `ArgumentError` is raised.
 
-    Modes and random number generators are restored.
+    Training modes and random number generators are restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
@@ -305,7 +336,7 @@ def _run_probe(model: nn.Module, inputs: Inputs) -> Exception | None:
 
 
 def _probe_inputs(model: nn.Module) -> dict[str, Any]:
-    """Four tokens; or an image, waveform or spectrogram of zeros; or the model's own dummy inputs."""
+    """Return four tokens, a zero image, waveform or spectrogram, or the model's own dummy inputs."""
     inner = transformers_model(model)
     device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
     name, tokens = inner.main_input_name, torch.ones(1, 4, dtype=torch.int64, device="cpu")
@@ -328,7 +359,7 @@ def _probe_inputs(model: nn.Module) -> dict[str, Any]:
 
 
 def _probe_shape(config: PreTrainedConfig, name: str) -> tuple[int, ...] | None:
-    """The shape of an input that is not tokens, where the config says it."""
+    """Return the shape of a non-token input if the config determines it."""
     size, stride, bins = (getattr(config, key, None) for key in ("image_size", "conv_stride", "num_mel_bins"))
     if name == "pixel_values" and size is not None:
         return 1, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size)

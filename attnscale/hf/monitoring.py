@@ -1,4 +1,4 @@
-"""Monitors of transformers models: how their attention is found, and a callback for the Trainer's logs."""
+"""Monitoring of transformers models: discovery of their attention, and a callback for the Trainer's logs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Finder: the sites of a model that was loaded with our name, which gets its policies now.
+    """Yield the sites of a model loaded as "attnscale", after installing its pending policies.
 
-    Also tells all sites of the model which of them are cross attention.
+    Also sets the attribute `cross` of all sites of the model.
     """
     if not _has_pretrained(model):
         return
@@ -40,10 +40,10 @@ def find_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Module]:
-    """Give every attention that goes through "sdpa" a site that can be measured, until `undo` is closed.
+    """Add a measurable site to every attention module with implementation "sdpa", until `undo` is closed.
 
-    The implementation stays "sdpa" and so do the numbers: the site calls torch's attention as transformers would. A
-    model of transformers without such attention is refused, with what to do instead.
+    The site calls torch's attention as transformers does; results stay bit-identical. Raises for a transformers model
+    without such attention.
     """
     if not _has_pretrained(model):
         return {}
@@ -55,16 +55,16 @@ def open_stock_attention(model: nn.Module, undo: ExitStack) -> dict[str, nn.Modu
     if not usable:
         routed = [layer for layer in layers if layer.routed and not layer.sparse]
         if not routed:
-            reason = INDEXED_KEYS if layers[0].routed else f"{OWN_ATTENTION} instead of asking transformers' interface"
-            advice = "such as an attnscale.ScaledDotProductAttention called in its forward"
-            reject_model(model, f"{reason}; a monitor hears attention of attnscale's, {advice}", layers)
+            reason = INDEXED_KEYS if layers[0].routed else OWN_ATTENTION
+            advice = "call an attnscale.ScaledDotProductAttention in its forward method"
+            reject_model(model, f"{reason}, which a monitor cannot measure; {advice}", layers)
         names = " and ".join(sorted({repr(layer.config._attn_implementation) for layer in routed}))
         advice = "which is attention with β = 1, or load the model with attn_implementation='sdpa'"
         call = "call attnscale.hf.apply(model, 'constant') first"
-        reject_model(model, f"a monitor cannot listen to attn_implementation={names}; {call}, {advice}")
+        reject_model(model, f"a monitor cannot measure attn_implementation={names}; {call}, {advice}")
     others = [layer for layer in layers if layer not in usable]
     if others:
-        log.warning("attnscale: %s cannot be listened to, of %d attention modules", name_layers(others), len(layers))
+        log.warning("attnscale: cannot monitor %s, of %d attention modules", name_layers(others), len(layers))
     found: dict[str, nn.Module] = {}
     for layer in usable:
         found[layer.path] = site = MonitoredSite(layer.cross)
@@ -78,14 +78,25 @@ def _has_pretrained(model: nn.Module) -> bool:
 
 
 class AttnScaleCallback(TrainerCallback):
-    """Tells a monitor of each step, and adds its numbers to the next log.
+    """Trainer callback that steps a monitor and adds its values to the Trainer's logs.
 
-    Callbacks run in order, and those that report (TensorBoard, W&B, …) come before a user's own: `attach` puts this one
-    before them.
+    The Trainer runs reporting callbacks (TensorBoard, W&B, …) before user callbacks. `attach` inserts this callback
+    in front of them; `trainer.add_callback` would be too late. The monitor is closed when training ends.
 
-        AttnScaleCallback(attnscale.Monitor(model, every=50)).attach(trainer)
+    Args:
+        monitor: the monitor of the model.
+        heads: add the mean of every head to the statistics of every layer.
 
-    `heads` adds the mean of every head to the spread of every layer. The monitor is closed when training ends.
+    Raises:
+        ArgumentTypeError: `monitor` is not an `attnscale.Monitor`.
+
+    Example:
+        >>> import attnscale
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+        >>> callback = attnscale.hf.AttnScaleCallback(attnscale.Monitor(model, every=50))
+        >>> callback.attach(trainer)  # doctest: +SKIP
+        >>> callback.monitor.close()
     """
 
     def __init__(self, monitor: Monitor, *, heads: bool = False) -> None:
@@ -96,7 +107,11 @@ class AttnScaleCallback(TrainerCallback):
         self._found: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> AttnScaleCallback:
-        """Make this the first callback of a trainer."""
+        """Insert this as the first callback of a `transformers.Trainer` and return it.
+
+        Raises:
+            ArgumentTypeError: `trainer` is not a `transformers.Trainer`.
+        """
         if not isinstance(trainer, Trainer):
             reject_type("trainer", trainer, "a transformers.Trainer")
         callbacks = trainer.callback_handler.callbacks
@@ -104,15 +119,15 @@ class AttnScaleCallback(TrainerCallback):
         return self
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Tell the monitor that an optimizer step has ended."""
+        """Step the monitor after an optimizer step."""
         records = self.monitor.step(state.global_step)
         if records:
             self._found = compact(records, heads=self.heads)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the numbers to the log, and to the history, which holds a copy of the log."""
+        """Add the values to the log and to the log history, which holds a copy of the log."""
         if logs is None or not self._found or "loss" not in logs:
-            return  # the log of an evaluation, or of the whole training
+            return  # log of an evaluation, or the final summary
         logs.update(self._found)
         if state.log_history:
             state.log_history[-1].update(self._found)

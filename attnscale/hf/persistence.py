@@ -1,13 +1,12 @@
-"""Saves policies with whatever transformers and PEFT save, and compares them with whatever these load.
+"""Policies in the files of transformers and PEFT: saved with models, adapters and Trainer state, checked on loading.
 
-Importing `attnscale.hf` wraps the methods of transformers and PEFT that write and read models, adapters and the state
-of a Trainer. What has no policy is saved and loaded as before.
+Importing `attnscale.hf` wraps the methods of transformers and PEFT that save and load models, adapters and Trainer
+state. Models without policies are saved and loaded unchanged.
 
-- `adapter_config.json` names the policies, so that PEFT without attnscale warns of an unknown entry. The adapter's
-  weights hold them (`peft_sites`), in one file with what was trained under them.
-- `trainer_state.json` names them, so that a Trainer without attnscale refuses to resume.
-- A model that gets its policies at its first forward gets them before it is saved, and when it is loaded if they
-  replace its own scaling.
+- `adapter_config.json` names the policies, so that PEFT without attnscale warns about an unknown entry. The policies
+  themselves are stored with the adapter's weights (`peft_sites`).
+- `trainer_state.json` names the policies, so that a Trainer without attnscale does not resume.
+- A model whose policies are still pending gets them before it is saved, or on loading if they replace its own scaling.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Method = Callable[..., Any]
 
 
 def keep_policies() -> None:
-    """Wrap what saves and loads models, adapters and the state of a Trainer. Idempotent."""
+    """Wrap the methods that save and load models, adapters and Trainer state. Idempotent."""
     _wrap(PreTrainedModel, "save_pretrained", _save_model)
     _wrap(PreTrainedModel, "from_pretrained", _load_model)
     _wrap(PreTrainedModel, "_load_pretrained_model", _load_weights)
@@ -68,7 +67,7 @@ def keep_policies() -> None:
 
 
 def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
-    """Replace a function or method by a call of `wrapper` with the original as the first argument."""
+    """Replace a function or method by `wrapper`, which gets the original as its first argument."""
     found = vars(owner)[name]
     bound = type(found) if isinstance(found, (classmethod, staticmethod)) else None
     stock: Method = found if bound is None else found.__func__
@@ -84,7 +83,7 @@ def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
 
 
 def _save_model(stock: Method, model: PreTrainedModel, /, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.save_pretrained`: a whole model, or the adapter that transformers itself has added to it."""
+    """`PreTrainedModel.save_pretrained`: a whole model, or an adapter added through transformers."""
     record = _record_to_save(model)
     with _saving(record, [Path(save_directory, name) for name in (MODEL_CONFIG, ADAPTER_CONFIG)]):
         return stock(model, save_directory, *args, **kwargs)
@@ -104,9 +103,9 @@ def _save_adapters(stock: Method, model: Any, /, save_directory: Any, *args: Any
 
 
 def _record_to_save(model: nn.Module) -> Record | None:
-    """The record of a model's policies, which it is given now if it was to get them at its first forward.
+    """Return the record of a model's policies; pending policies are installed first.
 
-    Warns if the implementation of the model computes without the policies that its config names.
+    Warns if the model's attention implementation bypasses the policies in its config.
     """
     record = current_record(model)
     if record is not None and is_pending(model):
@@ -118,30 +117,30 @@ def _record_to_save(model: nn.Module) -> Record | None:
     if own:
         bypassed = [layer for layer, site in own if not is_called(site, layer.module)]
         advice = (
-            f"call model.set_attn_implementation({NAME!r}) first to save it with the policy, or "
-            "attnscale.hf.attach(model).remove() to save it without"
+            f"to save it with the policy, call model.set_attn_implementation({NAME!r}) first; to save it without, "
+            "call attnscale.hf.attach(model).remove()"
         )
     else:
         bypassed = [layer for layer, _ in sites if layer.config._attn_implementation != NAME]
         advice = (
-            "load it with attnscale.hf.load(path) to save it with the policy, or delete attnscale from its config to "
-            "save it without"
+            "to save it with the policy, load it with attnscale.hf.load(path); to save it without, delete the "
+            "attribute attnscale of its config"
         )
     if bypassed:
         _warn(
-            f"the model computes under attn_implementation={bypassed[0].config._attn_implementation!r}, without the "
-            f"policy that its config names, so that what is loaded later may differ: {advice}"
+            f"the model runs with attn_implementation={bypassed[0].config._attn_implementation!r}, which bypasses the "
+            f"policy in its config; a model loaded from this checkpoint may give other results: {advice}"
         )
     return record
 
 
 @contextmanager
 def _saving(record: Record | None, configs: Iterable[Path]) -> Iterator[None]:
-    """Have PEFT write a record into each adapter_config.json.
+    """Make PEFT write a record into each adapter_config.json.
 
-    Restores the configs of earlier models or adapters if saving fails before the weights beside them are written.
-    These would otherwise get the policies of this model: transformers writes configs first, and `_announce` changes
-    those that PEFT writes last.
+    If saving fails before the weights are written, the earlier configs in the folder are restored. Otherwise the
+    earlier weights would get the policies of this model: transformers writes configs first, and `_announce` changes
+    the configs that PEFT writes last.
     """
     before = {file: (file.read_bytes(), _versions(file.parent)) for file in configs if file.is_file()}
     token = state.HF_SAVED_RECORD.set(record)
@@ -157,54 +156,55 @@ def _saving(record: Record | None, configs: Iterable[Path]) -> Iterator[None]:
 
 
 def _versions(folder: Path) -> set[tuple[str, int, int]]:
-    """Name, time and size of the weights in a folder."""
+    """Return name, modification time and size of the weight files in a folder."""
     found = [(file.name, file.stat()) for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
     return {(name, stat.st_mtime_ns, stat.st_size) for name, stat in found}
 
 
 def _write_adapter_config(stock: Method, config: Any, /) -> dict[str, Any]:
-    """`PeftConfig.to_dict`: with the record while an adapter is saved."""
+    """`PeftConfig.to_dict`: adds the record while an adapter is saved."""
     values: dict[str, Any] = stock(config)
     record = state.HF_SAVED_RECORD.get()
     return values if record is None else values | {NAME: dict(record)}
 
 
 def _read_adapter_config(stock: Method, kind: type, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """`PeftConfig.from_json_file`: without the record. `_compare` reads it from the weights."""
+    """`PeftConfig.from_json_file`: drops the record, which `_compare` reads from the weights."""
     values: dict[str, Any] = stock(kind, *args, **kwargs)
     values.pop(NAME, None)
     return values
 
 
 def _announce(file: Path, record: Record) -> None:
-    """Name the policies in the config of an adapter that is about to be overwritten.
+    """Add the record to the config of an adapter that is about to be overwritten.
 
-    PEFT writes the weights first: if it fails after that, a config without policies would belong to weights with them.
+    PEFT writes the weights first. If it fails after that, the folder would hold weights with policies and a config
+    without.
     """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # none there that PEFT could load
+        return  # no config that PEFT could load
     if NAME not in config:
         write_whole(file, json.dumps(config | {NAME: dict(record)}, indent=2, sort_keys=True))
 
 
 def _load_model(stock: Method, kind: type[PreTrainedModel], /, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.from_pretrained`, which returns a model, or a tuple with `output_loading_info=True`."""
+    """`PreTrainedModel.from_pretrained`: returns a model, or a tuple with `output_loading_info=True`."""
     result = stock(kind, *args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
-    # The first forward would compute the model's own scaling before it calls an attention module.
+    # The first forward pass would apply the model's own scaling before it reaches an attention module.
     replaces = recorded_on_existing(model) == "replace" and is_pending(model)
-    # Policies that learn are left out: `from_pretrained` does not load what they have learned.
+    # Not for learned policies: `from_pretrained` does not load their values.
     if replaces and not any(map(is_learned, described_policies(model).values())):
         attach(model)
     return result
 
 
 def _load_weights(stock: Method, /, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel._load_pretrained_model`, for models and adapters: tensors read later are not unexpected.
+    """`PreTrainedModel._load_pretrained_model`: drops tensors that are read later from the unexpected keys.
 
-    These are the descriptions of policies in an adapter, and all tensors of policies during `attnscale.hf.load`.
+    These are the policy descriptions in an adapter and, during `attnscale.hf.load`, all tensors of policies.
     """
     info, *rest = stock(*args, **kwargs)
     every = state.HF_READ_LATER.get()
@@ -214,7 +214,7 @@ def _load_weights(stock: Method, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _load_adapter(stock: Method, model: Any, /, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """`PeftModel.load_adapter`, which `from_pretrained` and a Trainer that resumes call."""
+    """`PeftModel.load_adapter`, called by `from_pretrained` and by a resuming Trainer."""
     with _learned_once(model, adapter_name):
         result = stock(model, model_id, adapter_name, *args, **kwargs)
     _compare(model, _stored_tensors(model_id, kwargs), model_id)
@@ -230,7 +230,7 @@ def _load_own_adapter(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`PreTrainedModel.load_adapter`, which `from_pretrained` calls with a `load_config`."""
+    """`PreTrainedModel.load_adapter`, called by `from_pretrained` with a `load_config`."""
     given, loading = kwargs.get("adapter_state_dict"), kwargs.get("load_config")
     path = peft_model_id or getattr(loading, "pretrained_model_name_or_path", None)
     where = {**getattr(loading, "download_kwargs", {}), **(kwargs.get("adapter_kwargs") or {}), **kwargs}
@@ -243,7 +243,7 @@ def _load_own_adapter(
 def _swap_adapter(
     stock: Method, /, model: nn.Module, state_dict: Mapping[str, Tensor], adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
-    """`peft.utils.hotswap.hotswap_adapter_from_state_dict`, which refuses tensors that are not of its adapter."""
+    """`peft.utils.hotswap.hotswap_adapter_from_state_dict`, which rejects tensors outside its adapter."""
     policies = {name: value for name, value in state_dict.items() if is_of_policy(name)}
     others = {name: value for name, value in state_dict.items() if name not in policies}
     stock(model, others, adapter_name, *args, **kwargs)
@@ -253,7 +253,7 @@ def _swap_adapter(
 
 
 def _stored_tensors(path: Any, where: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The tensors of policies in an adapter that has just been loaded, from its folder or the cache of the Hub."""
+    """Return the policy tensors of a just-loaded adapter, from its folder or the Hub cache."""
     try:
         return StoredFiles(path, {**where, "local_files_only": True}).adapter_tensors()
     except ArgumentError:
@@ -262,45 +262,45 @@ def _stored_tensors(path: Any, where: Mapping[str, Any]) -> Mapping[str, Tensor]
 
 @contextmanager
 def _learned_once(model: nn.Module, adapter_name: str) -> Iterator[None]:
-    """Warn if an adapter that is added replaces what the policies have learned with the adapters that are there."""
+    """Warn if a further adapter replaces the learned values of the policies."""
     others = list(getattr(model, "peft_config", None) or ())
     before = {} if adapter_name in others else {name: value.clone() for name, value in _learned(model).items()}
     yield
     replaced = [name for name, value in _learned(model).items() if name in before and not value.equal(before[name])]
     if replaced and others:
         _warn(
-            f"adapter {adapter_name!r} has replaced {replaced[0]}: one policy serves all adapters, and has now learned "
-            "what this one was saved with"
+            f"adapter {adapter_name!r} has replaced {replaced[0]}: all adapters share one policy, which now has the "
+            "learned values of this adapter"
         )
 
 
 def _learned(model: nn.Module) -> dict[str, Tensor]:
-    """What the policies of a model have learned, as its state dict names it, except for what is offloaded."""
+    """Return the learned values of a model's policies under their state dict names, except offloaded ones."""
     sites = [(path, module) for path, module in model.named_modules() if isinstance(module, Site)]
     named = [(f"{path}.{name}", value) for path, site in sites for name, value in site.state_dict().items()]
     return {name: value for name, value in named if not value.is_meta}
 
 
 def _compare(model: nn.Module, tensors: Mapping[str, Tensor], path: Any) -> None:
-    """Warn if a model does not have the policies that the adapter it has loaded was saved with."""
+    """Warn if the policies of a model differ from those its loaded adapter was saved with."""
     record, learned = read_adapter(tensors)
     if record is None:
         return
     own = current_record(model)
     if own is None or not _is_same(record, own, model):
         _warn(
-            f"the adapter {str(path)!r} was saved with {_name(record)}, and the model has {_name(own)}: it does not "
-            "compute what was saved. Load both with attnscale.hf.load(path), or give a model without a policy that of "
-            "the adapter with attnscale.hf.load_policy(model, path)"
+            f"the adapter {str(path)!r} was saved with {_name(record)}, but the model has {_name(own)}; its results "
+            "differ from those of the saved model. Load both with attnscale.hf.load(path), or, for a model without a "
+            "policy, load the adapter's policy with attnscale.hf.load_policy(model, path)"
         )
         return
     missing = set(_learned(transformers_model(model))) - set(located(learned, model))
     if missing:
-        _warn(f"the adapter {str(path)!r} lacks {min(missing)}: the policy has not learned what was saved")
+        _warn(f"the adapter {str(path)!r} lacks {min(missing)}: the learned values of the policy were not loaded")
 
 
 def _is_same(record: Record, own: Record, model: nn.Module) -> bool:
-    """Whether two records give the modules of a model the same policies."""
+    """Whether two records describe the same policies for a model."""
     found = []
     for one in (record, own):
         modules = read_modules(one)
@@ -310,18 +310,18 @@ def _is_same(record: Record, own: Record, model: nn.Module) -> bool:
 
 
 def _name(record: Record | None) -> str:
-    """The policies of a record, for messages: the first, how many modules have one, and an `on_existing`."""
+    """Summarise a record for messages: the first policy, the number of modules, and `on_existing`."""
     if record is None:
         return "no policy"
     modules = read_modules(record)
     path, entry = next(iter(modules.items()))
-    more = f" and policies at {len(modules) - 1} more" if len(modules) > 1 else ""
+    more = f" and policies at {len(modules) - 1} more modules" if len(modules) > 1 else ""
     existing = f" with on_existing={record[ON_EXISTING]!r}" if ON_EXISTING in record else ""
     return f"{dict(entry)!r} at {path}{more}{existing}"
 
 
 def _save_state(stock: Method, trained: TrainerState, /, json_path: Any) -> None:
-    """`TrainerState.save_to_json`."""
+    """`TrainerState.save_to_json`: adds the record."""
     if NAME in vars(trained):
         values = dataclasses.asdict(trained) | {NAME: vars(trained)[NAME]}
         write_whole(json_path, json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -330,7 +330,7 @@ def _save_state(stock: Method, trained: TrainerState, /, json_path: Any) -> None
 
 
 def _train(stock: Method, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.train`, which reads the state of a checkpoint before it loads the optimizer."""
+    """`Trainer.train`: reads the Trainer state of a checkpoint before loading the optimizer."""
     token = state.HF_RESUMED_TRAINER.set(trainer if resume_from_checkpoint else None)
     try:
         return stock(trainer, resume_from_checkpoint, *args, **kwargs)
@@ -339,7 +339,7 @@ def _train(stock: Method, trainer: Any, /, resume_from_checkpoint: Any = None, *
 
 
 def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> TrainerState:
-    """`TrainerState.load_from_json`, which refuses the entry that it does not know."""
+    """`TrainerState.load_from_json`: removes the record, which the original rejects as unknown."""
     values = json.loads(Path(json_path).read_text(encoding="utf-8"))
     record = values.pop(NAME, None)
     loaded: TrainerState = stock(kind, json_path) if record is None else kind(**values)
@@ -347,25 +347,25 @@ def _load_state(stock: Method, kind: type[TrainerState], /, json_path: Any) -> T
         setattr(loaded, NAME, record)
     trainer = state.HF_RESUMED_TRAINER.get()
     if trainer is not None:
-        state.HF_RESUMED_TRAINER.set(None)  # the file is read again later
+        state.HF_RESUMED_TRAINER.set(None)  # the Trainer reads the file a second time
         own = current_record(trainer.model)
-        # An adapter that has policies was compared when it was loaded.
+        # `_compare` has already checked an adapter with policies.
         compared = record is not None and getattr(trainer.model, "peft_config", None)
         if record != own and not compared:
-            advice = "call attnscale.hf.apply with the policy of the checkpoint before the Trainer is made"
+            advice = "call attnscale.hf.apply with the policy of the checkpoint before creating the Trainer"
             if record is None:
-                advice = "make the Trainer with a model without a policy to continue that training"
-            _warn(f"training resumes from a checkpoint with {_name(record)}, and the model has {_name(own)}: {advice}")
+                advice = "create the Trainer with a model without a policy to continue this training run"
+            _warn(f"training resumes from a checkpoint with {_name(record)}, but the model has {_name(own)}: {advice}")
     return loaded
 
 
 class RecordInState(TrainerCallback):
-    """A callback of every Trainer that keeps the record of the model's policies in the Trainer's state."""
+    """Default callback of every Trainer: stores the record of the model's policies in the Trainer state."""
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        vars(state).pop(NAME, None)  # of the checkpoint that is resumed
+        vars(state).pop(NAME, None)  # from the resumed checkpoint
         record = None if model is None else current_record(model)
         if record is not None:
             setattr(state, NAME, dict(record))

@@ -1,4 +1,4 @@
-"""Plans: which policy each layer and head gets, from a policy, a mapping or a YAML file."""
+"""Plans: the policy of each layer and head, read from a policy, a mapping or a YAML file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ _KEYS = ("default", "layers", "heads")
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy for every layer: `default`, except for the `layers` named and, in every layer, the `heads` named.
+    """The policies of a model, by layer and head. Made by `read_plan`.
 
-    The entry of a layer may name heads too; these override the heads of the plan.
+    Attributes:
+        default: policy of all other layers and heads.
+        layers: range of layers ("4-11") → policy, or a plan with `default` and `heads`, whose heads take precedence.
+        heads: range of heads ("0-3") → policy, in every layer.
 
-    >>> plan = read_plan({"default": "constant", "layers": {"4-11": {"name": "log", "reference_length": 2048}}})
-    >>> plan.build(3, num_heads=8, head_dim=64), plan.build(4, num_heads=8, head_dim=64)
-    (Constant(beta=1.0), Log(...reference_length=2048...))
+    Example:
+        >>> plan = read_plan({"default": "constant", "layers": {"4-11": {"name": "log", "reference_length": 2048}}})
+        >>> plan.build(3, num_heads=8, head_dim=64), plan.build(4, num_heads=8, head_dim=64)
+        (Constant(beta=1.0), Log(...reference_length=2048...))
     """
 
     default: Any
@@ -36,7 +40,11 @@ class Plan:
     heads: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, layer: int, *, num_heads: int, head_dim: int) -> Policy:
-        """The policy of one layer; a copy, where the plan holds a built policy."""
+        """Build the policy of one layer. A policy instance in the plan is copied.
+
+        Raises:
+            ArgumentError: a policy instance was built for another number of heads.
+        """
         spec, heads = self.default, self.heads
         for given, own in self.layers.items():
             if layer in read_range("layers", given):
@@ -50,7 +58,7 @@ class Plan:
         for given, policy in heads.items():
             _check_heads(given, policy, len(named[given]))
         rest = sorted(set(range(num_heads)).difference(*named.values()))
-        if not isinstance(spec, Mapping):  # a built policy, which per_head takes for a range of heads
+        if not isinstance(spec, Mapping):  # per_head takes a policy instance only for a range of heads
             if rest:
                 _check_heads("default", spec, len(rest))
                 heads = {**heads, write_range(rest): spec}
@@ -58,13 +66,13 @@ class Plan:
         return build_policy_for({"name": "per_head", "default": spec, "heads": heads}, **shape)
 
     def check(self, layers: int) -> None:
-        """Refuse ranges beyond the layers of a model."""
+        """Raise `ArgumentError` if a range exceeds the number of layers of a model."""
         for given in self.layers:
             if max(read_range("layers", given)) >= layers:
                 reject("layers", given, f"layers 0-{layers - 1} of this model")
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data for `read_plan`; learned values of built policies are not part of it."""
+        """Return the plan as plain data for `read_plan`, without the learned values of policy instances."""
         if not self.layers and not self.heads:
             return dict(_described(self.default))
         parts = {"layers": self.layers, "heads": self.heads}
@@ -74,7 +82,23 @@ class Plan:
 
 
 def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
-    """A plan from whatever `build_policy` takes, or from a mapping (or YAML file) with `default`, `layers`, `heads`."""
+    """Read a plan.
+
+    Args:
+        spec: anything accepted by `build_policy`, for all layers; or a mapping or YAML file with `default`, `layers`
+            and `heads`; or a `Plan`, which is returned.
+        **parameters: parameters of the policy; not accepted together with a plan.
+
+    Returns:
+        The checked `Plan`.
+
+    Raises:
+        ArgumentError: unknown keys or policies, invalid parameters, or overlapping ranges.
+
+    Example:
+        >>> read_plan("log", reference_length=2048).to_dict()
+        {'name': 'log', 'reference_length': 2048}
+    """
     if isinstance(spec, Plan):
         return spec
     given = read_spec(spec)
@@ -82,10 +106,12 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
         unknown = [key for key in given if key not in _KEYS]
         if unknown or not given:
             raise ArgumentError(
-                f"policy={dict(given)!r} is not accepted: expected the key 'name' of a policy, or {', '.join(_KEYS)}"
+                f"policy={dict(given)!r} is not accepted: expected the key 'name', or the keys {', '.join(_KEYS)}"
             )
         if parameters:
-            raise ArgumentError(f"parameters {sorted(parameters)} are not accepted beside a plan: put them inside")
+            raise ArgumentError(
+                f"parameters {sorted(parameters)} are not accepted together with a plan: put them into the plan"
+            )
         layers = {str(key): _layer_plan(value) for key, value in given.get("layers", {}).items()}  # YAML has int keys
         heads = {str(key): _plain(value) for key, value in given.get("heads", {}).items()}
         _check_disjoint("layers", layers)
@@ -95,12 +121,12 @@ def read_plan(spec: PolicySpec | Plan, **parameters: Any) -> Plan:
 
 
 def build_policies(plan: Plan, layers: Iterable[AttentionLayer]) -> dict[str, Policy]:
-    """Path → policy, from a plan."""
+    """Return module path → policy for the given layers of a plan."""
     return {layer.path: check_fits(plan.build(layer.layer, **layer.shape), layer) for layer in layers}
 
 
 def beta_at_end(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -> Tensor:
-    """β [H|1, L] that a policy of lengths has in a layer, in the last row of texts of these lengths."""
+    """Return β [H|1, L] of a length policy in a layer, for the last row of texts of these lengths."""
     tensors = [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
     device = tensors[0].device if tensors else torch.device("cpu")
     position = torch.tensor(lengths, device=device).reshape(1, 1, -1) - 1  # [1, 1, L]
@@ -110,12 +136,12 @@ def beta_at_end(policy: Policy, layer: AttentionLayer, lengths: Sequence[int]) -
 
 
 def check_fits(policy: Policy, layer: AttentionLayer) -> Policy:
-    """The policy; refused if it was built for another number or size of heads than the layer has."""
+    """Return the policy; raise if it was built for another number or size of heads."""
     for name, own in (("num_heads", layer.num_heads), ("head_dim", layer.head_dim)):
         built = getattr(policy, name, None)
         if isinstance(built, int) and own is not None and built != own:
             raise ArgumentError(
-                f"policy={policy!r} is not accepted: it was built for {name}={built}, and {layer.path} has {name}={own}"
+                f"policy={policy!r} is not accepted: it was built for {name}={built}, but {layer.path} has {name}={own}"
             )
     return policy
 
@@ -128,7 +154,7 @@ def _layer_plan(spec: Any) -> Plan:
 
 
 def _plain(spec: PolicySpec, **parameters: Any) -> Any:
-    """A policy as plain data, checked as far as possible without the shape of a module; a built one as it is."""
+    """Return a policy as plain data, checked as far as possible without a module's shape; an instance unchanged."""
     spec = read_spec(spec)
     if isinstance(spec, Policy) and not isinstance(spec, type):
         return build_policy(spec, **parameters)
@@ -140,19 +166,19 @@ def _plain(spec: PolicySpec, **parameters: Any) -> Any:
 
 
 def _described(spec: Any) -> Any:
-    """A built policy, or the plan of one layer, as plain data."""
+    """Return a policy instance, or the plan of one layer, as plain data."""
     if isinstance(spec, Plan):
         return spec.to_dict()
     return spec if isinstance(spec, Mapping) else describe(spec)
 
 
 def _check_heads(given: str, policy: Any, heads: int) -> None:
-    """Refuse a policy that was built for another number of heads than a range has."""
+    """Raise if a policy was built for another number of heads than the range has."""
     built = policy.get("num_heads") if isinstance(policy, Mapping) else getattr(policy, "num_heads", None)
     if isinstance(built, int) and built != heads:
         raise ArgumentError(
-            f"policy={policy!r} is not accepted for heads {given!r}: it was built for num_heads={built}, and these are "
-            f"{heads}"
+            f"policy={policy!r} is not accepted for heads {given!r}: it was built for num_heads={built}, but the range "
+            f"has {heads}"
         )
 
 

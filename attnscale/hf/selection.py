@@ -1,4 +1,4 @@
-"""Which attention layers of a model get a policy, and which models or layers are refused with what advice."""
+"""Selection of the attention layers that get a policy, and the errors and warnings for unsupported cases."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Layers = Literal["all", "full", "nope"] | str | int | Sequence[int]
 Towers = Literal["text", "all"]
 OnExisting = Literal["raise", "compose", "replace"]
 
-OWN_ATTENTION = "computes attention itself"
-INDEXED_KEYS = "attends to keys that an indexer picks"
+OWN_ATTENTION = "computes attention without transformers' AttentionInterface"
+INDEXED_KEYS = "selects its own keys (with an indexer or compressor)"
 
-# β from which logits count as multiplied: published systems reach 1.9, absolute laws have 2.5 to 80 at usual lengths.
+# Warn from this β on: published models reach 1.9, absolute laws 2.5 to 80 at common lengths.
 SHARP = 2.0
-# β below which a layer counts as softened; the rounding of f(n)/f(L) is far smaller.
+# Warn below this β; the rounding error of f(n)/f(L) is far smaller.
 SOFT = 0.99
 
-# For models whose config does not say how long their texts were.
+# For models without `max_position_embeddings` in their config.
 _USUAL_LENGTH = 2048
 
 
 def select(
     model: nn.Module, *, layers: Layers = "all", cross: bool = False, towers: Towers = "text"
 ) -> list[AttentionLayer]:
-    """The attention layers that the keywords of `apply` select."""
+    """Return the attention layers selected by the keywords of `apply`."""
     if towers not in ("text", "all"):
         reject("towers", towers, "'text' or 'all'")
     found = find_attention_layers(model)
     if not found:
         reject_model_without_attention(model)
     every = [layer for layer in found if (cross or not layer.cross) and (towers == "all" or layer.text)]
-    named = str(layers)  # an array of numpy compares its elements with a string
+    named = str(layers)  # a numpy array would be compared element by element
     if named == "all":
         chosen = every
     elif named == "full":
@@ -54,7 +54,7 @@ def select(
         if isinstance(layers, str):
             numbers = read_range("layers", layers)
         else:
-            accepted = "'all', 'full', 'nope', a number, several, or a range such as '4-11'"
+            accepted = "'all', 'full', 'nope', an int, a sequence of ints, or a range such as '4-11'"
             given = list(layers) if isinstance(layers, Iterable) else [layers]
             if not given:
                 reject_type("layers", layers, accepted)
@@ -66,45 +66,46 @@ def select(
     if not chosen:
         raise ArgumentError(
             f"layers={layers!r}, cross={cross}, towers={towers!r} are not accepted: together they select no attention "
-            f"of {type(transformers_model(model)).__name__}; attnscale.hf.inspect(model) shows what it has"
+            f"layer of {type(transformers_model(model)).__name__}; attnscale.hf.inspect(model) lists its layers"
         )
     return chosen
 
 
 def refuse_model_as_policy(model: object, policy: object) -> None:
-    """Refuse a model in the place of the policy, naming only its class."""
+    """Raise if a model was passed as the policy. The message has only its class name, not its long repr."""
     if isinstance(policy, nn.Module) and not isinstance(policy, Policy):
-        hint = "" if isinstance(model, nn.Module) else "; the model comes first, then the policy"
+        hint = "" if isinstance(model, nn.Module) else "; the model is the first argument, the policy the second"
         raise ArgumentTypeError(
             f"policy={type(policy).__name__} is not accepted: expected a name, a mapping, a YAML file or a policy{hint}"
         )
 
 
 def check_on_existing(on_existing: str) -> None:
-    """Refuse what is no value of `on_existing`."""
+    """Raise for an invalid value of `on_existing`."""
     if on_existing not in ("raise", "compose", "replace"):
         reject("on_existing", on_existing, "'raise', 'compose' or 'replace'")
 
 
 def why_unsupported(layer: AttentionLayer, every: Sequence[AttentionLayer]) -> str | None:
-    """Why a layer cannot have a policy, and what to do; leaving it out helps only if others of the model remain."""
+    """Return the reason why a layer cannot have a policy, with advice, or None.
+
+    Excluding the layer is suggested only if supported layers remain.
+    """
     if not layer.routed:
-        advice = "it does not ask transformers' interface: leave it out with layers=..., or"
+        advice = "exclude it with layers=..., or call"
         if not any(other.routed for other in every):
-            advice = (
-                "no layer of this model asks transformers' interface, so there is nothing for layers=... to select:"
-            )
-        return f"{OWN_ATTENTION}; {advice} call attnscale.scaled_dot_product_attention in its forward"
+            advice = "this holds for every layer of the model; call"
+        return f"{OWN_ATTENTION}; {advice} attnscale.scaled_dot_product_attention in its forward method"
     if layer.sparse:
-        advice = "leave these layers out with layers=..."
+        advice = "exclude these layers with layers=..."
         if all(other.sparse for other in every):
-            advice = "every layer of this model does, so a policy cannot be given to it"
-        return f"{INDEXED_KEYS}, and would silently attend to all of them; {advice}"
+            advice = "this holds for every layer of the model"
+        return f"{INDEXED_KEYS}; attnscale does not support this; {advice}"
     return None
 
 
 def refuse_unsupported(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
-    """Refuse layers that do not call the interface, or whose keys an indexer picks."""
+    """Raise for layers that bypass `AttentionInterface` or select their own keys."""
     every = find_attention_layers(model)
     reasons = {layer: why_unsupported(layer, every) for layer in sorted(chosen, key=lambda layer: layer.routed)}
     for reason in filter(None, reasons.values()):
@@ -112,40 +113,39 @@ def refuse_unsupported(model: nn.Module, chosen: Sequence[AttentionLayer]) -> No
 
 
 def refuse_applied(model: nn.Module, chosen: Sequence[AttentionLayer]) -> None:
-    """Refuse a model that has policies already, or that a monitor has changed in order to listen."""
+    """Raise for a model that already has policies, or a stock model with an attached monitor."""
     applied = [layer for layer in find_attention_layers(model) if site_of(layer.module) is not None]
     if any(isinstance(site_of(layer.module), MonitoredSite) for layer in applied):
-        reject_model(model, "a Monitor listens to it; close it, apply the policy, and attach a new one")
+        reject_model(model, "a Monitor is attached; close it, apply the policy, and attach a new Monitor")
     again = [layer for layer in chosen if site_of(layer.module) is not None]
     if again:
-        reject_model(model, "has a policy already; handle.remove() first", again)
+        reject_model(model, "already has a policy; call handle.remove() first", again)
     if applied:
         first, second = (write_range(sorted({layer.layer for layer in group})) for group in (applied, chosen))
         plan = f"apply(model, {{'layers': {{{first!r}: ..., {second!r}: ...}}}})"
-        advice = f"handle.remove() first, and give both in one plan: {plan}"
-        reject_model(model, f"has a policy from another apply; {advice}", applied)
+        advice = f"call handle.remove() and pass both in one plan: {plan}"
+        reject_model(model, f"has a policy from an earlier apply; {advice}", applied)
 
 
 def refuse_existing(model: nn.Module, chosen: Sequence[AttentionLayer], on_existing: str) -> None:
-    """Refuse layers that the model scales by length already, unless `on_existing` says what to do about it."""
+    """Raise for layers with built-in length scaling if `on_existing` is "raise"."""
     check_on_existing(on_existing)
     scaled = [layer for layer in chosen if find_existing(model, layer)] if on_existing == "raise" else []
     if scaled:
         description = find_existing(model, scaled[0])[0].description
-        advice = "pass on_existing='compose' to scale on top of it, or 'replace' to switch it off"
+        advice = "pass on_existing='compose' to multiply by β on top, or 'replace' to disable it"
         reject_model(model, f"already scales its logits ({description}); {advice}", scaled)
 
 
 def reject_model_without_attention(model: nn.Module) -> NoReturn:
-    """Refuse a model in which no attention was found."""
+    """Raise for a model without any attention layer."""
     if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
-        reject_model(model, "its attention is torch.nn.MultiheadAttention, for attnscale.convert")
-    others = "(state-space, recurrent and convolutional models have none)"
-    reject_model(model, f"it has no softmax attention, and so no logits to scale {others}")
+        reject_model(model, "its attention is torch.nn.MultiheadAttention; use attnscale.convert")
+    reject_model(model, "it has no softmax attention (state-space, recurrent and convolutional models have none)")
 
 
 def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: Mapping[str, Policy]) -> list[str]:
-    """One text where policies multiply the logits of a pretrained model, one where its sliding layers stay softened."""
+    """Return the warnings for a pretrained model: β much larger than 1, or sliding-window layers with β always < 1."""
     if not _is_pretrained(model):
         return []
     length = getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
@@ -156,11 +156,11 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     sharp = [(beta, layer) for layer, law in absolute if (beta := _beta(law, layer, length)) >= SHARP]
     if sharp:
         beta, layer = max(sharp, key=lambda found: found[0])
-        number = len({layer.path for _, layer in sharp})  # each may be there once per head
+        number = len({layer.path for _, layer in sharp})  # a layer may occur once per head
         texts.append(
-            f"attnscale: the logits of {number} layers of a pretrained model are multiplied by up to "
-            f"{beta:.3g} (β at n = {min(length, layer.window or length)}); it was trained with 1. Anchor the law: "
-            f"reference_length={length}, floor=True"
+            f"attnscale: in {number} layer(s) the policy multiplies the logits by up to {beta:.3g} "
+            f"(at n = {min(length, layer.window or length)}), but the model was pretrained with β = 1. To keep β = 1 "
+            f"up to the trained length, pass reference_length={length}, floor=True"
         )
     fixed = [(layer, law) for layer, law in laws if not any(p.requires_grad for p in law.parameters())]
     bounded = [(layer, law, max(length, layer.window)) for layer, law in fixed if layer.window]
@@ -169,17 +169,18 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
         beta, layer = min(soft, key=lambda found: found[0])
         number = len({layer.path for _, layer in soft})
         texts.append(
-            f"attnscale: {number} layers of a pretrained model see at most {layer.window} keys, where β stays "
-            f"at {beta:.3g} or below however long the text: they are softened for good. floor=True keeps them at 1, "
-            "layers='full' leaves them out"
+            f"attnscale: in {number} sliding-window layer(s) β is at most {beta:.3g} at every text length "
+            f"(n <= {layer.window}), but the model was pretrained with β = 1. Pass floor=True to keep β >= 1, or "
+            "layers='full' to exclude these layers"
         )
     return texts
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    """Whether the weights were loaded by `from_pretrained`, and not trained with attnscale, which the config says.
+    """Whether the weights come from `from_pretrained` and the config has no attnscale policy.
 
-    A random model with a loaded config has a `name_or_path` too; but transformers marks parameters read from a file.
+    `name_or_path` is not sufficient: a randomly initialised model with a loaded config has it too. transformers marks
+    parameters read from a file.
     """
     inner = transformers_model(model)
     if not inner.config.name_or_path or getattr(inner.config, "attnscale", None) is not None:
@@ -188,9 +189,9 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def _laws(policy: Policy) -> list[LengthPolicy]:
-    """The laws of length or position in a policy: itself, or those of its heads.
+    """Return the length-dependent laws in a policy: the policy itself, or those of its heads.
 
-    Not constants, which somebody chose, nor policies that depend on scores or queries.
+    Constants are excluded, as an explicit choice, and so are policies that depend on scores or queries.
     """
     modules = [policy] if not isinstance(policy, nn.Module) else list(policy.modules())
     found = [one for one in modules if isinstance(one, LengthPolicy) and not isinstance(one, PerHead)]
@@ -198,5 +199,5 @@ def _laws(policy: Policy) -> list[LengthPolicy]:
 
 
 def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:
-    """The largest β of a head at the end of a text of that length."""
+    """Return the largest β over heads in the last row of a text of this length."""
     return float(beta_at_end(policy, layer, [length]).max())

@@ -1,4 +1,4 @@
-"""Sites: the child module that holds the policy of an attention module of transformers, and computes its attention."""
+"""Sites: child modules of transformers' attention modules that hold a policy and compute attention with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
 from attnscale.call.context import shown
-from attnscale.call.torch_forms import active_mesh, refuse_context_parallel, rotates_keys, sequence_is_split
+from attnscale.call.torch_arguments import active_mesh, refuse_context_parallel, rotates_keys, sequence_is_split
 from attnscale.errors import ArgumentError, BackendError
 from attnscale.hf.attention_layers import CHOSEN_KEYS
 from attnscale.module import ScaledDotProductAttention
@@ -28,15 +28,15 @@ SDPA = "sdpa"
 
 Undo = Callable[[], None]
 
-# How many masks are remembered: a model has full and sliding ones, those of encoder, decoder and cross attention.
+# Size of the mask cache: a model may have full and sliding masks for encoder, decoder and cross-attention.
 _MOST_MASKS = 8
 
 
 class Site(ScaledDotProductAttention):
-    """The child of an attention module of transformers that computes for it, with a policy.
+    """Child module of an attention module: computes its attention with a policy.
 
-    `undo` is what to undo when the site is removed, kept here so that a copy of the model can be restored too. With
-    `override` the site is also called by modules whose implementation is "sdpa".
+    `undo` holds the callbacks to run on removal. They are stored in the site so that copies of the model can be
+    restored too. With `override`, the site also serves modules whose implementation is "sdpa".
     """
 
     def __init__(self, policy: Policy, override: bool = False) -> None:
@@ -46,7 +46,7 @@ class Site(ScaledDotProductAttention):
         self._override_sdpa()
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Copies and unpickled sites override "sdpa" as the original does."""
+        """Copied and unpickled sites override "sdpa" as the original does."""
         super().__setstate__(values)  # type: ignore[no-untyped-call]
         self._override_sdpa()
 
@@ -60,9 +60,9 @@ class Site(ScaledDotProductAttention):
 
 
 class MonitoredSite(Site):
-    """A site without a policy of its own, added to a stock model while a monitor is attached: plain attention.
+    """Site with β = 1, added to a stock model while a monitor is attached.
 
-    A copy of the model is not monitored, and gets None in its place.
+    Copies of the model are not monitored: the site is copied as None.
     """
 
     def __init__(self, cross: bool) -> None:
@@ -70,17 +70,17 @@ class MonitoredSite(Site):
         self.cross = cross
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # used by deepcopy too
+        return type(None), ()  # also used by deepcopy
 
 
 @dataclass(frozen=True)
 class SdpaOrSite:
-    """The implementation "sdpa" while a site overrides it: `stock` for modules without such a site."""
+    """The implementation "sdpa" while a site overrides it; `stock` serves modules without such a site."""
 
     stock: Callable[..., tuple[Tensor, Tensor | None]]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Attention of a module; further arguments are those of `attend_at_site`."""
+        """Compute the attention of a module. Arguments: see `attend_at_site`."""
         site = module._modules.get(NAME)
         if isinstance(site, Site) and site.override:
             return attend_at_site(site, module, *args, **kwargs)
@@ -88,26 +88,26 @@ class SdpaOrSite:
 
 
 def site_of(module: nn.Module) -> Site | None:
-    """The site of an attention module, if it has one."""
+    """Return the site of an attention module, or None."""
     return cast("Site | None", module._modules.get(NAME))
 
 
 def is_called(site: Site, module: nn.Module) -> bool:
-    """Whether the site of an attention module is called, which the implementation in its config decides."""
+    """Whether the attention implementation in the module's config calls its site."""
     implementation = getattr(module.config, "_attn_implementation", None)
     overridden = isinstance(ALL_ATTENTION_FUNCTIONS[SDPA], SdpaOrSite)
     return implementation == NAME or (implementation == SDPA and overridden and site.override)
 
 
 def is_decided(module: nn.Module) -> bool:
-    """Whether an attention module has a site, or the note that it has none: None in the place of a site."""
+    """Whether an attention module has a site or is marked as having none (a child that is None)."""
     return NAME in module._modules
 
 
 def remove_site(module: nn.Module) -> None:
-    """Remove the site or note of an attention module, and undo what came with the site.
+    """Remove the site or marker of an attention module and run the `undo` callbacks of the site.
 
-    The last site that overrides "sdpa" restores transformers' own.
+    Removing the last site that overrides "sdpa" restores transformers' own function.
     """
     site = module._modules.pop(NAME, None)
     if not isinstance(site, Site):
@@ -139,15 +139,28 @@ def attend_at_site(
     cache: Any = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a module with the policy of a site: [B, Tq, H, Dv], and no weights.
+    """Compute the attention of a module with the policy of a site.
 
-    query [B, H, Tq, D], key and value [B, Hkv, Tk, ·]; the mask [B, H|1, Tq, Tk] is bool or additive. A row sees what
-    its mask shows; without one it sees the rows up to its own if the module is causal and there are several rows, else
-    all keys. β multiplies the score after a softcap and a position bias, but no sink.
+    Without a mask, attention is causal if the module is causal and there is more than one query row; otherwise every
+    row sees all keys. β multiplies the score after softcap and position bias. Attention sinks are not scaled.
+
+    Args:
+        site: module with the policy.
+        module: the attention module of transformers.
+        query: [B, H, Tq, D].
+        key: [B, Hkv, Tk, D].
+        value: [B, Hkv, Tk, Dv].
+        attention_mask: [B, H|1, Tq, Tk], bool or additive.
+        **arguments: passed to `cache.update`; all other arguments are those of transformers' attention functions.
+
+    Returns:
+        The output [B, Tq, H, Dv], and None in place of the weights.
     """
     for name in CHOSEN_KEYS:
         if arguments.get(name) is not None:
-            raise ArgumentError(f"{type(module).__name__} attends to {name} of its own choice: attnscale cannot")
+            raise ArgumentError(
+                f"{type(module).__name__} selects its own keys (argument {name!r}); attnscale does not support this"
+            )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mesh = _split_over(site, query)
     if mesh is not None:
@@ -167,7 +180,7 @@ def attend_at_site(
     if attention_mask is not None:
         attention_mask = attention_mask[..., :keys] if attention_mask.shape[-1] > keys else attention_mask
         visible = _visible_keys(attention_mask, module)
-    # In a window n says nothing about the position, which some policies use.
+    # In a sliding window n does not determine the position, which some policies use.
     windowed = sliding_window is not None and not causal and getattr(site.policy, "uses_position", True)
     out = site(
         query,
@@ -187,7 +200,7 @@ def attend_at_site(
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A position bias [B|1, H, Tq, Tk] and a mask as one additive mask."""
+    """Combine a position bias [B|1, H, Tq, Tk] and a mask into one additive mask."""
     bias = bias.to(dtype)
     if mask is None:
         return bias
@@ -195,7 +208,7 @@ def _add_bias(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Counted(NamedTuple):
-    """n of one version of a mask, and the module that it was counted for first."""
+    """n of one version of a mask, and the module for which it was first counted."""
 
     mask: weakref.ref[Tensor]
     version: int
@@ -204,19 +217,19 @@ class _Counted(NamedTuple):
 
 
 def _visible_keys(mask: Tensor, module: nn.Module) -> Tensor:
-    """n [B|1, H|1, Tq] of a mask [B, H|1, Tq, Tk]: the same tensor for every layer that is given the same mask.
+    """Return n [B|1, H|1, Tq] of a mask [B, H|1, Tq, Tk], cached per mask across the layers of a forward pass.
 
-    The module that counted first counts again at its next call, which is the next forward. So a mask that was changed
-    in place is noticed, also in inference mode, where tensors have no version.
+    The module that filled the cache entry recounts on its next call, i.e. in the next forward pass. This detects masks
+    changed in place, also in inference mode, where tensors have no version counter.
     """
     if is_watched():
-        return _count(mask)  # the compiler merges equal counts
+        return _count(mask)  # the compiler eliminates duplicate counts
     version = -1 if mask.is_inference() else mask._version
     counted: list[_Counted] = getattr(state.HF_COUNTED_MASKS, "entries", [])
     for entry in counted:
         if entry.mask() is mask and entry.version == version and entry.module() is not module:
             return entry.visible
-    # No inference tensor: a later forward outside of inference mode may be given the same mask.
+    # Not an inference tensor: a later forward pass outside inference mode may reuse the same mask.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
         entry = _Counted(weakref.ref(mask), version, weakref.ref(module), mark_counted(_count(mask)))
     kept = [old for old in counted if old.mask() is not None and old.mask() is not mask]
@@ -225,7 +238,7 @@ def _visible_keys(mask: Tensor, module: nn.Module) -> Tensor:
 
 
 def _count(mask: Tensor) -> Tensor:
-    """n [B|1, H|1, Tq]; an axis along which the mask is broadcast is counted once."""
+    """Return n [B|1, H|1, Tq]; broadcast axes of the mask are counted once."""
     for axis in (0, 1):
         if mask.shape[axis] > 1 and mask.stride(axis) == 0:
             mask = mask.narrow(axis, 0, 1)
@@ -238,7 +251,7 @@ def _sequence_is_split() -> bool:
 
 
 def _split_over(site: nn.Module, query: Tensor) -> Any | None:
-    """The mesh over which the sequence is split, by torch's `context_parallel` or our style; None where it is not."""
+    """Return the mesh of a sequence split by torch's `context_parallel` or attnscale's parallel style, or None."""
     if site.spread is not None:
         return cast("Any", site.spread).mesh
     if not _sequence_is_split() and type(query) is Tensor:
@@ -250,7 +263,7 @@ def _split_over(site: nn.Module, query: Tensor) -> Any | None:
 
 
 def refuse_split_sequence(query: Tensor) -> None:
-    """Refuse a split sequence of which nothing else is known: in a compiled graph, and where it is a DTensor."""
+    """Raise for a split sequence without a known mesh: in a compiled graph, or as a DTensor."""
     refuse_context_parallel(query, "run it uncompiled under torch's context_parallel, or call handle.remove() first")
 
 
@@ -264,15 +277,15 @@ def _attend_split(
     position_ids: Tensor | None,
     rules: dict[str, Any],
 ) -> Tensor:
-    """Attention [B, H, L, Dv] of the tokens of this process over those of all processes of a mesh.
+    """Attention [B, H, L, Dv] of this rank's tokens over the tokens of all ranks of a mesh.
 
-    The method is that of the site's style, or follows torch's `set_rotate_method`: "allgather" gathers the keys,
-    "alltoall" passes them on in a ring. Refused where the place of a token is not known.
+    The method comes from the site's parallel style or from torch's `set_rotate_method`: "allgather" gathers the keys,
+    "alltoall" passes them around a ring. Raises if the token positions are unknown.
     """
     if position_ids is None:
         raise BackendError(
-            "under context parallelism n is not known without the places of the tokens: pass position_ids to the "
-            "model, 0 … T−1 of the whole sequence, split with input_ids (Trainer does so by itself)"
+            "position_ids=None is not accepted under context parallelism, where they determine n: pass position_ids "
+            "to the model, 0 … T−1 of the whole sequence, split in the same way as input_ids (Trainer does this)"
         )
     # Imported late: most models run in one process, and torch.distributed.tensor is slow to import.
     from attnscale.distributed.context_parallel import context_parallel_attention
@@ -284,9 +297,9 @@ def _attend_split(
 
 
 def _shards(position_ids: Tensor, mesh: Any, tokens: int, masked: bool) -> Any:
-    """Who holds which tokens: gathered once for all layers that are given the same tensor.
+    """Return the tokens of each rank, gathered once for all layers that receive the same `position_ids`.
 
-    A mask is refused in all processes where one has it: the others would wait for that one.
+    A mask on one rank raises on all ranks; the others would otherwise hang in a collective.
     """
     from torch.distributed import _functional_collectives as collectives
 
@@ -301,12 +314,12 @@ def _shards(position_ids: Tensor, mesh: Any, tokens: int, masked: bool) -> Any:
         masked = bool(collectives.all_reduce(flag, "max", group))
     if masked:
         raise BackendError(
-            "under context parallelism a mask of one process's tokens says nothing of the others: pass no "
-            "attention_mask, and let accelerate prepare the model (ParallelismConfig(cp_size=...)), which drops that "
-            "of transformers"
+            "attention_mask is not accepted under context parallelism, where it covers the tokens of one process only: "
+            "pass none, and prepare the model with accelerate (ParallelismConfig(cp_size=...)), which drops the mask "
+            "made by transformers"
         )
     if is_new:
         slots = TokenShards.of(position_ids, mesh, tokens).slots
-        # Without the group: its threads could not end while a reference is left.
+        # The group is not cached: a reference to it would keep its threads alive.
         state.HF_TOKEN_SHARDS.entry = weakref.ref(position_ids), version, slots
     return TokenShards(slots, mesh.get_local_rank(), group)

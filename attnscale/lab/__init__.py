@@ -1,1 +1,1 @@
-"""The lab: evaluation of trained models at growing context lengths."""
+"""Evaluation of trained models at increasing context lengths."""

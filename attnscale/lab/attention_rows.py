@@ -1,4 +1,4 @@
-"""Statistics of chosen rows of every attention of a model, while it reads a sequence in chunks."""
+"""Statistics of chosen rows in every attention layer, while a model reads a sequence in chunks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from attnscale.statistics.gaps import HIDDEN, accumulation_scales
 from attnscale.statistics.rows.attend import measure_statistics
 from attnscale.statistics.rows.tiles import whole_row_scores
 
-RANKS = (2, 8, 16)  # Λ from these ranks on: the first ranks make it heavy-tailed
-FIRST_KEYS = 4  # left out of "without_first": an attention sink lies there, and inflates Λ
+RANKS = (2, 8, 16)  # minimum ranks for Λ: the first ranks make Λ heavy-tailed
+FIRST_KEYS = 4  # excluded from "without_first": an attention sink there inflates Λ
 QUANTITIES = (
     "visible",
     "beta",
@@ -31,7 +31,7 @@ QUANTITIES = (
 
 
 class RowTable(NamedTuple):
-    """The quantities [heads, rows, quantities] of one layer at these positions."""
+    """Quantities [heads, rows, quantities] of one layer at the given positions."""
 
     layer: str
     positions: list[int]
@@ -39,9 +39,9 @@ class RowTable(NamedTuple):
 
 
 class ChosenRows(Listener):
-    """Measures the rows at given positions of the sequence; `offset` is how much of it was read before this forward.
+    """Measures the rows at given positions of a sequence; `offset` is the number of tokens read in earlier chunks.
 
-    It is the listener of its taps, whose `report` measures before the call runs; nothing is measured in backward.
+    Rows are measured before the attention call runs, in the forward pass only.
     """
 
     failed = False
@@ -53,10 +53,10 @@ class ChosenRows(Listener):
         self.tables: list[RowTable] = []
 
     def begin(self, graph: bool) -> int:
-        return 0  # calls are not told apart
+        return 0  # calls need no identifiers
 
     def tap(self, layer: str) -> Tap:
-        """A tap for one layer."""
+        """Return a tap for one layer."""
 
         def report(tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None) -> Tensor:
             self._measure(layer, call if measured is None else measured)
@@ -73,8 +73,8 @@ class ChosenRows(Listener):
 
 
 @contextmanager
-def listen_to_rows(model: nn.Module, positions: Sequence[int]) -> Iterator[ChosenRows]:
-    """Measure rows of every attention of attnscale's in a model inside a `with` block."""
+def measure_rows(model: nn.Module, positions: Sequence[int]) -> Iterator[ChosenRows]:
+    """Measure rows in every attnscale attention layer of a model, inside a `with` block."""
     chosen = ChosenRows(positions)
     attached: list[tuple[Tap, Any]] = []
     try:
@@ -89,7 +89,7 @@ def listen_to_rows(model: nn.Module, positions: Sequence[int]) -> Iterator[Chose
 
 
 def measure_chosen_rows(call: AttentionCall) -> Tensor:
-    """`QUANTITIES` [H, R, Q] of all rows of a call of one sequence."""
+    """Return `QUANTITIES` [H, R, Q] of all rows of a call with one sequence."""
     stats = measure_statistics(call, StatsRequest(lse=False, max_logit=False))
     scales = stats.w_max.new_zeros(*stats.w_max.shape, 2 * len(RANKS))
     for rows, block, scores in whole_row_scores(call):

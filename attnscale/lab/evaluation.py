@@ -1,4 +1,4 @@
-"""`attnscale evaluate`: what each temperature law does to a trained model at growing context lengths."""
+"""`attnscale evaluate`: the effect of each policy on a trained model at increasing context lengths."""
 
 from __future__ import annotations
 
@@ -30,38 +30,44 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to measure. Retrieval is scored teacher-forced, in one forward a sequence.
+    """Options of an evaluation. Answers are scored teacher-forced, in one forward pass per sequence.
 
     Args:
-        models: folders of HuggingFace models, or "embedded"; several are seeds of one recipe.
-        output: folder for finished cells, tables and page; a run that was interrupted goes on from there.
-        policies: names such as log, with parameters as gap_adaptive:r=4, with a label as argmax=constant:beta=1e6, with
-            a rotary embedding of their own as log@yarn:2 or constant@own, or YAML files of policies or plans. Length
-            laws without parameters are anchored at the trained length.
-        lengths: of the sequences, in tokens.
-        tasks: of perplexity, needle (one in each sequence), multi_needle and recall (multi-query associative recall).
-        text: file that windows and haystacks are taken from, of which at most the first 8 MB are read; the embedded
-            model has its own.
-        trained_length: where laws are anchored; by default max_position_embeddings of the config.
-        layers: which layers get the policy, as in attnscale.hf.apply.
-        on_existing: where the model scales its logits by length already, raise an error, compose the policy with that,
-            or replace it.
-        rope: another rotary embedding, such as yarn:4 or linear:4, without a temperature of its own.
-        windows: pieces of text for perplexity.
-        samples: sequences per length for retrieval.
-        asked: questions in each sequence, at the most.
-        needles_every: one needle per so many tokens in multi_needle, so that competitors grow with the length.
-        needle: how a needle is written, with {key} and {value}.
-        question: how it is asked for, with {key}.
-        answer: how the value follows, with {value}.
+        models: folders of HuggingFace models, or "embedded"; several folders are seeds of one training recipe.
+        output: folder for finished cells, tables and page; an interrupted run continues from it.
+        policies: names such as log, with parameters (gap_adaptive:r=4), a label (argmax=constant:beta=1e6) or their own
+            rotary embedding (log@yarn:2, constant@own), or YAML files of policies or plans. Length laws without
+            parameters are anchored at the trained length.
+        lengths: sequence lengths in tokens.
+        tasks: any of perplexity, needle (one per sequence), multi_needle and recall (multi-query associative recall).
+        text: text file for windows and haystacks; at most its first 8 MB are read. The embedded model has its own text.
+        trained_length: length at which laws are anchored; default max_position_embeddings of the config.
+        layers: layers that get the policy, as in attnscale.hf.apply.
+        on_existing: for models with built-in length scaling, raise an error, compose the policy with it, or replace it.
+        rope: stretched rotary embedding such as yarn:4 or linear:4, without YaRN's own temperature.
+        windows: number of text windows for perplexity.
+        samples: number of sequences per length for retrieval.
+        asked: maximum number of questions per sequence.
+        needles_every: tokens per needle in multi_needle; the number of competing needles grows with the length.
+        needle: template of a needle, with {key} and {value}.
+        question: template of a question, with {key}.
+        answer: template of an answer, with {value}.
         alphabet: symbols of keys and values.
-        key_symbols: symbols of a key.
-        value_symbols: symbols of a value.
-        num_kv_pairs: pairs of key and value in recall.
-        input_seq_len: lengths for recall; by default those of all tasks.
-        seed: of all sequences.
-        chunk: tokens of one forward; the cache carries the rest.
-        dtype: of the weights, float32, bfloat16 or float16.
+        key_symbols: number of symbols in a key.
+        value_symbols: number of symbols in a value.
+        num_kv_pairs: number of key-value pairs in recall.
+        input_seq_len: sequence lengths of recall; default those of the other tasks.
+        seed: seed of all sequences.
+        chunk: tokens per forward pass; earlier tokens are read from the KV cache.
+        dtype: dtype of the weights, float32, bfloat16 or float16.
+
+    Raises:
+        ArgumentError: an option is invalid.
+
+    Example:
+        >>> evaluation = Evaluation(models=("embedded",), output="runs/mine", lengths=(128, 2048))
+        >>> evaluation.tasks
+        ('perplexity', 'multi_needle')
     """
 
     models: tuple[str, ...]
@@ -105,15 +111,15 @@ class Evaluation:
             if task not in TASKS:
                 reject("tasks", task, ", ".join(TASKS))
         for entry in self.policies:
-            read_law(entry, self.trained_length or 2, self.rope)  # refuses mistakes before a model is looked at
+            read_law(entry, self.trained_length or 2, self.rope)  # raises for mistakes before a model is loaded
 
     def built_tasks(self) -> list[Task]:
-        """The tasks with their options."""
+        """Return the tasks with their options."""
         return [TASKS[name].of(self) for name in self.tasks]
 
     @property
     def style(self) -> NeedleFormat:
-        """How needles are written; the embedded model has a format of its own unless another is given."""
+        """The format of needles; by default the embedded model uses its own."""
         given = NeedleFormat(
             self.needle, self.question, self.answer, self.alphabet, self.key_symbols, self.value_symbols
         )
@@ -121,7 +127,19 @@ class Evaluation:
 
 
 def demo_evaluation(output: str | Path, quick: bool = False) -> Evaluation:
-    """The embedded model under five laws, to 128 times its trained length, or to 16 times if `quick`."""
+    """Return the evaluation of `attnscale demo`: the embedded model with five policies.
+
+    Args:
+        output: folder for cells, tables and page.
+        quick: measure up to 16 instead of 128 times the trained length, with fewer samples.
+
+    Returns:
+        The `Evaluation`, for `evaluate`.
+
+    Example:
+        >>> demo_evaluation("demo", quick=True).lengths
+        (128, 512, 2048)
+    """
     return Evaluation(
         models=(EMBEDDED,),
         output=str(output),
@@ -135,7 +153,7 @@ def demo_evaluation(output: str | Path, quick: bool = False) -> Evaluation:
 
 
 class _Job(NamedTuple):
-    """A cell, and what it is computed with."""
+    """A cell and its inputs."""
 
     folder: ModelFolder
     law: Law
@@ -145,12 +163,31 @@ class _Job(NamedTuple):
 
 
 def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
-    """Compute the cells that the output folder lacks, and write its tables; returns the folder."""
+    """Compute the missing cells of an evaluation and write its tables.
+
+    Args:
+        evaluation: the options.
+        progress: called as progress(done, total, description) before each cell.
+
+    Returns:
+        The output folder, for `attnscale.report.write_report`.
+
+    Raises:
+        ArgumentError: a model, policy, text or length is not accepted, or the output folder is not writable.
+
+    Example:
+        >>> import tempfile
+        >>> options = {"policies": ("constant", "log"), "lengths": (128,), "tasks": ("needle",), "samples": 1}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     output = evaluate(Evaluation(models=("embedded",), output=folder, **options))
+        ...     sorted(path.name for path in output.glob("*.csv"))
+        ['cost.csv', 'results.csv', 'statistics.csv']
+    """
     output = Path(evaluation.output)
     folders = [ModelFolder.at(given, evaluation.dtype) for given in evaluation.models]
     if len({folder.name for folder in folders}) < len(folders):
         reject("models", evaluation.models, "folders of different names")
-    laws = {folder.name: _laws(evaluation, folder) for folder in folders}  # refuses mistakes, before any work
+    laws = {folder.name: _laws(evaluation, folder) for folder in folders}  # raises for mistakes before any work
     texts = [_read_text(evaluation, folder) for folder in folders]
     jobs = [
         _Job(folder, law, text, task, key | _shared_key(evaluation, folder, law))
@@ -170,10 +207,10 @@ def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
 
 
 def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Progress | None) -> None:
-    """Compute the jobs whose cells are missing, a model with its policy at a time.
+    """Compute the jobs with missing cells, grouped by model and policy.
 
-    Every model is first prepared with every policy, and the first sequences are built: nobody should wait hours for an
-    error.
+    Every model is first prepared with every policy, and the first sequences are built, so that errors appear at the
+    start of a long run.
     """
     missing = [job for job in jobs if cells.read(job.key) is None]
     done = len(jobs) - len(missing)
@@ -202,14 +239,14 @@ def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Prog
 def _read_text(evaluation: Evaluation, folder: ModelFolder) -> Text:
     needed = any(TASKS[name].needs_text for name in evaluation.tasks)
     if evaluation.text is None and folder.name != EMBEDDED and needed:
-        reject("text", None, "a text file, except for the embedded model")
+        reject("text", None, "a text file; only the embedded model has its own")
     return Text.read(evaluation.text, folder.tokenizer())
 
 
 def _trained_length(evaluation: Evaluation, folder: ModelFolder) -> int:
     trained = evaluation.trained_length or folder.trained_length
     if trained is None:
-        reject("trained_length", None, f"a length: the config of {folder.name} has no max_position_embeddings")
+        reject("trained_length", None, f"an int, since the config of {folder.name} has no max_position_embeddings")
     return trained
 
 
@@ -222,12 +259,12 @@ def _laws(evaluation: Evaluation, folder: ModelFolder) -> list[Law]:
         reject("policies", evaluation.policies, "entries with different labels (label=name:key=value)")
     for law in laws:
         if law.policy != {"name": OWN}:
-            read_plan(law.policy)  # a file may hold a plan, which only `hf` can read
+            read_plan(law.policy)  # a YAML file may contain a plan, which only `hf` can read
     return laws
 
 
 def _shared_key(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Key:
-    """What decides the result of a cell whatever its task."""
+    """Return the part of a cell's key that is independent of the task."""
     key: Key = {"model": folder.fingerprint, "rope": law.rope, "dtype": folder.dtype, "layers": evaluation.layers}
     key |= {"policy": law.policy, "chunk": evaluation.chunk, "version": __version__}
     return key if evaluation.on_existing == "raise" else key | {"on_existing": evaluation.on_existing}
@@ -235,7 +272,7 @@ def _shared_key(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Key:
 
 @contextmanager
 def _prepared(evaluation: Evaluation, job: _Job) -> Iterator[nn.Module]:
-    """The model with the policy of a job."""
+    """Load the model of a job and apply its policy."""
     import attnscale.hf
 
     folder, law = job.folder, job.law
@@ -248,14 +285,14 @@ def _prepared(evaluation: Evaluation, job: _Job) -> Iterator[nn.Module]:
     model = folder.load(law.rope, _trained_length(evaluation, folder))
     folder.refuse_too_long(model, longest)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is what is measured
+        warnings.simplefilter("ignore", AttnScaleWarning)  # the evaluation measures whether a policy harms the model
         with attnscale.hf.apply(model, law.policy, layers=evaluation.layers, on_existing=evaluation.on_existing):
             yield model
 
 
 @contextmanager
 def peak_memory() -> Iterator[Callable[[], float | None]]:
-    """Yields a function for the peak in MB since then: of the GPU's allocator, or of this process on Linux, else None.
+    """Yield a function that returns the peak memory in MB: of the CUDA allocator, of the process on Linux, or None.
 
     >>> with peak_memory() as peak:
     ...     kept = torch.ones(2**20)
@@ -267,7 +304,7 @@ def peak_memory() -> Iterator[Callable[[], float | None]]:
         yield lambda: torch.cuda.max_memory_allocated() / 2**20
         return
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory held now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
     except OSError:
         yield lambda: None
         return
@@ -282,7 +319,7 @@ def _resident_peak() -> float | None:
 def _write_description(
     evaluation: Evaluation, output: Path, folders: list[ModelFolder], laws: dict[str, list[Law]]
 ) -> None:
-    """run.json: what was asked, of which models, with which policies."""
+    """Write run.json: options, models and policies of the run."""
     content = {
         "attnscale": __version__,
         "command": _command(evaluation),
@@ -302,7 +339,7 @@ def _write_description(
 
 
 def _command(evaluation: Evaluation) -> str:
-    """The command line that gives the same evaluation."""
+    """Return the equivalent command line."""
     words = ["attnscale", "evaluate", *evaluation.models]
     for field in dataclasses.fields(evaluation):
         value = getattr(evaluation, field.name)

@@ -1,6 +1,6 @@
-"""What an evaluation is given: policies and rotary embeddings as the command line writes them, model folders, text.
+"""Inputs of an evaluation: policies and rotary embeddings in command-line syntax, model folders, text.
 
-"log", "gap_adaptive:r=4", "argmax=constant:beta=1e6", "log@yarn:2".
+Syntax of policies: "log", "gap_adaptive:r=4", "argmax=constant:beta=1e6", "log@yarn:2".
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from attnscale.policies.build import required_fields
 
 EMBEDDED = "embedded"
 
-MOST_BYTES = 8 * 2**20  # of a longer file the rest is not read: 2 M tokens of English are 8 windows of 262144
+MOST_BYTES = 8 * 2**20  # read limit for text files: about 2 M tokens of English, 8 windows of 262144
 
 KINDS = ("yarn", "linear")
-UNSTRETCHED = "own"  # the rotary embedding that the model's config has
+UNSTRETCHED = "own"  # the rotary embedding of the model's config
 
-# Laws of the length, which a trained model is given anchored at its trained length, and never below 1.
+# Length laws that are by default anchored at the trained length, with a floor of 1.
 ANCHORED = ("sqrt_log", "log", "log_squared", "power")
 
-OWN = "own"  # the policy that a model was saved with
+OWN = "own"  # the policy stored with a model
 
-# What a module of the model brings to its policy, and a value for the message about each other field without a default.
+# Fields that depend on the module, and example values for error messages about other required fields.
 _SHAPE = {"num_heads": 1, "head_dim": 2}
 _EXAMPLES = {"exponent": 0.5, "factor": 4, "original_length": 4096, "reference_length": 4096, "a": 4096, "rho": 0.5}
 _ENTRY = re.compile(r"(?:(?P<label>[\w.+-]+)=)?(?P<name>[^:=]+)(?P<parameters>(?::\w+=[^:=]+)*)")
 
 
 def read_rope(rope: str) -> tuple[str, float]:
-    """Kind and factor.
+    """Return kind and factor of a stretched rotary embedding.
 
     >>> read_rope("yarn:4")
     ('yarn', 4.0)
@@ -58,9 +58,10 @@ def read_rope(rope: str) -> tuple[str, float]:
 
 
 def stretch(config: Any, rope: str | None, trained_length: int) -> None:
-    """Stretch the rotary embedding of a config in place; layers with a sliding window keep theirs.
+    """Stretch the rotary embedding of a config in place, except in sliding-window layers.
 
-    Temperature is the policy's: YaRN's own factor of the logits is switched off. (The policy yarn:factor=4 has it.)
+    YaRN's own factor on the logits is disabled, since the policy sets the temperature. The policy yarn:factor=4
+    provides that factor.
     """
     if rope is None or rope == UNSTRETCHED:
         return
@@ -74,27 +75,27 @@ def stretch(config: Any, rope: str | None, trained_length: int) -> None:
         stretched |= {"original_max_position_embeddings": trained_length, "attention_factor": 1.0}
     if "rope_theta" in known:
         text.rope_parameters = _base(known) | stretched
-    else:  # a rotary embedding for each type of layer
+    else:  # one rotary embedding per layer type
         text.rope_parameters = known | {"full_attention": _base(known["full_attention"]) | stretched}
 
 
 def _base(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What a rotary embedding is without any stretching that it had."""
+    """Return the parameters of a rotary embedding without any stretching."""
     return {name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}
 
 
 class Law(NamedTuple):
-    """A policy to evaluate: its name in tables, what `attnscale.hf.apply` is given, and the rotary embedding."""
+    """A policy to evaluate: its label in tables, the policy for `attnscale.hf.apply`, and the rotary embedding."""
 
     label: str
     policy: dict[str, Any]
-    rope: str | None = None  # None and "own": the one that the model has
+    rope: str | None = None  # None or "own": the embedding of the model
 
 
 def read_law(entry: str, trained_length: int, rope: str | None = None) -> Law:
-    """A policy from its text; length laws without parameters are anchored at the trained length.
+    """Parse a policy; length laws without parameters are anchored at the trained length.
 
-    `@` and a rotary embedding at the end take the place of `rope`. Parameters are checked here, before a model is read.
+    A suffix `@` with a rotary embedding overrides `rope`. Parameters are checked here, before a model is loaded.
 
     >>> read_law("log", 128)
     Law(label='log', policy={'name': 'log', 'reference_length': 128, 'floor': True}, rope=None)
@@ -113,13 +114,13 @@ def read_law(entry: str, trained_length: int, rope: str | None = None) -> Law:
     found = _ENTRY.fullmatch(written)
     if found is None or found["name"] not in (*POLICIES, OWN):
         accepted = "a policy such as log, gap_adaptive:r=4, argmax=constant:beta=1e6 or log@yarn:2, or a YAML file"
-        reject("policies", entry, f"{accepted}; known are {', '.join(POLICIES)}")
+        reject("policies", entry, f"{accepted}; policies: {', '.join(POLICIES)}")
     name, given = found["name"], dict(part.split("=") for part in found["parameters"].split(":")[1:])
     parameters: dict[str, Any] = {key: _number(value) for key, value in given.items()}
     if name in ANCHORED and not parameters:
         parameters = {"reference_length": trained_length, "floor": True}
     if name == OWN and rope is not None and rope != UNSTRETCHED:
-        reject("policies", entry, f"{OWN}@{UNSTRETCHED}: a model with its own policy keeps its rotary embedding")
+        reject("policies", entry, f"{OWN}@{UNSTRETCHED}; a model with its own policy keeps its rotary embedding")
     if name != OWN:
         _check(entry, name, parameters)
     label = found["label"] or name + found["parameters"] + at + own_rope
@@ -127,10 +128,10 @@ def read_law(entry: str, trained_length: int, rope: str | None = None) -> Law:
 
 
 def _check(entry: str, name: str, parameters: dict[str, Any]) -> None:
-    """Refuse parameters that are missing, with an example, or that the policy does not take."""
+    """Raise for missing parameters, with an example, and for invalid ones."""
     missing = [field for field in required_fields(POLICIES[name]) if field not in parameters | _SHAPE]
     if not set(missing) <= _EXAMPLES.keys():
-        reject("policies", entry, f"a YAML file: {name} needs {', '.join(missing)}")
+        reject("policies", entry, f"a YAML file, since {name} requires {', '.join(missing)}")
     if missing:
         example = ":".join([name, *(f"{field}={_EXAMPLES[field]}" for field in missing)])
         reject("policies", entry, f"{name} with {' and '.join(missing)}, such as {example}")
@@ -150,7 +151,7 @@ def _number(text: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder that `save_pretrained` wrote; "embedded" is the model in this package."""
+    """A folder written by `save_pretrained`; "embedded" is the model in this package."""
 
     name: str
     path: Path
@@ -158,31 +159,31 @@ class ModelFolder:
 
     @classmethod
     def at(cls, given: str, dtype: str) -> ModelFolder:
-        """The folder that a user names; what cannot be a model is refused before anything is computed."""
+        """Return a folder given by the user; raise if it cannot contain a model."""
         path = Path(str(files("attnscale.lab").joinpath("embedded"))) if given == EMBEDDED else Path(given)
         if not (path / "config.json").is_file():
             reject("model", given, "a folder with the config.json of a HuggingFace model, or 'embedded'")
         if not any(path.glob("*.safetensors")):
-            reject("model", given, "a folder with weights (*.safetensors) beside its config.json")
+            reject("model", given, "a folder with config.json and weights (*.safetensors)")
         if dtype not in ("float32", "bfloat16", "float16"):
             reject("dtype", dtype, "float32, bfloat16 or float16")
         return cls(EMBEDDED if given == EMBEDDED else path.resolve().name, path, dtype)
 
     @cached_property
     def trained_length(self) -> int | None:
-        """The length that the config names; None where it names none."""
+        """`max_position_embeddings` of the config, or None."""
         return getattr(self._config().get_text_config(), "max_position_embeddings", None)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of config and weights."""
+        """Hash of config and weights."""
         digest = hashlib.sha256()
         for path in sorted([self.path / "config.json", *self.path.glob("*.safetensors")]):
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
     def load(self, rope: str | None = None, trained_length: int = 0) -> nn.Module:
-        """The model in eval mode, on a GPU where there is one; with another rotary embedding if asked."""
+        """Load the model in evaluation mode, on a GPU if available, optionally with a stretched rotary embedding."""
         transformers, config = need("transformers", "evaluate", "hf"), self._config()
         stretch(config, rope, trained_length)
         options = {"config": config, "dtype": getattr(torch, self.dtype)}
@@ -192,14 +193,14 @@ class ModelFolder:
         return _placed(model)
 
     def load_with_policy(self) -> nn.Module:
-        """The same with the policy that it was saved with."""
+        """Load the model with the policy stored in its checkpoint."""
         import attnscale.hf
 
         handle = self._read("model", lambda: attnscale.hf.load(self.path, dtype=getattr(torch, self.dtype)))
         return _placed(handle.model)
 
     def tokenizer(self) -> Any:
-        """Its tokenizer."""
+        """Load the tokenizer."""
         transformers = need("transformers", "evaluate", "hf")
         return self._read("tokenizer of model", lambda: transformers.AutoTokenizer.from_pretrained(self.path))
 
@@ -210,12 +211,12 @@ class ModelFolder:
     def _read(self, what: str, read: Callable[[], Any]) -> Any:
         logging = need("transformers.utils.logging", "evaluate", "hf")
         shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # the evaluation has its own
+        logging.disable_progress_bar()  # the evaluation shows its own
         try:
             return read()
         except ArgumentError:
             raise
-        except Exception as error:  # a broken file surfaces as many kinds of exception
+        except Exception as error:  # a broken file can raise almost any exception
             why = _first_sentence(str(error)) or type(error).__name__
             raise ArgumentError(f"{what}={str(self.path)!r} cannot be loaded: {why}") from error
         finally:
@@ -223,18 +224,18 @@ class ModelFolder:
                 logging.enable_progress_bar()
 
     def refuse_too_long(self, model: nn.Module, length: int) -> None:
-        """Refuse a length beyond a table of learned positions; rotary embeddings have no such end."""
+        """Raise for a length beyond a table of learned positions; rotary embeddings have no such limit."""
         inputs = model.get_input_embeddings()  # type: ignore[operator]
         limit = self.trained_length
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module is not inputs and limit is not None:
                 rows = module.num_embeddings
                 if limit <= rows <= limit + 2 and length > limit:
-                    reject("lengths", length, f"at most {limit}: this model has a table of that many positions")
+                    reject("lengths", length, f"at most {limit}, the size of the model's position embedding")
 
 
 def _first_sentence(text: str) -> str:
-    """The lines of a text up to the first that ends a sentence, as one line.
+    """Return the text up to the first line that ends a sentence, as one line.
 
     >>> _first_sentence("Expected one of: \\n(1) a file \\n(2) an instance. \\nSee the documentation.")
     'Expected one of: (1) a file (2) an instance.'
@@ -249,7 +250,7 @@ def _placed(model: nn.Module) -> nn.Module:
 
 
 class Text(NamedTuple):
-    """The tokens [N] of a text, a hash of them, and the tokenizer that made them."""
+    """The tokens [N] of a text, their hash, and the tokenizer."""
 
     tokens: Tensor
     digest: str
@@ -257,7 +258,7 @@ class Text(NamedTuple):
 
     @classmethod
     def read(cls, path: str | None, tokenizer: Any) -> Text:
-        """The text in a file, or the verse that the embedded model is tested on."""
+        """Read a text file, or the held-out verse of the embedded model."""
         if path is None:
             content = files("attnscale.lab").joinpath("embedded", "held_out.txt").read_bytes()
         else:
@@ -268,14 +269,14 @@ class Text(NamedTuple):
         return cls(tokens.long(), hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16], tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a piece of text."""
+        """Tokenize text without special tokens."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
     def size(self, tokens: Tensor) -> int:
-        """How many bytes consecutive tokens [T] are in UTF-8.
+        """Return the number of UTF-8 bytes of consecutive tokens [T].
 
-        They are counted together: alone, a token may be a part of a character, or lose the space that it begins with.
+        The tokens are decoded together: a single token may be part of a character, or lose its leading space.
         """
         text: str = self.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         return len(text.encode())

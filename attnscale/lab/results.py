@@ -1,6 +1,6 @@
-"""What an evaluation writes: a file for each finished cell, and from all of them CSV tables with bootstrap intervals.
+"""Output of an evaluation: one file per finished cell, and CSV tables with bootstrap intervals.
 
-The results are also written in the conventions of lm-evaluation-harness.
+The results are also written in the format of lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from attnscale.lab.tasks import TASKS, Key
 RESAMPLES = 2000
 CONSTANT = "constant"
 
-# Per model the numbers [samples] whose ratio of sums is the value: right answers and questions, or nats and bytes.
+# Per model: numerators and denominators [samples], e.g. correct answers and questions, or nats and bytes.
 Samples = Mapping[str, tuple[Tensor, ...]]
 
-INTERVAL = 2 * 1.96  # standard errors in an interval of 95 %
+INTERVAL = 2 * 1.96  # width of a 95 % interval in standard errors
 
 _VALUES = (
     "value",
@@ -46,18 +46,18 @@ RESULT_COLUMNS = ("task", "metric", "model", "policy", "length", "bin", *_VALUES
 STATISTIC_COLUMNS = ("task", "model", "policy", "length", "layer", "head", "rows", *QUANTITIES)
 COST_COLUMNS = ("task", "model", "policy", "length", "seconds", "peak_mb")
 
-Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, what was stored
+Cell = tuple[str, str, Key, dict[str, Any]]  # model, policy, key, stored content
 Group = tuple[str, str, int, str]  # task, metric, length, bin
 
 
 class Cells:
-    """The cells in a folder, by a key of everything that decides their result."""
+    """The cells in a folder. The key of a cell contains everything that determines its result."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read(self, key: Key) -> dict[str, Any] | None:
-        """What was stored for a key, if anything."""
+        """Return the stored cell, or None."""
         path = self._path(key)
         if not path.is_file():
             return None
@@ -68,7 +68,7 @@ class Cells:
         return stored
 
     def write(self, key: Key, **content: Any) -> None:
-        """Store a cell, whole or not at all."""
+        """Store a cell atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._path(key), json.dumps({"key": key, **content}, sort_keys=True))
 
@@ -78,16 +78,16 @@ class Cells:
 
 
 def interval(values: Tensor) -> tuple[float, float]:
-    """The middle 95 % of resampled values."""
+    """Return the central 95 % interval of resampled values."""
     low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype, device="cpu")).tolist()
     return low, high
 
 
 def resample(samples: Samples, seed: int = 0) -> tuple[float, Tensor]:
-    """The mean over models of Σ numerator / Σ denominator, and its bootstrap values [RESAMPLES].
+    """Return the mean over models of Σ numerator / Σ denominator, and its bootstrap values [RESAMPLES].
 
-    Models are drawn first, then samples within each. Two policies measured on the same samples are drawn alike, so that
-    the difference of their bootstrap values is that of pairs.
+    Models are resampled first, then the samples of each. Policies measured on the same samples get the same draws, so
+    differences of their bootstrap values are paired.
 
     >>> value, drawn = resample({"a": (torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]))})
     >>> value, drawn.shape
@@ -105,7 +105,7 @@ def resample(samples: Samples, seed: int = 0) -> tuple[float, Tensor]:
 
 
 def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[dict[str, Any]]:
-    """Rows of results.csv from (task, metric, length, bin) → policy → samples of each model."""
+    """Return the rows of results.csv from (task, metric, length, bin) → policy → samples of each model."""
     rows = []
     for (task, metric, length, part), policies in groups.items():
         models = next(iter(policies.values())).keys()
@@ -130,10 +130,9 @@ def summarise(groups: Mapping[tuple[Any, ...], Mapping[str, Samples]]) -> list[d
 
 
 def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write `lm_eval/results_POLICY.json` from the rows of results.csv, a task for each length.
+    """Write `lm_eval/results_POLICY.json` from the rows of results.csv, with one task per length.
 
-    A metric is "acc,none", its standard error "acc_stderr,none", as where no filter is applied. Of several models it
-    is the mean.
+    As in lm-eval without filters, metrics are named "acc,none" and "acc_stderr,none". Several models are averaged.
     """
     whole = [row for row in rows if not row["bin"]]
     pooled = [row for row in whole if row["model"] == "all"] or whole
@@ -162,9 +161,9 @@ def write_harness_json(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_tables(output: Path, cells: Sequence[Cell]) -> None:
-    """Write the three tables; the first two are the same, byte for byte, however often the run was interrupted.
+    """Write results.csv, statistics.csv and cost.csv, and the results as JSON in the format of lm-eval.
 
-    The results are also written as JSON, in the conventions of lm-evaluation-harness.
+    The first two do not depend on interruptions of the run, byte for byte.
     """
     results = summarise(_samples(cells))
     write_table(output / "results.csv", RESULT_COLUMNS, results)
@@ -181,13 +180,13 @@ def write_tables(output: Path, cells: Sequence[Cell]) -> None:
 
 
 def _middle(stored: list[dict[str, Any]], name: str) -> float:
-    """The median of what cells cost; NaN where this machine could not tell."""
+    """Return the median cost of cells, or NaN if it was not measured."""
     known = [cell[name] for cell in stored if cell.get(name) is not None]
     return float(statistics.median(known)) if known else math.nan
 
 
 def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
-    """(task, metric, length, bin) → policy → model → numerators and denominators of the samples."""
+    """Return (task, metric, length, bin) → policy → model → numerators and denominators of the samples."""
     pairs: dict[Group, dict[str, dict[str, list[tuple[float, float]]]]] = {}
     for model, policy, key, stored in cells:
         for score in TASKS[key["task"]].scores(key, stored["result"]):
@@ -206,7 +205,7 @@ def _samples(cells: Sequence[Cell]) -> dict[Group, dict[str, Samples]]:
 
 
 def _statistics(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Medians over samples of the medians over rows, by task, model, policy, length, layer and head."""
+    """Return medians over samples of the medians over rows, by task, model, policy, length, layer and head."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for model, policy, key, stored in cells:
         tables = stored["result"]["statistics"]

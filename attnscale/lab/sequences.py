@@ -1,4 +1,4 @@
-"""Sequences of tokens: windows of a text, needles (a key and its value) hidden in it, and associative recall."""
+"""Token sequences: windows of a text, needles (key-value pairs) hidden in text, and associative recall."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Encode = Callable[[str], list[int]]
 
 
 class Retrieval(NamedTuple):
-    """One sequence: its tokens, and for each question the places of its answer's tokens and the depth of its needle."""
+    """One sequence with its questions."""
 
     tokens: Tensor  # [T]
-    answers: Tensor  # [asked, tokens of an answer]: row i is predicted by the row before, answers − 1
-    depths: Tensor  # [asked] in [0, 1): where the needle lies, as a share of the text
+    answers: Tensor  # [asked, tokens of an answer]: positions; the row at answers − 1 predicts the token
+    depths: Tensor  # [asked] in [0, 1): relative position of the needle in the text
 
 
 @dataclass(frozen=True)
 class NeedleFormat:
-    """How needles and questions are written: templates with {key} and {value}, made of symbols of an alphabet.
+    """Templates of needles, questions and answers, with {key} and {value} made of symbols of an alphabet.
 
     >>> bytes_ = NeedleFormat("<{key}{value}", "<{key}", alphabet="ab", key_symbols=2, value_symbols=1)
     >>> bytes_.most_keys, bytes_.word(2, 2), bytes_.question.format(key="ab")
@@ -52,24 +52,24 @@ class NeedleFormat:
 
     @property
     def most_keys(self) -> int:
-        """How many different keys there are."""
+        """Number of different keys."""
         return int(len(self.alphabet) ** self.key_symbols)
 
     def word(self, number: int, symbols: int) -> str:
-        """A key or a value: a number in the digits of the alphabet."""
+        """Return a key or value: a number written in the digits of the alphabet."""
         base = len(self.alphabet)
         return "".join(self.alphabet[number // base**place % base] for place in reversed(range(symbols)))
 
 
 def _holes(template: str) -> set[str]:
-    """The names in braces; none where the braces do not match."""
+    """Return the names in braces; an empty set if the braces do not match."""
     try:
         return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError:
         return set()
 
 
-# The format in which the embedded model was trained. Its symbols are rare in the text around the needles.
+# The format the embedded model was trained with. Its symbols are rare in the surrounding text.
 BYTES = NeedleFormat(
     "\x01{key}{value}", "\x01{key}", "{value}", "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", key_symbols=2, value_symbols=1
 )
@@ -84,9 +84,9 @@ def hide_needles(
     asked: int,
     generator: Generator,
 ) -> Retrieval:
-    """A sequence of exactly `length` tokens: text with needles at random depths, then `asked` questions with answers.
+    """Return a sequence of exactly `length` tokens: text with needles at random depths, then questions with answers.
 
-    The text [N] begins at a random place. What does not fit is refused: nothing is cut off.
+    The text [N] starts at a random position. Raises if needles, questions and text do not fit; nothing is truncated.
     """
     if not 1 <= needles <= style.most_keys:
         reject("needles", needles, f"1 to {style.most_keys}, the number of different keys")
@@ -121,11 +121,10 @@ def hide_needles(
 
 
 def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
-    """Multi-query associative recall: pairs of key and value first, then each key again, spread out.
+    """Return a sequence of multi-query associative recall: key-value pairs first, then each key again, spread out.
 
-    The task of "Zoology: Measuring and Improving Recall in Efficient Language Models" (arXiv:2312.04927).
-
-    Keys are of the first half of the vocabulary, values of the second; the value after a repeated key is the answer.
+    Keys come from the first half of the vocabulary, values from the second. The value after a repeated key is the
+    answer. Source: "Zoology: Measuring and Improving Recall in Efficient Language Models" (arXiv:2312.04927).
     """
     half = len(vocabulary) // 2
     if not 1 <= num_kv_pairs <= half or 4 * num_kv_pairs > length:
@@ -144,18 +143,18 @@ def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], g
 
 
 def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:
-    """`number` pieces of length + 1 tokens, evenly spread over a text [N]; overlapping ones are refused."""
+    """Return `number` windows of length + 1 tokens, evenly spread over a text [N]; raise if they would overlap."""
     if len(tokens) < number * (length + 1):
         reject(
             "text",
             f"{len(tokens)} tokens",
-            f"at least {number * (length + 1)}, for {number} windows of {length} tokens that do not overlap",
+            f"at least {number * (length + 1)} tokens for {number} non-overlapping windows of {length} tokens",
         )
     stride = (len(tokens) - length - 1) / max(1, number - 1)
     return [tokens[round(i * stride) : round(i * stride) + length + 1] for i in range(number)]
 
 
 def seeded(*parts: object) -> Generator:
-    """A generator for a cell: the same for all policies and models, so that differences between them are paired."""
+    """Return the generator of a cell, identical for all policies and models so that differences are paired."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))

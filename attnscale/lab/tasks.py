@@ -1,7 +1,7 @@
-"""The tasks of an evaluation: the cells of each, how a cell is computed and scored, and how the score is shown.
+"""The tasks of an evaluation: cells, computation, scoring and display.
 
-A task is a class in `TASKS`. `Evaluation` builds it from those of its options that the class has as fields; tables,
-page, verdict and command line read the rest from the class.
+A task is a class in `TASKS`. Its fields are options of `Evaluation`. Tables, page, verdict and command line read
+everything else from the class.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import Self
 
-from attnscale.lab.attention_rows import QUANTITIES, ChosenRows, listen_to_rows
+from attnscale.lab.attention_rows import QUANTITIES, ChosenRows, measure_rows
 from attnscale.lab.inputs import Text
 from attnscale.lab.sequences import NeedleFormat, Retrieval, hide_needles, recall_sequence, seeded, windows_of
 
-Key = dict[str, Any]  # everything that decides the result of a cell
+Key = dict[str, Any]  # everything that determines the result of a cell
 
-DEPTHS = 5  # bins of the depth of an answer
+DEPTHS = 5  # number of depth bins
 
-# Logits of a chunk hold at most so many numbers: a quarter of a gigabyte in fp32.
+# Maximum number of logits per chunk: a quarter of a gigabyte in fp32.
 MOST_LOGITS = 2**26
 
-# Rows measured per length where no question says which rows matter.
+# Rows measured per length in tasks without questions.
 ROWS = 16
 
 
 class Metric(NamedTuple):
-    """A score: its names in results.csv and in lm-evaluation-harness, and the label of its axis."""
+    """A score: its names in results.csv and in lm-evaluation-harness, and its axis label."""
 
     name: str
     harness: str
@@ -44,13 +44,13 @@ class Metric(NamedTuple):
     axis: str
 
 
-ACCURACY = Metric("accuracy", "acc", True, "share answered, 0 to 1")
-BITS = Metric("bits_per_byte", "bits_per_byte", False, "bits per byte, less is better")
-NATS = Metric("nats_per_token", "nats_per_token", False, "nats per token, less is better")
+ACCURACY = Metric("accuracy", "acc", True, "accuracy, 0 to 1")
+BITS = Metric("bits_per_byte", "bits_per_byte", False, "bits per byte, lower is better")
+NATS = Metric("nats_per_token", "nats_per_token", False, "nats per token, lower is better")
 
 
 class Score(NamedTuple):
-    """One sample of a metric, as a numerator and a denominator; `part` is a bin of depth or position, or empty."""
+    """One sample of a metric as numerator and denominator; `part` is a depth or position bin, or empty."""
 
     metric: Metric
     length: int
@@ -61,48 +61,48 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """The fields are the options of `Evaluation` that decide the cells."""
+    """Base class of tasks. Its fields are the options of `Evaluation` that determine the cells."""
 
     lengths: tuple[int, ...]
 
     name: ClassVar[str]
-    title: ClassVar[str]  # of its chart
-    metrics: ClassVar[tuple[Metric, ...]]  # the first is the one that is shown
-    measured_rows: ClassVar[str]  # of which rows statistics are taken, as the end of a sentence
+    title: ClassVar[str]  # title of its chart
+    metrics: ClassVar[tuple[Metric, ...]]  # the first is shown
+    measured_rows: ClassVar[str]  # rows of the statistics, completing "rows that ..."
     needs_text: ClassVar[bool] = True
 
     @classmethod
     def of(cls, options: object) -> Self:
-        """The task with those options that it has as fields."""
+        """Build the task from the options that are fields of it."""
         return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})
 
     @abstractmethod
     def cells(self, text: Text) -> Iterator[Key]:
-        """The key of each cell, without model, policy and chunk; what cannot be measured is refused."""
+        """Yield the key of each cell, without model, policy and chunk; raise for invalid options."""
 
-    def check(self, key: Key, text: Text) -> None:  # noqa: B027 (`cells` has refused everything, unless overridden)
-        """Refuse a cell that cannot be computed, before the first one is."""
+    def check(self, key: Key, text: Text) -> None:  # noqa: B027 (by default `cells` checks everything)
+        """Raise for a cell that cannot be computed; called before any cell is computed."""
 
     @abstractmethod
     def compute(self, model: nn.Module, key: Key, text: Text) -> dict[str, Any]:
-        """The content of a cell, by one forward pass."""
+        """Compute the content of a cell in one forward pass."""
 
     @staticmethod
     @abstractmethod
     def scores(key: Key, result: dict[str, Any]) -> Iterator[Score]:
-        """The samples in a finished cell."""
+        """Yield the samples of a finished cell."""
 
 
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """The next token, in windows of the text; one forward pass of the longest length gives all lengths."""
+    """Next-token prediction in windows of the text; one forward pass at the longest length covers all lengths."""
 
     windows: int
 
     name = "perplexity"
-    title = "Bits per byte of prose"
+    title = "Bits per byte of text"
     metrics = (BITS, NATS)
-    measured_rows = "lie in the last half of the text"
+    measured_rows = "lie in the second half of the text"
 
     def cells(self, text: Text) -> Iterator[Key]:
         longest = max(self.lengths)
@@ -117,7 +117,7 @@ class Perplexity(Task):
 
     @staticmethod
     def scores(key: Key, result: dict[str, Any]) -> Iterator[Score]:
-        """Of the second half of each length, and between all edges."""
+        """Yield the scores of the second half of each length, and of each bin."""
         bins = result["bins"]
         parts = [(length, "", length // 2, length) for length in key["lengths"]]
         parts += [(key["length"], f"{b['start']}-{b['stop']}", b["start"], b["stop"]) for b in bins]
@@ -130,7 +130,7 @@ class Perplexity(Task):
 
 @dataclass(frozen=True)
 class RetrievalTask(Task):
-    """Questions about a sequence, scored by the share of right answers, in total and by depth."""
+    """Questions about a sequence, scored by accuracy, in total and by depth."""
 
     samples: int
     seed: int
@@ -140,11 +140,11 @@ class RetrievalTask(Task):
 
     @abstractmethod
     def content(self, length: int, text: Text) -> Key:
-        """What decides the sequences of a length, beside seed and sample."""
+        """Return the key entries that determine the sequences of a length, besides seed and sample."""
 
     @abstractmethod
     def sequence(self, key: Key, text: Text, generator: Generator) -> Retrieval:
-        """The sequence of a cell, the same for all policies."""
+        """Return the sequence of a cell, identical for all policies."""
 
     def cells(self, text: Text) -> Iterator[Key]:
         for length in self.lengths:
@@ -183,7 +183,7 @@ class Needle(RetrievalTask):
     title = "Accuracy, needle"
 
     def needles(self, length: int) -> int:
-        """How many needles a sequence has."""
+        """Return the number of needles in a sequence."""
         return 1
 
     def content(self, length: int, text: Text) -> Key:
@@ -199,7 +199,7 @@ class Needle(RetrievalTask):
 
 @dataclass(frozen=True)
 class MultiNeedle(Needle):
-    """The values of many keys, whose number grows with the length."""
+    """The values of many keys; the number of keys grows with the length."""
 
     needles_every: int
 
@@ -232,16 +232,16 @@ class Recall(RetrievalTask):
         return recall_sequence(key["length"], self.num_kv_pairs, ordinary, generator)
 
 
-# In the order of the page; the first task of retrieval that was measured is the one of the verdict.
+# In page order; the verdict uses the first retrieval task that was measured.
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Perplexity, MultiNeedle, Needle, Recall)}
 
 
 def stream(
-    model: nn.Module, tokens: Tensor, chunk: int, wanted: Tensor | None = None, listener: ChosenRows | None = None
+    model: nn.Module, tokens: Tensor, chunk: int, wanted: Tensor | None = None, measured: ChosenRows | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Positions [R] and their logits [R, vocabulary] in fp32, chunk by chunk, of a sequence [T].
+    """Yield positions [R] and their fp32 logits [R, vocabulary] of a sequence [T], chunk by chunk.
 
-    `wanted` [T] says which positions; None is all of them.
+    `wanted` [T] is a mask of positions; None selects all.
     """
     head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     chunk = min(chunk, max(1, MOST_LOGITS // head.shape[0])) if wanted is None else chunk
@@ -254,8 +254,8 @@ def stream(
             if wanted is None
             else wanted[start : start + len(part)].nonzero()[:, 0]
         )
-        if listener is not None:
-            listener.offset = start
+        if measured is not None:
+            measured.offset = start
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": len(part) < len(tokens)}
         if keeps:
             options["logits_to_keep"] = rows if len(rows) else torch.tensor([0], device="cpu")
@@ -270,29 +270,29 @@ def stream(
 def read_window(
     model: nn.Module, window: Tensor, lengths: Sequence[int], size: Callable[[Tensor], int], chunk: int
 ) -> dict[str, Any]:
-    """Nats and bytes between the edges of the lengths, in one forward of a window [T + 1].
+    """Return nats and bytes per bin, from one pass over a window [T + 1]. Bin edges are the lengths and their halves.
 
-    `size` tells the bytes of consecutive tokens. A length's own figure is that of its second half.
+    `size` returns the number of bytes of consecutive tokens.
     """
     edges = sorted({0, *(length // 2 for length in lengths), *lengths})
     inputs, targets = window[:-1], window[1:]
     nats = torch.zeros(len(inputs), dtype=torch.float64, device="cpu")
     rows = {length: _spread(length // 2, length) for length in lengths}
-    with listen_to_rows(model, [position for some in rows.values() for position in some]) as listener:
-        for positions, logits in stream(model, inputs, chunk, listener=listener):
+    with measure_rows(model, [position for some in rows.values() for position in some]) as measured:
+        for positions, logits in stream(model, inputs, chunk, measured=measured):
             nats[positions] = cross_entropy(logits, targets[positions], reduction="none").double()
     bins = [
         {"start": a, "stop": b, "nats": nats[a:b].sum().item(), "bytes": size(targets[a:b])}
         for a, b in itertools.pairwise(edges)
     ]
-    return {"bins": bins, "statistics": {str(length): medians(listener, some) for length, some in rows.items()}}
+    return {"bins": bins, "statistics": {str(length): medians(measured, some) for length, some in rows.items()}}
 
 
 @torch.inference_mode()
 def answer_questions(model: nn.Module, retrieval: Retrieval, chunk: int) -> dict[str, Any]:
-    """Which questions of a sequence are answered, every token of an answer the most likely one, in one forward.
+    """Score the questions of a sequence in one pass. An answer is correct if each of its tokens has the largest logit.
 
-    Teacher-forced: the tokens before the one in question are always the right ones.
+    Teacher-forced: the correct tokens precede each predicted token.
     """
     tokens, answers = retrieval.tokens, retrieval.answers
     asked = answers >= 0
@@ -300,24 +300,24 @@ def answer_questions(model: nn.Module, retrieval: Retrieval, chunk: int) -> dict
     wanted[answers[asked] - 1] = True
     right = torch.zeros(len(tokens), dtype=torch.bool, device="cpu")
     rows = (answers[:, 0] - 1).tolist()
-    with listen_to_rows(model, rows) as listener:
-        for positions, logits in stream(model, tokens[:-1], chunk, wanted[:-1], listener):
+    with measure_rows(model, rows) as measured:
+        for positions, logits in stream(model, tokens[:-1], chunk, wanted[:-1], measured):
             right[positions + 1] = logits.argmax(-1) == tokens[positions + 1]
     correct = (right[answers.clamp(min=0)] | ~asked).all(1)
     return {
         "correct": correct.int().tolist(),
         "depths": [round(depth, 6) for depth in retrieval.depths.tolist()],
-        "statistics": medians(listener, rows),
+        "statistics": medians(measured, rows),
     }
 
 
-def medians(listener: ChosenRows, positions: Sequence[int]) -> list[dict[str, Any]]:
-    """For each layer and head the medians of the quantities over the rows at these positions."""
-    wanted, layers = set(positions), list(dict.fromkeys(table.layer for table in listener.tables))
+def medians(measured: ChosenRows, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the medians of the quantities over the rows at these positions, for each layer and head."""
+    wanted, layers = set(positions), list(dict.fromkeys(table.layer for table in measured.tables))
     found = []
     for layer in layers:
         parts = []
-        for table in listener.tables:
+        for table in measured.tables:
             inside = [i for i, position in enumerate(table.positions) if position in wanted]
             if table.layer == layer and inside:
                 parts.append(table.values[:, inside])

@@ -1,4 +1,4 @@
-"""Temperature policies: from the number of visible keys to β."""
+"""Temperature policies: the temperature β as a function of the number of visible keys."""
 
 from attnscale.policies.base import FormulaPolicy, LengthPolicy, Policy, UniformPolicy
 from attnscale.policies.build import POLICIES, STATELESS, PolicySpec, build_policy, build_policy_for, register_policy

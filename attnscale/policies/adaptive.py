@@ -22,15 +22,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# How many times the expected 1/Λ a call may contribute to the running estimate of `GapAdaptive(scope="head")`.
+# Maximum contribution of a call to the running estimate of `GapAdaptive(scope="head")`, relative to the expected 1/Λ.
 LARGEST_STEP = 4.0
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class EntropyAdaptive(ScorePolicy):
-    """Adaptive temperature (arXiv:2410.01104): with H the entropy at β = 1, max(1, P(H)) where H > `threshold`, else 1.
+    """Adaptive temperature (arXiv:2410.01104): max(1, P(H)) for entropy H > 0.5 nats at β = 1, else 1.
 
-    P is the published polynomial −0.037·H⁴ + 0.481·H³ − 2.3·H² + 4.917·H − 1.791. It costs a second pass.
+    P is the published polynomial −0.037·H⁴ + 0.481·H³ − 2.3·H² + 4.917·H − 1.791. β is [B, H, Tq]. Measuring H requires
+    a second pass over the keys.
+
+    Args:
+        threshold: The entropy, ≥ 0, up to which β is 1.
+
+    Example:
+        >>> import attnscale
+        >>> q = k = v = torch.randn(1, 2, 16, 8)
+        >>> attnscale.scaled_dot_product_attention(q, k, v, policy="entropy_adaptive").shape
+        torch.Size([1, 2, 16, 8])
     """
 
     name = "entropy_adaptive"
@@ -43,7 +53,7 @@ class EntropyAdaptive(ScorePolicy):
 
     def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
         if stats.entropy is None:
-            raise ArgumentError("stats without entropy are not accepted: expected what `request` asks for")
+            raise ArgumentError("stats without entropy are not accepted: expected the statistics of `request`")
         entropy = stats.entropy.to(torch.float32)
         polynomial = torch.zeros_like(entropy)
         for coefficient in self.coefficients:
@@ -53,18 +63,37 @@ class EntropyAdaptive(ScorePolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GapAdaptive(ScorePolicy):
-    """β = r·Λ, with Λ the accumulation scale of the row's own gaps, between `floor` and `ceiling`.
+    """β = r·Λ, with Λ the accumulation scale of the row's own gaps, clamped to [floor, ceiling].
 
-    r > 1 guarantees w_max ≥ 1/ζ(r), 0.6079 for the default of 2; `target_w_max` chooses r from it and needs
-    `min_rank=2`. Λ is the upper end of its bracket, which keeps the guarantee and is too large by at most
-    `statistics.gaps.BRACKET_WIDTH`; `exact=True` sorts instead. A tie at the top has Λ = ∞ and gets the ceiling,
-    without the guarantee; `RowStats.at_ceiling` marks such rows.
+    r > 1 guarantees w_max ≥ 1/ζ(r), 0.6079 for the default r = 2. Λ is the upper end of its bracket, which preserves
+    the guarantee and is too large by at most `statistics.gaps.BRACKET_WIDTH`. A tie at the top has Λ = ∞ and gets the
+    ceiling, without the guarantee; `RowStats.at_ceiling` marks such rows. β is [B, H, Tq].
 
-    `scope="head"` uses a running estimate per head: 1/Λ = a + b/ln n, fitted to the rows of every training call with
-    exponential forgetting (`momentum`). Averaging 1/Λ is robust against the heavy tail of Λ. What one call contributes
-    is bounded, so that a single step with logits far too large hardly moves the estimate, and rows with NaN do not
-    enter. In eval mode the estimate is frozen and reads no scores, so that prefill and decoding agree. In a distributed
-    run the rows of all processes enter the estimate, or of those that `attnscale.distributed.share_rows` names.
+    With `scope="head"`, β comes from a running estimate per head: 1/Λ = a + b/ln n, fitted to the rows of every
+    training call with exponential forgetting. Averaging 1/Λ is robust against the heavy tail of Λ. The contribution of
+    a call is bounded, so a single step with extreme logits hardly changes the estimate, and NaN rows are skipped. In
+    eval mode the estimate is frozen and no scores are read, so prefill and decode agree. In a distributed run the rows
+    of all processes enter the estimate, or those selected by `attnscale.distributed.share_rows`.
+
+    Args:
+        r: The target criticality β/Λ, > 0.
+        target_w_max: The guaranteed largest weight in (0, 1), instead of `r`; requires `min_rank=2`.
+        min_rank: The lowest rank k ≥ 2 in Λ = max ln k/Δ_k.
+        floor: The smallest β.
+        ceiling: The largest β.
+        scope: "row" for β per row, "head" for a running estimate per head.
+        exact: Compute Λ by sorting instead of a bracket.
+        num_heads: The number of heads, required with `scope="head"`.
+        momentum: Forgetting factor in [0, 1) of the running estimate.
+        gradient: "detach" treats β as a constant in the backward pass, "through" differentiates Λ (`scope="row"` only).
+
+    Example:
+        >>> import attnscale
+        >>> q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+        >>> policy = attnscale.build_policy("gap_adaptive", target_w_max=0.6)
+        >>> _, stats = attnscale.attention_with_stats(q, k, v, policy=policy)
+        >>> bool(((stats.w_max >= 0.6) | stats.at_ceiling).all())
+        True
     """
 
     name = "gap_adaptive"
@@ -80,15 +109,15 @@ class GapAdaptive(ScorePolicy):
     gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
 
     _rows: RowGroup | None = field(init=False, default=None)  # set by `share`
-    _number: int = field(init=False, default=0)  # the place among all policies in the order of their first reduction
+    _number: int = field(init=False, default=0)  # rank among all policies in the order of their first reduction
     sums: Tensor = field(init=False)  # [H, 5] running means of 1, x, y, x², x·y with x = 1/ln n and y = 1/Λ
 
     def validate(self) -> None:
         if self.target_w_max is not None:
             if self.r != 2.0:
-                reject("r", self.r, "no r beside target_w_max, which chooses it")
+                reject("r", self.r, "the default 2.0 together with target_w_max, which determines r")
             if self.min_rank != 2:
-                reject("min_rank", self.min_rank, "2 beside target_w_max: its guarantee needs every rank")
+                reject("min_rank", self.min_rank, "2 together with target_w_max, whose guarantee needs every rank")
         if self.ceiling <= self.floor:
             reject("ceiling", self.ceiling, f"a number > floor={self.floor}")
         if self.scope not in ("row", "head"):
@@ -115,14 +144,14 @@ class GapAdaptive(ScorePolicy):
 
     def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
         if stats.accumulation is None:
-            raise ArgumentError("stats without accumulation are not accepted: expected what `request` asks for")
+            raise ArgumentError("stats without accumulation are not accepted: expected the statistics of `request`")
         scale = stats.accumulation.upper if accumulation is None else accumulation
         if self.scope == "row":
             return self._bounded(self._r * scale)
-        # Activation checkpointing computes the forward again in the backward pass, which must not learn twice.
+        # Activation checkpointing repeats the forward pass during backward, which must not update the estimate twice.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self._learn(stats.visible, scale)
-        # A head none of whose rows could be used so far, such as one of NaN, has β = 1.
+        # Heads without a usable row so far, for example with NaN scores only, have β = 1.
         return torch.where(local(self.sums)[:, :1] > 0, self._estimate(stats.visible), 1.0)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
@@ -134,11 +163,11 @@ class GapAdaptive(ScorePolicy):
         return self._estimate(n)
 
     def _estimate(self, n: Tensor) -> Tensor:
-        """β = r·Λ of each head [..., H, Tq] by the running estimate."""
+        """Return β = r·Λ of each head, [..., H, Tq], from the running estimate."""
         return self._bounded(self._r / self._inverse(1 / ln(n)))
 
     def _inverse(self, x: Tensor) -> Tensor:
-        """1/Λ = a + b·x of each head, [..., H, Tq], for x = 1/ln n [..., 1|H, Tq]."""
+        """Return 1/Λ = a + b·x of each head, [..., H, Tq], for x = 1/ln n [..., 1|H, Tq]."""
         count, mean, y, xx, xy = local(self.sums).unbind(-1)
         spread = (count * xx - mean * mean).clamp(min=1e-12)
         slope = (count * xy - mean * y) / spread
@@ -155,19 +184,19 @@ class GapAdaptive(ScorePolicy):
     def _learn(self, visible: Tensor, scale: Tensor) -> None:
         usable = (visible >= self.min_rank) & (scale > 0)
         x = torch.where(usable, 1 / ln(visible), 0.0)
-        y = torch.where(usable, 1 / scale.double(), 0.0)  # 1/∞ is 0: a tie is one row among many
+        y = torch.where(usable, 1 / scale.double(), 0.0)  # 1/∞ = 0: ties enter like other rows
         moments = torch.stack([usable.double(), x, y, x * x, x * y], dim=-1).sum((0, 2))  # [H, 5]
         if moments.shape[0] != local(self.sums).shape[0]:
             raise ArgumentError(
                 f"scores of {moments.shape[0]} heads are not accepted: expected {local(self.sums).shape[0]}, the "
-                "num_heads of gap_adaptive (heads that are spread over processes need "
+                "num_heads of gap_adaptive (heads distributed over processes require "
                 "attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
             )
         moments = sum_over_rows(moments, self._rows, self._order)
         ones, x, y, xx, xy = (moments / moments[:, :1].clamp(min=1)).unbind(-1)
         sums = local(self.sums)
         first = sums[:, 0] == 0
-        # One call with logits far too large would outweigh hundreds of others. A 1/Λ that is too small cannot.
+        # A call with extreme logits would outweigh hundreds of others. A 1/Λ that is too small cannot.
         most = LARGEST_STEP * self._inverse(x[:, None])[:, 0]
         kept = torch.where(first, 1.0, (most / y).clamp(max=1.0))
         share = torch.stack([ones, x, kept * y, xx, kept * xy], dim=-1)
@@ -175,17 +204,17 @@ class GapAdaptive(ScorePolicy):
         sums.copy_(torch.where(moments[:, :1] > 0, mixed, sums))
 
     def _order(self) -> int:
-        """Tells this estimate from those of other layers; the same in all processes, as long as they are in step."""
+        """Return an id of this estimate among those of all layers, equal on all processes while they are in step."""
         if not self._number and not torch.compiler.is_compiling():
             self._number = next(state.ESTIMATE_NUMBERS)
         return self._number
 
     def share(self, group: ProcessGroup | None) -> None:
-        """Reduce the running estimate over a group in place of all processes; None: over none."""
+        """Reduce the running estimate over a process group instead of all processes; None disables the reduction."""
         self._rows = RowGroup(group)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GapAdaptive:
-        """Moved with its model, the running estimate keeps its dtype: differences of means need fp64."""
+        """Keep the dtype of the running estimate when the model is moved: differences of means need fp64."""
         kept = self._buffers.get("sums")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self._buffers.get("sums")
@@ -196,7 +225,7 @@ class GapAdaptive(ScorePolicy):
 
 @contextmanager
 def assumed_estimates(module: nn.Module) -> Iterator[None]:
-    """Give running estimates in a module that have seen no rows those of Λ = 1, for a forward pass in eval mode."""
+    """Context: set unused running estimates in a module to Λ = 1, for a forward pass in eval mode."""
     policies = [part for part in module.modules() if isinstance(part, GapAdaptive) and part.scope == "head"]
     empty = [sums for part in policies if not bool((sums := local(part.sums)).any())]
     try:
@@ -209,7 +238,7 @@ def assumed_estimates(module: nn.Module) -> Iterator[None]:
 
 
 def inverse_zeta(value: float) -> float:
-    """The r > 1 with ζ(r) = value > 1, by bisection.
+    """Return the r > 1 with ζ(r) = value > 1, by bisection.
 
     >>> round(inverse_zeta(math.pi**2 / 6), 9)
     2.0
@@ -217,7 +246,7 @@ def inverse_zeta(value: float) -> float:
     low, high = 1.0, 64.0
     for _ in range(80):
         middle = (low + high) / 2
-        # On the host whatever the default device: a policy may be built under torch.device("meta").
+        # On the CPU regardless of the default device: a policy may be built under torch.device("meta").
         zeta = float(torch.special.zeta(torch.tensor(middle, dtype=torch.float64, device="cpu"), 1.0))
         low, high = (middle, high) if zeta > value else (low, middle)
     return high

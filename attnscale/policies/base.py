@@ -1,4 +1,4 @@
-"""What a policy is: a function from the number of visible keys to the temperature β."""
+"""Base classes of policies: functions from the number of visible keys to the temperature β."""
 
 from __future__ import annotations
 
@@ -16,44 +16,57 @@ from attnscale._util.checks import plain_numbers, read_int
 from attnscale._util.files import write_yaml
 from attnscale._util.processes import OwnHeads
 from attnscale._util.tracing import is_watched
-from attnscale.errors import ArgumentError, FrozenPolicyError, reject, reject_type
+from attnscale.call.torch_arguments import refuse_context_parallel
+from attnscale.errors import ArgumentError, BackendError, FrozenPolicyError, reject, reject_type
 from attnscale.statistics import RowStats, StatsRequest
 
-# A policy whose β is not finite at this length is refused when it is built.
+# Policies with a non-finite β at this length are rejected on construction.
 LONGEST_USUAL_CONTEXT = 2**20
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """The part of a policy that attention relies on; `LengthPolicy` is the base class that provides it.
+    """The protocol of policies used by attention; `LengthPolicy` is the base class that implements it.
 
-    `uniform` is β as a plain number where it is the same for every row there can be, else None. `needs_query` says that
-    the call takes the queries too.
+    Attributes:
+        needs_query: Whether the call also takes the queries [B, H, Tq, D].
+        uniform: β as a float if it is the same for every possible row, else None.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> isinstance(build_policy("log"), Policy), build_policy("constant").uniform
+        (True, 1.0)
     """
 
     needs_query: ClassVar[bool]
 
     @property
-    def uniform(self) -> float | None: ...
+    def uniform(self) -> float | None:
+        """β as a plain number if it is the same for every row, else None."""
 
     def __call__(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LengthPolicy(nn.Module):
-    """Base of all policies: subclasses are keyword dataclasses whose `formula` reads like the table row.
+    """Base class of all policies. Subclasses are keyword-only dataclasses that implement `formula`.
 
-    It is called with n, an int or an integer tensor of any shape, optionally with the 0-based absolute positions (else
-    n − 1), and returns β that broadcasts with them: fp32, or fp64 where it has fp64 parameters. Per-head policies have
-    the head axis at −2: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1; a negative n
-    is refused, unless it is on another device than the CPU or in a compiled graph.
+    A policy is called with n, an int or an integer tensor of any shape, and optionally with 0-based absolute positions
+    (default: n − 1). It returns β that broadcasts with them, in fp32, or in fp64 if it has fp64 parameters. Per-head
+    policies have the head axis at −2: n [B, 1, Tq] or [B, H, Tq] gives β [B, H, Tq]. Rows without a key count as n = 1.
+    A negative n is rejected on the CPU outside of compiled graphs.
 
-    Fields are fixed after construction, since `validate` may have derived values from them: build a new policy, for
-    instance with `dataclasses.replace`. Parameters, buffers and submodules are those of any `nn.Module`.
+    Fields are frozen after construction, because `validate` may derive values from them. Build a new policy instead,
+    for example with `dataclasses.replace`. Parameters, buffers and submodules behave as in any `nn.Module`.
 
-    >>> from attnscale import build_policy
-    >>> build_policy("log")(torch.tensor([1, 2, 1000]))
-    tensor([0.6931, 0.6931, 6.9078])
+    Raises:
+        ArgumentError: A field has an invalid value, or β is not finite at 2²⁰ keys.
+        FrozenPolicyError: A field is assigned after construction.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("log")(torch.tensor([1, 2, 1000]))
+        tensor([0.6931, 0.6931, 6.9078])
     """
 
     name: ClassVar[str]
@@ -62,7 +75,7 @@ class LengthPolicy(nn.Module):
     own_heads: OwnHeads | None = dataclasses.field(init=False, default=None)  # set by `keep`
 
     def __post_init__(self) -> None:
-        # Plain fields were set before this, which nn.Module allows; parameters may be set only after it.
+        # nn.Module allows plain fields to be set before this call, but parameters only after it.
         nn.Module.__init__(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name, None)
@@ -70,7 +83,7 @@ class LengthPolicy(nn.Module):
                 setattr(self, field.name, field.metadata["read"](field.name, value))
         self.validate()
         if not math.isfinite(self.longest_beta()):
-            reject("policy", self, f"parameters whose β is finite in fp32 at {LONGEST_USUAL_CONTEXT} keys")
+            reject("policy", self, f"parameters with a finite fp32 β at {LONGEST_USUAL_CONTEXT} keys")
         self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -89,56 +102,56 @@ class LengthPolicy(nn.Module):
         self._identify()
 
     def _identify(self) -> None:
-        """Compute the identity of a finished policy, which calls in any thread then only read."""
+        """Compute the cache identity of a built policy; calls in any thread only read it."""
         if "_is_built" in self.__dict__:
             self.__dict__["_identity"] = _identity(self)
 
     def _refuse_change(self, name: str, what: str) -> None:
         if any(field.init and field.name == name for field in dataclasses.fields(self)):
             raise FrozenPolicyError(
-                f"{what} is not accepted by a finished {type(self).__name__}: its fields are fixed; build a new one "
-                f"with build_policy, or with dataclasses.replace(policy, {name}=...)"
+                f"{what} is not accepted: the fields of {type(self).__name__} are frozen after construction; build a "
+                f"new policy with build_policy or dataclasses.replace(policy, {name}=...)"
             )
 
     def validate(self) -> None:
-        """Raise if fields do not fit each other. Called once, on construction, after the check of each field."""
+        """Raise if fields are inconsistent. Called once on construction, after the check of each field."""
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
-        """β for integer tensors n ≥ 1 and position ≥ 0, in any floating dtype."""
+        """Return β for integer tensors n ≥ 1 and position ≥ 0, in any floating dtype."""
         raise NotImplementedError
 
     @property
     def uniform(self) -> float | None:
-        """β as a plain number where it depends on nothing, else None."""
+        """β as a float if it is the same for every possible row, else None."""
         return None
 
     def longest_beta(self) -> float:
-        """β at 2²⁰ keys as far as construction can know it; a policy where it is not finite is refused."""
+        """Return the largest β at 2²⁰ keys, as far as known at construction. A non-finite value rejects the policy."""
         beta: Tensor = self(LONGEST_USUAL_CONTEXT).detach()
         return 1.0 if beta.is_meta else float(beta.abs().max())
 
     def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
-        """β for n visible keys; see the class."""
+        """Return β for n visible keys; see the class."""
         return self.formula(*read_lengths(n, positions)).to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of β: fp32, or fp64 where a parameter is fp64, since its gradient must not be rounded to less."""
+        """The dtype of β: fp32, or fp64 if a parameter is fp64, so that its gradient is not rounded."""
         wide = any(parameter.dtype == torch.float64 for parameter in self.parameters())
         return torch.float64 if wide else torch.float32
 
     def keep(self, own: OwnHeads) -> None:
-        """Say which heads of a layer this process has: β is given for these, and statistics carry their numbers."""
+        """Set the heads of a layer that this process holds: β covers these, and statistics carry their numbers."""
         self.own_heads = own
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as plain data that `build_policy` takes back."""
+        """Return the policy as plain data for `build_policy`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        # A class of a user may hold numbers of numpy, which neither YAML nor JSON can write.
+        # Custom classes may hold numpy numbers, which neither YAML nor JSON supports.
         return {"name": self.name} | {key: plain_numbers(value) for key, value in values.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write the policy as YAML that `build_policy` takes back (learned parameters live in `state_dict`)."""
+        """Write the policy as YAML for `build_policy`. Learned parameters are in `state_dict`, not in this file."""
         write_yaml(path, self.to_dict())
 
     def extra_repr(self) -> str:
@@ -146,14 +159,20 @@ class LengthPolicy(nn.Module):
 
 
 class FormulaPolicy(LengthPolicy):
-    """Base of the policies whose β depends on n, position and plain attributes only, so that it may be remembered.
+    """Base class of policies whose β depends only on n, position and plain attributes, so that it can be cached.
 
-    `identity` is the key: policies of the same class with the same attributes share what is remembered.
+    Policies with equal `identity`, that is, with the same class and attributes, share cache entries.
+
+    Example:
+        >>> from attnscale.policies import build_policy
+        >>> first, second = (build_policy("log", gamma=2.0) for _ in range(2))
+        >>> isinstance(first, FormulaPolicy), first.identity == second.identity
+        (True, True)
     """
 
     @property
     def identity(self) -> Hashable | None:
-        """What β depends on besides n and position; None where that is not plain data, and β must not be remembered."""
+        """The cache key of the policy; None if it has non-plain attributes and β must not be cached."""
         state = self.__dict__
         if state["_parameters"] or state["_buffers"] or state["_modules"]:
             return None
@@ -162,10 +181,18 @@ class FormulaPolicy(LengthPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class UniformPolicy(FormulaPolicy):
-    """Base of the policies whose β is one number: a constant, or a factor fixed by a configuration's length ratio."""
+    """Base class of policies with the same β for every row: a constant, or a factor given by a length ratio.
+
+    Example:
+        >>> class Doubled(UniformPolicy):
+        ...     def value(self):
+        ...         return 2.0
+        >>> Doubled()(1024)
+        tensor(2.)
+    """
 
     def value(self) -> float:
-        """β."""
+        """Return β."""
         raise NotImplementedError
 
     @property
@@ -177,9 +204,9 @@ class UniformPolicy(FormulaPolicy):
 
 
 def _identity(policy: LengthPolicy) -> Hashable | None:
-    """The class itself, as a name may be used twice, and every attribute with its type: 1, 1.0 and True differ.
+    """Return the class, as names may be reused, and every attribute with its type, as 1, 1.0 and True differ.
 
-    Attributes enter as text, whose hash Python keeps, and in which 0.0 and −0.0 differ.
+    Attributes are converted to text: Python caches its hash, and 0.0 and −0.0 differ.
     """
     values = {name: value for name, value in list(policy.__dict__.items()) if name not in _UNREAD}
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in values.values()):
@@ -187,27 +214,27 @@ def _identity(policy: LengthPolicy) -> Hashable | None:
     return type(policy), repr([(name, type(value), value) for name, value in values.items()])
 
 
-# What nn.Module keeps in every instance, but for `training`, an attribute like any other that a formula may read; the
-# numbers of heads, on which no β without parameters depends; and the identity itself.
+# Attributes of every nn.Module except `training`, which a formula may read; the local heads, which do not affect β
+# without parameters; and the identity itself.
 _UNREAD = (frozenset(nn.Module().__dict__) | {"own_heads", "_identity"}) - {"training"}
 
 
 def real(x: Tensor) -> Tensor:
-    """An integer tensor as floating point: fp64 where the device has it, so that fp32 β is right to the last bit."""
+    """Convert an integer tensor to fp64, or to fp32 on devices without fp64; fp32 β is then correctly rounded."""
     return x.to(torch.float64 if _has_float64(x) else torch.float32)
 
 
 def ln(n: Tensor) -> Tensor:
     """ln n with ln 1 := ln 2.
 
-    With one key any β gives the same softmax, but β = 0 would make a kernel's running maximum meaningless and, with an
-    attention sink, would ignore the key.
+    With a single key, any β gives the same softmax. β = 0, however, would invalidate a kernel's running maximum and,
+    next to an attention sink, ignore the key.
     """
     return torch.log(real(n.clamp(min=2)))
 
 
 def read_lengths(n: int | Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """n ≥ 1 and the position, n − 1 where it is not given, as int64 tensors."""
+    """Return n ≥ 1 and the position, by default n − 1, as int64 tensors."""
     given = integers("n", n)
     if _is_negative(n):
         reject("n", n, "an int or an integer tensor >= 0")
@@ -216,18 +243,18 @@ def read_lengths(n: int | Tensor, positions: Tensor | None) -> tuple[Tensor, Ten
 
 
 def integers(argument: str, value: object) -> Tensor:
-    """`value` as an int64 tensor; anything but an int or an integer tensor is refused."""
+    """Return an int or an integer tensor as an int64 tensor; raise for other types."""
     if isinstance(value, Tensor):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
             reject_type(argument, value.dtype, "an integer dtype")
         return value.to(torch.int64)
     number = read_int(argument, value, "an int or an integer tensor")
-    # On the host whatever the default device: a policy may be built under torch.device("meta").
+    # On the CPU regardless of the default device: a policy may be built under torch.device("meta").
     return torch.as_tensor(number, dtype=torch.int64, device="cpu")
 
 
 def _is_negative(n: int | Tensor) -> bool:
-    """Whether n, or one of them, is negative; False where reading a tensor back would synchronise or break a graph."""
+    """Whether any n is negative; False where reading a tensor would synchronise or break a graph."""
     if isinstance(n, int):
         return n < 0
     return type(n) is Tensor and n.device.type == "cpu" and not is_watched() and bool((n < 0).any())
@@ -239,9 +266,9 @@ def _has_float64(x: Tensor) -> bool:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ScorePolicy(LengthPolicy):
-    """Base of the policies that read scores: `request` says which statistics at β = 1, `from_stats` makes β of them.
+    """Base class of policies that read scores: `request` defines the statistics at β = 1, `from_stats` computes β.
 
-    `needs_scores` may change: a policy frozen in eval mode is a function of length like any other.
+    `needs_scores` may change: in eval mode, a policy with a frozen estimate depends on lengths only.
     """
 
     needs_scores: ClassVar[bool] = True
@@ -249,20 +276,54 @@ class ScorePolicy(LengthPolicy):
 
     @property
     def request(self) -> StatsRequest:
-        """What to measure at β = 1."""
+        """The statistics to measure at β = 1."""
         raise NotImplementedError
 
     def from_stats(self, stats: RowStats, accumulation: Tensor | None = None) -> Tensor:
-        """β [B, H, Tq] in fp32; `accumulation` is Λ with a gradient, where `gradient="through"` asks for it."""
+        """Return β [B, H, Tq] in fp32. `accumulation` is the differentiable Λ used with `gradient="through"`."""
         raise NotImplementedError
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
-        raise ArgumentError(f"policy {self.name!r} cannot be called with lengths alone: it needs the scores of a row")
+        raise ArgumentError(f"policy {self.name!r} cannot be called with lengths only: it requires the scores of a row")
 
     def longest_beta(self) -> float:
-        return 1.0  # of no length: `from_stats` bounds it
+        return 1.0  # does not depend on length; `from_stats` bounds it
 
 
 def reads_scores(policy: Policy) -> TypeGuard[ScorePolicy]:
-    """Whether a policy needs the scores of a call at the moment."""
+    """Whether a policy currently needs the scores of a call."""
     return isinstance(policy, ScorePolicy) and policy.needs_scores
+
+
+def refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None:
+    """Raise if n would be wrong: frozen by `torch.jit.trace`, or counted over the local part of the keys only."""
+    if policy.uniform is not None or torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise BackendError(
+            f"policy {policy!r} is not supported by torch.jit.trace, which would bake in the β of this length; use "
+            "torch.export or torch.compile"
+        )
+    if not known:
+        refuse_context_parallel(query, "use attnscale.distributed.context_parallel_attention, or pass n as visible=")
+
+
+def check_beta(beta: Tensor, query: Tensor) -> Tensor:
+    """Return β as [B|1, H|1, Tq], in fp32 unless both policy and query are fp64; raise if it does not broadcast.
+
+    In a compiled graph extents may be unknown until run time, where broadcasting itself is the check.
+    """
+    while beta.dim() < 3:
+        beta = beta[None]
+    if beta.dtype == torch.float64 != query.dtype:  # an fp64 policy in a model of another dtype
+        beta = beta.to(torch.float32)
+    batch, heads, rows = query.shape[:3]
+    if torch.compiler.is_compiling():
+        return beta
+    if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
+        raise ArgumentError(
+            f"β of shape {list(beta.shape)} from the policy is not accepted: expected a shape that broadcasts to "
+            f"[B, H, Tq] = {[batch, heads, rows]}; the policy may be built for another number of heads (heads "
+            "distributed over processes require attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
+        )
+    return beta

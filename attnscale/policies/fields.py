@@ -1,4 +1,4 @@
-"""Fields of policies that say which values they take; `LengthPolicy` reads them on construction, as plain numbers."""
+"""Dataclass fields of policies with validation; `LengthPolicy` converts the values to plain numbers on construction."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from torch import Tensor
 from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale.errors import reject, reject_type
 
-# No length is longer: int64 arithmetic on lengths cannot overflow below it.
+# Upper limit of lengths; int64 arithmetic cannot overflow below it.
 LONGEST_CONTEXT = 2**62
 
 
 def number(accepted: str, default: Any = MISSING, *, above: float = -math.inf, below: float = math.inf) -> Any:
-    """A field of a policy that takes numbers between two bounds; None only where that is the default."""
+    """A field for numbers between two bounds; None is accepted only as the default."""
     return _field(default, partial(read_between, accepted=accepted, above=above, below=below))
 
 
 def positive(default: Any = MISSING) -> Any:
-    """A field that takes numbers > 0."""
+    """A field for numbers > 0."""
     return number("a number > 0", default, above=0.0)
 
 
 def not_negative(default: Any = MISSING) -> Any:
-    """A field that takes numbers ≥ 0."""
+    """A field for numbers ≥ 0."""
     return number("a number >= 0", default, above=-math.ulp(0.0))
 
 
 def length(default: Any = MISSING, *, least: int = 2) -> Any:
-    """A field that takes ints of at least `least` (2: the first length whose logarithm is positive)."""
+    """A field for ints of at least `least` (2 is the first length with a positive logarithm)."""
     return _field(default, partial(read_length, least=least))
 
 
 def flag(default: bool) -> Any:
-    """A field that takes True or False."""
+    """A field for True or False."""
     return _field(default, _read_flag)
 
 
 def read_between(
     argument: str, value: object, accepted: str, *, above: float = -math.inf, below: float = math.inf
 ) -> float:
-    """A float between the bounds that fp32 can hold."""
+    """Return a float between the bounds that is finite in fp32."""
     if isinstance(value, (bool, Tensor)):
         reject_type(argument, value, accepted)
     number = read_number(argument, value, accepted)
@@ -59,7 +59,7 @@ def read_between(
 
 
 def read_length(argument: str, value: object, *, least: int = 2) -> int:
-    """An int of at least `least`."""
+    """Return an int of at least `least`."""
     return read_int(argument, value, f"an int >= {least}, at most 2**62", least=least, most=LONGEST_CONTEXT)
 
 

@@ -13,7 +13,16 @@ from attnscale.policies.fields import flag, length, positive
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Constant(UniformPolicy):
-    """β. With `beta=1` this is standard attention."""
+    """The same β for every row; `beta=1` is standard attention.
+
+    Args:
+        beta: The temperature, > 0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("constant", beta=1.5)(8192)
+        tensor(1.5000)
+    """
 
     name = "constant"
     beta: float = positive(1.0)
@@ -24,10 +33,16 @@ class Constant(UniformPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LengthLaw(FormulaPolicy):
-    """Base of the laws f(n), each in three forms.
+    """Base class of the laws f(n). β has the shape of n. Each law has three forms.
 
-    Absolute `γ·f(n)` for training from scratch; anchored `f(n)/f(L)` for a model trained at length L, so that β(L) = 1;
-    anchored with floor `max(1, f(n)/f(L))`, which changes nothing inside the training length.
+    - Absolute, `γ·f(n)`: for training from scratch.
+    - Anchored, `f(n)/f(L)`: for a model trained at length L, so that β(L) = 1.
+    - Anchored with floor, `max(1, f(n)/f(L))`: unchanged up to the training length.
+
+    Args:
+        gamma: The factor γ > 0 of the absolute form; must be 1 in the anchored form.
+        reference_length: The length L ≥ 2 of the anchored form; None for the absolute form.
+        floor: Clamp β to at least 1; requires `reference_length`.
     """
 
     gamma: float = positive(1.0)
@@ -35,17 +50,17 @@ class LengthLaw(FormulaPolicy):
     floor: bool = flag(False)
 
     def law(self, n: Tensor) -> Tensor:
-        """f(n)."""
+        """Return f(n)."""
         raise NotImplementedError
 
     def validate(self) -> None:
         if self.reference_length is None:
             if self.floor:
-                reject("floor", True, "False unless reference_length is given: only the anchored form has a floor")
+                reject("floor", True, "False without reference_length: only the anchored form has a floor")
             self._f_reference = None
         else:
             if self.gamma != 1.0:
-                reject("gamma", self.gamma, "1 where reference_length is given: the anchored form has β(L) = 1")
+                reject("gamma", self.gamma, "1 with reference_length: the anchored form has β(L) = 1")
             self._f_reference = float(self.law(integers("reference_length", self.reference_length)))
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
@@ -57,7 +72,15 @@ class LengthLaw(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SqrtLog(LengthLaw):
-    """f(n) = √(ln n): Gaussian scores condense at √(2 ln n)/σ."""
+    """f(n) = √(ln n): Gaussian scores condense at √(2 ln n)/σ.
+
+    Fields and forms: see `LengthLaw`.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("sqrt_log", reference_length=2048)(8192)
+        tensor(1.0871)
+    """
 
     name = "sqrt_log"
 
@@ -67,7 +90,16 @@ class SqrtLog(LengthLaw):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Log(LengthLaw):
-    """f(n) = ln n: the critical scale of tokens on a simplex (arXiv:2510.05554)."""
+    """f(n) = ln n: the critical scale of tokens on a simplex (arXiv:2510.05554).
+
+    Fields and forms: see `LengthLaw`.
+
+    Example:
+        >>> import torch
+        >>> from attnscale import build_policy
+        >>> build_policy("log", reference_length=2048, floor=True)(torch.tensor([512, 2048, 8192]))
+        tensor([1.0000, 1.0000, 1.1818])
+    """
 
     name = "log"
 
@@ -77,7 +109,15 @@ class Log(LengthLaw):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LogSquared(LengthLaw):
-    """f(n) = (ln n)²: the order of YaRN's factor, critical for a cluster at gap 1/ln n."""
+    """f(n) = (ln n)²: the order of YaRN's factor, critical for a cluster at gap 1/ln n.
+
+    Fields and forms: see `LengthLaw`.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("log_squared", reference_length=2048)(8192)
+        tensor(1.3967)
+    """
 
     name = "log_squared"
 
@@ -87,7 +127,18 @@ class LogSquared(LengthLaw):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Power(LengthLaw):
-    """f(n) = nᵖ: keys on a sphere in dimension d have p = 2/(d − 1)."""
+    """f(n) = nᵖ: keys on a sphere in dimension d have p = 2/(d − 1).
+
+    Other fields and forms: see `LengthLaw`.
+
+    Args:
+        exponent: The exponent p > 0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("power", exponent=0.5)(64)
+        tensor(8.)
+    """
 
     name = "power"
     exponent: float = positive()

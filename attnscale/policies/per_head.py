@@ -1,4 +1,4 @@
-"""One policy for some heads, another for the rest."""
+"""Different policies for different heads."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ from attnscale.policies.fields import length
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PerHead(LengthPolicy):
-    """`default` for all heads but those in `heads`, which maps ranges such as "0-3" to policies of their own.
+    """Different policies per head: `heads` maps ranges such as "0-3" to policies, `default` applies to the rest.
 
-    Policies are given as names or mappings; one that learns gets as many heads as it has here. Policies that read
-    queries or scores cannot be mixed by head. Where n differs between heads, [B, H, Tq], each policy is given that of
-    its own heads.
+    β is [..., H, Tq] for n [..., 1, Tq] or [Tq]. If n differs between heads, [B, H, Tq], each policy gets the n of its
+    heads. Learned policies get the number of heads of their range. Policies that read queries or scores cannot be
+    combined per head.
 
-    >>> from attnscale import build_policy
-    >>> policy = build_policy("per_head", num_heads=3, heads={"1-2": {"name": "log", "reference_length": 64}})
-    >>> policy(torch.tensor([[64, 4096]]))
-    tensor([[1., 1.],
-            [1., 2.],
-            [1., 2.]])
+    Args:
+        num_heads: The number of heads H.
+        default: The policy of the remaining heads, a name or a mapping.
+        heads: Ranges of heads → policies, as names or mappings.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> policy = build_policy("per_head", num_heads=3, heads={"1-2": {"name": "log", "reference_length": 64}})
+        >>> policy(torch.tensor([[64, 4096]]))
+        tensor([[1., 1.],
+                [1., 2.],
+                [1., 2.]])
     """
 
     name = "per_head"
     uses_position = True
-    build_part: ClassVar[Callable[[Any, int], Policy]]  # set by `policies.build`, which knows all policies by name
+    build_part: ClassVar[Callable[[Any, int], Policy]]  # set by `policies.build`
     num_heads: int = length(least=1)
     default: Any = "constant"
     heads: Mapping[str, Any]
@@ -43,8 +49,8 @@ class PerHead(LengthPolicy):
         if not isinstance(self.heads, Mapping):
             reject_type("heads", self.heads, "a mapping of ranges such as '0-3' to policies")
         if not isinstance(self.default, (str, Mapping)):
-            reject_type("default", self.default, "the name of a policy, or a mapping with its name and parameters")
-        # A copy, so that what `to_dict` gives stays what was built.
+            reject_type("default", self.default, "a policy name, or a mapping with name and parameters")
+        # Copied, so that later changes do not affect `to_dict`.
         self.default, self.heads = copy.deepcopy(self.default), copy.deepcopy(dict(self.heads))
         owner: dict[int, str] = {}
         for given in self.heads:
@@ -53,23 +59,23 @@ class PerHead(LengthPolicy):
                     reject("heads", given, f"ranges of heads 0-{self.num_heads - 1} that do not overlap")
                 owner[head] = given
         rest = [head for head in range(self.num_heads) if head not in owner]
-        # In an order of their own: a config that is saved sorts its keys, and parameters are kept by place.
-        # As text, since YAML reads the key 3 as an int.
+        # Sorted, because a saved config sorts its keys and parameters are identified by position. As text, because YAML
+        # reads the key 3 as an int.
         by_name = sorted(self.heads.items(), key=lambda item: str(item[0]))
         groups = [(read_range("heads", given), spec) for given, spec in by_name]
         groups += [(rest, self.default)] if rest else []
         self.parts = nn.ModuleList(self._part(spec, len(heads)) for heads, spec in groups)
         order = [head for heads, _ in groups for head in heads]
         self._sizes = [len(heads) for heads, _ in groups]
-        # Slices in place of an index: a list of ints would be copied to the device by every call, and a buffer would
-        # be lost by models that are built on the meta device.
+        # Slices instead of an index: a list of ints would be copied to the device in every call, and a buffer would be
+        # lost by models built on the meta device.
         self._heads_of_parts = [runs(heads) for heads, _ in groups]
         self._parts_in_order = runs([order.index(head) for head in range(self.num_heads)])
 
     def _part(self, spec: Any, heads: int) -> LengthPolicy:
         part = type(self).build_part(spec, heads)
         if not isinstance(part, LengthPolicy) or part.needs_query or hasattr(part, "needs_scores"):
-            reject("heads", spec, "policies of length or position; those that read queries or scores act on all heads")
+            reject("heads", spec, "policies of length or position; those reading queries or scores apply to all heads")
         return part
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
@@ -82,18 +88,18 @@ class PerHead(LengthPolicy):
         lead = torch.broadcast_shapes(*(beta.shape[:-2] for beta in parts))  # type: ignore[no-untyped-call]
         parts = [beta.expand(*lead, *beta.shape[-2:]) for beta in parts]
         beta = take(torch.cat(parts, -2), self._parts_in_order)
-        # Parameters stay those of all heads, in every process.
+        # Every process keeps the parameters of all heads.
         return beta if self.own_heads is None else self.own_heads.of(beta)
 
     def longest_beta(self) -> float:
         return max(part.longest_beta() for part in self._policies())
 
     def _of(self, n: Tensor, heads: Sequence[slice]) -> Tensor:
-        """The lengths or positions of some heads: all of them where heads share them."""
+        """Return the lengths or positions of some heads; all of them if they are shared."""
         if n.dim() < 2 or n.shape[-2] == 1:
             return n
         if n.shape[-2] != self.num_heads:
-            reject("n or positions", list(n.shape), f"[..., 1, Tq], or [..., {self.num_heads}, Tq] with one n per head")
+            reject("n or positions", list(n.shape), f"[..., 1, Tq] or [..., {self.num_heads}, Tq]")
         return take(n, heads)
 
     def _policies(self) -> list[LengthPolicy]:
@@ -101,7 +107,7 @@ class PerHead(LengthPolicy):
 
 
 def runs(heads: Sequence[int]) -> list[slice]:
-    """The fewest runs of neighbours that give these heads in their order.
+    """Return the shortest list of slices that gives these heads in order.
 
     >>> runs([4, 5, 6, 0])
     [slice(4, 7, None), slice(0, 1, None)]
@@ -116,6 +122,6 @@ def runs(heads: Sequence[int]) -> list[slice]:
 
 
 def take(x: Tensor, heads: Sequence[slice]) -> Tensor:
-    """Some heads of a tensor [..., H, T], by slices: nothing is read from the host."""
+    """Return some heads of a tensor [..., H, T] by slicing, without a host-to-device copy."""
     slices = [x[..., run, :] for run in heads]
     return slices[0] if len(slices) == 1 else torch.cat(slices, -2)

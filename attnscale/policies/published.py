@@ -1,7 +1,7 @@
-"""The temperatures of published systems, one preset each (policies/README.md §2.2).
+"""Temperatures of published systems, one preset each (policies/README.md §2.2).
 
-Each preset uses n or the position as its original does. All of them act on q only, also where the original multiplies k
-as well (YaRN, gpt-oss, LongRoPE), so that cached keys stay valid.
+Each preset uses n or the position like its original. All of them scale q only, even if the original also scales k
+(YaRN, gpt-oss, LongRoPE), so that cached keys stay valid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,19 @@ def _ratio(default: Any = MISSING) -> Any:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Yarn(UniformPolicy):
-    """YaRN (arXiv:2309.00071): (1 + 0.1·ln s)², s = extended length / trained length."""
+    """YaRN (arXiv:2309.00071): (1 + 0.1·ln s)², s = extended length / trained length.
+
+    The same β for every row; 1 for s ≤ 1.
+
+    Args:
+        factor: s > 0.
+        coefficient: The factor 0.1 of ln s.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("yarn", factor=4)(8192)
+        tensor(1.2965)
+    """
 
     name = "yarn"
     factor: float = _ratio()
@@ -36,7 +48,19 @@ class Yarn(UniformPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GptOss(Yarn):
-    """gpt-oss: YaRN's factor at s = 32."""
+    """gpt-oss: YaRN's factor (1 + 0.1·ln s)² at s = 32.
+
+    The same β for every row.
+
+    Args:
+        factor: s > 0.
+        coefficient: The factor 0.1 of ln s.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("gpt_oss")(8192)
+        tensor(1.8133)
+    """
 
     name = "gpt_oss"
     factor: float = _ratio(32.0)
@@ -44,7 +68,19 @@ class GptOss(Yarn):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DeepSeek(UniformPolicy):
-    """DeepSeek-V2/V3: (1 + 0.1·m·ln s)², V3 has m = 1 and s = 40."""
+    """DeepSeek-V2 and V3: (1 + 0.1·m·ln s)²; V3 has m = 1 and s = 40.
+
+    The same β for every row.
+
+    Args:
+        factor: s = extended length / trained length, > 0.
+        mscale: m ≥ 0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("deepseek")(8192)
+        tensor(1.8739)
+    """
 
     name = "deepseek"
     factor: float = _ratio(40.0)
@@ -56,7 +92,19 @@ class DeepSeek(UniformPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class LongRope(UniformPolicy):
-    """LongRoPE (arXiv:2402.13753), as in Phi-3: 1 + ln s / ln L0."""
+    """LongRoPE (arXiv:2402.13753), as in Phi-3: 1 + ln s / ln L0.
+
+    The same β for every row.
+
+    Args:
+        factor: s = extended length / trained length, > 0.
+        original_length: The trained length L0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("longrope", factor=32, original_length=4096)(8192)
+        tensor(1.4167)
+    """
 
     name = "longrope"
     factor: float = _ratio()
@@ -68,7 +116,19 @@ class LongRope(UniformPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DRoPE(UniformPolicy):
-    """DroPE: 1 + c·ln s, c = 0.412 or 0.103."""
+    """DroPE: 1 + c·ln s, c = 0.412 or 0.103.
+
+    The same β for every row.
+
+    Args:
+        factor: s = extended length / trained length, > 0.
+        coefficient: c ≥ 0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("drope", factor=4)(8192)
+        tensor(1.5712)
+    """
 
     name = "drope"
     factor: float = _ratio()
@@ -80,7 +140,18 @@ class DRoPE(UniformPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Qwen(FormulaPolicy):
-    """Qwen (arXiv:2309.16609): max(1, ln(pos + 1) / ln L), L = 2048 or 8192."""
+    """Qwen (arXiv:2309.16609): max(1, ln(pos + 1) / ln L), L = 2048 or 8192.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        reference_length: The trained length L.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("qwen")(8192)
+        tensor(1.1818)
+    """
 
     name = "qwen"
     uses_position = True
@@ -92,7 +163,18 @@ class Qwen(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Swan(FormulaPolicy):
-    """SWAN-GPT (arXiv:2504.08719): ln(pos + a) / ln a; the constant is not published, so `a` must be given."""
+    """SWAN-GPT (arXiv:2504.08719): ln(pos + a) / ln a; the paper does not state a, so it is required.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        a: The constant a ≥ 2.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("swan", a=1000)(8192)
+        tensor(1.3211)
+    """
 
     name = "swan"
     uses_position = True
@@ -104,7 +186,18 @@ class Swan(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HypeNet(Swan):
-    """HypeNet: ln(pos + a) / ln a with a = 500."""
+    """HypeNet: ln(pos + a) / ln a with a = 500.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        a: The constant a ≥ 2.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("hypenet")(8192)
+        tensor(1.4595)
+    """
 
     name = "hypenet"
     a: int = length(500)
@@ -112,7 +205,20 @@ class HypeNet(Swan):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Llama4(FormulaPolicy):
-    """Llama 4, layers without position embedding: 1 + 0.1·ln(1 + ⌊(pos + 1) / 8192⌋)."""
+    """Llama 4, NoPE layers: 1 + 0.1·ln(1 + ⌊(pos + 1) / 8192⌋).
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        floor_length: The length 8192 of a step.
+        coefficient: The factor 0.1 of the logarithm.
+
+    Example:
+        >>> import torch
+        >>> from attnscale import build_policy
+        >>> build_policy("llama4")(torch.tensor([8191, 8192]))
+        tensor([1.0000, 1.0693])
+    """
 
     name = "llama4"
     uses_position = True
@@ -125,7 +231,20 @@ class Llama4(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Mistral(FormulaPolicy):
-    """Ministral 3, Mistral 4: 1 + 0.1·ln(1 + ⌊pos / L0⌋) — without the + 1; L0 = 16384 or 8192."""
+    """Ministral 3, Mistral 4: 1 + 0.1·ln(1 + ⌊pos / L0⌋), without + 1; L0 = 16384 or 8192.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        floor_length: The length L0 of a step.
+        coefficient: The factor 0.1 of the logarithm.
+
+    Example:
+        >>> import torch
+        >>> from attnscale import build_policy
+        >>> build_policy("mistral")(torch.tensor([16384, 16385]))
+        tensor([1.0000, 1.0693])
+    """
 
     name = "mistral"
     uses_position = True
@@ -138,7 +257,18 @@ class Mistral(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Grok2(FormulaPolicy):
-    """Grok-2: 1 up to pos = T, then log₂ pos / log₂ T; T = 1024."""
+    """Grok-2: 1 up to pos = T, then log₂ pos / log₂ T; T = 1024.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        threshold: T ≥ 2.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("grok2")(4097)
+        tensor(1.2000)
+    """
 
     name = "grok2"
     uses_position = True
@@ -150,7 +280,19 @@ class Grok2(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Inkling(FormulaPolicy):
-    """Inkling: 1 + 0.1·ln max(1, (pos + 1) / n0), n0 = 128000."""
+    """Inkling: 1 + 0.1·ln max(1, (pos + 1) / n0), n0 = 128000.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        floor_length: The length n0.
+        coefficient: The factor 0.1 of the logarithm.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("inkling")(256_000)
+        tensor(1.0693)
+    """
 
     name = "inkling"
     uses_position = True
@@ -163,7 +305,18 @@ class Inkling(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SuEntropy(FormulaPolicy):
-    """Entropy-invariant attention (Su, 2021): ln n / ln 512."""
+    """Entropy-invariant attention (Su, 2021): ln n / ln 512.
+
+    β has the shape of n.
+
+    Args:
+        reference_length: The length 512 with β = 1.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("su_entropy")(8192)
+        tensor(1.4444)
+    """
 
     name = "su_entropy"
     reference_length: int = length(512)
@@ -174,21 +327,44 @@ class SuEntropy(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class InfoScale(FormulaPolicy):
-    """InfoScale (arXiv:2501.08570): √(1 − n^(−2/d)) / √(1 − L^(−2/d)), d the head dimension; ≈ √(ln n / ln L)."""
+    """InfoScale (arXiv:2501.08570): √(1 − n^(−2/d)) / √(1 − L^(−2/d)), d the head dimension; ≈ √(ln n / ln L).
+
+    β has the shape of n.
+
+    Args:
+        head_dim: The head dimension d.
+        reference_length: The trained length L.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("infoscale", head_dim=64, reference_length=2048)(8192)
+        tensor(1.0759)
+    """
 
     name = "infoscale"
     head_dim: int = length(least=1)
     reference_length: int = length()
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
-        # 1 − n^(−2/d) as −expm1: the difference of nearly equal numbers would cancel for a large d.
+        # −expm1 avoids the cancellation of 1 − n^(−2/d) for large d.
         information = -torch.expm1(-2 / self.head_dim * ln(n))
         return (information / -math.expm1(-2 / self.head_dim * math.log(self.reference_length))).sqrt()
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Lumina(FormulaPolicy):
-    """Training-free resolution extension (arXiv:2306.08645), as in Lumina: √(ln n / ln L)."""
+    """Training-free resolution extension (arXiv:2306.08645), as in Lumina: √(ln n / ln L).
+
+    β has the shape of n.
+
+    Args:
+        reference_length: The trained length L.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("lumina", reference_length=2048)(8192)
+        tensor(1.0871)
+    """
 
     name = "lumina"
     reference_length: int = length()
@@ -199,7 +375,19 @@ class Lumina(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RandomEnergy(FormulaPolicy):
-    """Condensation of Gaussian scores: t·√(2 ln n) / σ, σ the standard deviation of raw scores, t = 1 critical."""
+    """Random energy model: t·√(2 ln n) / σ, σ the standard deviation of raw scores; critical at t = 1.
+
+    Gaussian scores condense onto their largest values for t > 1. β has the shape of n.
+
+    Args:
+        sigma: σ > 0.
+        t: β relative to the critical value, > 0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("rem")(8192)
+        tensor(4.2452)
+    """
 
     name = "rem"
     sigma: float = positive(1.0)
@@ -211,7 +399,18 @@ class RandomEnergy(FormulaPolicy):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Simplex(FormulaPolicy):
-    """Critical scale of a simplex (arXiv:2510.05554): ln n / (1 − ρ), ρ the mean cosine between tokens."""
+    """Critical scale of a simplex (arXiv:2510.05554): ln n / (1 − ρ), ρ the mean cosine between tokens.
+
+    β has the shape of n.
+
+    Args:
+        rho: ρ in (−1, 1).
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("simplex", rho=0.5)(8192)
+        tensor(18.0218)
+    """
 
     name = "simplex"
     rho: float = number("a number in (-1, 1)", above=-1.0, below=1.0)
@@ -224,8 +423,17 @@ class Simplex(FormulaPolicy):
 class Sphere(FormulaPolicy):
     """Critical scale of keys uniform on the sphere in dimension d: λ·(n·C_d)^(2/(d−1)).
 
-    It is meant for cosine scores: normalise q and k and pass `scale=1`.
-    C_d = 2^((d−1)/2)·Γ(d/2) / ((d−1)·√π·Γ((d−1)/2)).
+    C_d = 2^((d−1)/2)·Γ(d/2) / ((d−1)·√π·Γ((d−1)/2)). Intended for cosine scores: normalise q and k and pass `scale=1`.
+    β has the shape of n.
+
+    Args:
+        head_dim: The head dimension d ≥ 2.
+        strength: The factor λ > 0.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("sphere", head_dim=64)(8192)
+        tensor(2.4209)
     """
 
     name = "sphere"

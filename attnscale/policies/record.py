@@ -1,6 +1,7 @@
-"""The policies of a checkpoint as plain data: the entry `attnscale` of its config.json, and the names of its tensors.
+"""The policies of a checkpoint as plain data: the entry `attnscale` of config.json, and the names of its tensors.
 
-Modules are named by their paths in the model, with ranges for the numbers of layers. Reading needs no transformers.
+Modules are identified by their paths in the model, with ranges for layer numbers. Reading does not require
+transformers.
 
     {"modules": {"model.layers.0-31.self_attn": {"name": "log", "reference_length": 8192}}}
 """
@@ -18,18 +19,18 @@ from attnscale.errors import ArgumentError
 from attnscale.policies.base import LengthPolicy, Policy
 from attnscale.policies.build import build_policy_for, find_policy
 
-# Our name as entry of a config, as attention implementation, and as child of an attention module: the parameters of
+# The config entry, the attention implementation, and the child of an attention module: the parameters of
 # `model.layers.0.self_attn.attnscale` are part of the checkpoint.
 NAME = "attnscale"
 
 MODULES = "modules"
 ON_EXISTING = "on_existing"
 
-# The tensor of an adapter's file that describes the policy of an attention module, and what became of the model's own
-# scaling: JSON as bytes.
+# The tensor in an adapter file that describes the policy of an attention module and the handling of the model's own
+# scaling, as JSON bytes.
 DESCRIPTION = "description"
 
-# The key under which a description holds the class of a policy that has no registered name.
+# The key for the class of a policy without a registered name.
 _CLASS = "class"
 
 _MARK = f".{NAME}."
@@ -38,7 +39,7 @@ _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def write_record(policies: Mapping[str, Policy], on_existing: str = "raise") -> dict[str, Any]:
-    """The record of a model whose modules at these paths have these policies."""
+    """Return the record of a model with these policies, by module path."""
     groups: dict[tuple[str, str], list[int]] = {}
     for path, policy in policies.items():
         pattern, number = split_number(path)
@@ -52,7 +53,7 @@ def write_record(policies: Mapping[str, Policy], on_existing: str = "raise") -> 
 
 
 def find_record(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The record in the data of a config.json, or else in a part of it.
+    """Return the record in the data of a config.json, or in a nested part of it.
 
     >>> find_record({"text_config": {"attnscale": {"name": "log"}}})
     {'name': 'log'}
@@ -65,7 +66,7 @@ def find_record(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_modules(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Path → description of its policy, for every module that a record names.
+    """Return path → description of its policy, for every module in a record.
 
     >>> list(read_modules({"modules": {"layers.0,2-3.attention": {"name": "log"}}}))
     ['layers.0.attention', 'layers.2.attention', 'layers.3.attention']
@@ -81,9 +82,9 @@ def read_modules(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def locate(recorded: Iterable[str], present: Iterable[str], prefix: str) -> dict[str, str]:
-    """Recorded path → path in a model that may lack the head of the recorded one, or have one where that had none.
+    """Return recorded path → path in the model, where either of the two may have a prefix that the other lacks.
 
-    `prefix` is the name under which a model with a head holds the model without it.
+    `prefix` is the attribute under which a model with a head holds the base model.
 
     >>> locate(["model.layers.0.self_attn"], ["layers.0.self_attn"], "model")
     {'model.layers.0.self_attn': 'layers.0.self_attn'}
@@ -98,31 +99,31 @@ def locate(recorded: Iterable[str], present: Iterable[str], prefix: str) -> dict
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """A policy as data for JSON: its name and fields, and its class where the name is not registered."""
+    """Return a policy as JSON data: name and fields, and the class if the name is not registered."""
     kind = type(policy)
-    try:  # a field may be a policy too
+    try:  # fields may be policies
         own = policy.to_dict() if isinstance(policy, LengthPolicy) else {}
         plain: dict[str, Any] = json.loads(json.dumps(own, default=lambda value: value.to_dict()))
-    except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that are no plain data
+    except (AttributeError, TypeError, ValueError):  # a class without a name, or fields that are not plain data
         plain = {}
     return plain if plain and find_policy(plain["name"]) is kind else plain | {_CLASS: kind.__qualname__}
 
 
 def build_described(entry: Mapping[str, Any], *, num_heads: int, head_dim: int) -> Policy:
-    """Inverse of `describe`, for a module of this shape; learned values are not part of a description."""
+    """Inverse of `describe`, for a module of this shape. Descriptions do not contain learned values."""
     plain = {key: value for key, value in entry.items() if key != _CLASS}
     kind, told = find_policy(plain.get("name")), entry.get(_CLASS)
     if kind is None or (told is not None and told != kind.__qualname__):
         what = told or plain.get("name")
         raise ArgumentError(
-            f"config.attnscale names policy {what!r}, which is not registered: import the module that defines it and "
-            "call attnscale.register_policy with its class before loading"
+            f"policy {what!r} in config.attnscale is not registered: import the module that defines it and call "
+            "attnscale.register_policy with its class before loading"
         )
     return build_policy_for(plain, num_heads=num_heads, head_dim=head_dim)
 
 
 def split_number(path: str) -> tuple[str, int | None]:
-    """A path with * in place of its first number, and the number.
+    """Return a path with * instead of its first number, and the number.
 
     >>> split_number("model.layers.3.self_attn"), split_number("pooler")
     (('model.layers.*.self_attn', 3), ('pooler', None))
@@ -132,12 +133,12 @@ def split_number(path: str) -> tuple[str, int | None]:
 
 
 def is_of_policy(tensor: str) -> bool:
-    """Whether a tensor of this name belongs to a policy."""
+    """Whether a tensor with this name belongs to a policy."""
     return _MARK in f".{tensor}"
 
 
 def split_name(tensor: str) -> tuple[str, str]:
-    """The path of the attention module that a tensor of a policy belongs to, and its name there.
+    """Return the path of the attention module of a policy tensor, and the tensor's name there.
 
     >>> split_name("model.layers.0.self_attn.attnscale.policy.s")
     ('model.layers.0.self_attn', 'policy.s')

@@ -1,4 +1,4 @@
-"""Gives a policy the device and dtype of the module that it is put into."""
+"""Moves a policy to the device and dtype of its module."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from attnscale.policies.base import Policy
 
 
 def settle(policy: Policy, module: nn.Module, device: torch.device | None = None) -> None:
-    """Move a policy to a device, by default a module's, and to the dtype of the module's parameters that train.
+    """Move a policy to a device, by default that of the module, and to the dtype of the module's trainable parameters.
 
-    Parameters that train together have one dtype, as `fully_shard` requires; β is computed in fp32 from any. Beside
-    frozen parameters, as under an adapter, a policy keeps its own.
+    Parameters trained together share a dtype, as `fully_shard` requires; β is computed in fp32 in any case. If the
+    module's parameters are frozen, as under an adapter, the policy keeps its dtype.
 
     >>> from attnscale import build_policy
     >>> policy = build_policy("ssmax", num_heads=2)

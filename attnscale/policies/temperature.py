@@ -1,4 +1,4 @@
-"""From the number of visible keys to β for every row of a call, with the one memory of β (`state.BETAS`)."""
+"""Computes β for every row of a call from the number of visible keys, with a cache of β (`state.BETAS`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from attnscale._util import state
 from attnscale._util.tracing import is_watched
 from attnscale.call.context import COUNTED, Context, count_visible, find_positions, same_for_every_row
-from attnscale.call.torch_forms import refuse_context_parallel
-from attnscale.errors import ArgumentError, BackendError
-from attnscale.policies.base import FormulaPolicy, Policy
+from attnscale.policies.base import FormulaPolicy, Policy, check_beta
 
 _HOST = torch.device("cpu")
 
@@ -21,7 +19,7 @@ Beta = TypeVar("Beta")
 
 
 def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tensor:
-    """β from lengths: a float where all rows share it and the host knows it, else [B|1, H|1, Tq], see `check_beta`.
+    """Return β from lengths: a float if all rows share it and it is known on the host, else [B|1, H|1, Tq].
 
     A policy with parameters or buffers is evaluated exactly once.
     """
@@ -47,9 +45,9 @@ def temperature(policy: Policy, context: Context, query: Tensor) -> float | Tens
 def recurring_temperature(
     policy: FormulaPolicy, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, visible: Tensor | None
 ) -> float | Tensor | None:
-    """β of the calls that recur with every layer and step, from memory; None for any other call.
+    """Return the cached β of calls that recur in every layer and step; None for other calls.
 
-    These are: causal without a mask; one row that sees all keys; and a bool mask whose n the caller has counted.
+    Recurring calls are: causal without a mask; a single row that sees all keys; and a bool mask with a given n.
     """
     batch, heads, rows, _ = query.shape
     keys = key.shape[-2]
@@ -66,49 +64,13 @@ def recurring_temperature(
 
 
 def mark_counted(visible: Tensor) -> Tensor:
-    """Declare that an n is never changed in place, so that its β may be remembered; returns the same tensor.
+    """Declare that an n is never modified in place, so that its β may be cached; returns the same tensor.
 
-    Only for tensors that no other code holds, since a change through numpy leaves no trace on a tensor. The mark is an
+    Only for tensors that no other code holds, because modifications through numpy are not detected. The mark is an
     attribute of the tensor.
     """
     setattr(visible, COUNTED, next(state.COUNT_NUMBERS))
     return visible
-
-
-def refuse_unknown_length(policy: Policy, query: Tensor, *, known: bool) -> None:
-    """Refuse where n would be wrong: frozen by `torch.jit.trace`, or counted in one process's part of the keys."""
-    if policy.uniform is not None or torch.compiler.is_compiling():
-        return
-    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        raise BackendError(
-            f"policy {policy!r} cannot be recorded by torch.jit.trace, which would keep the β of this length for every "
-            "other one: use torch.export or torch.compile"
-        )
-    if not known:
-        refuse_context_parallel(query, "use attnscale.distributed.context_parallel_attention, or pass n as visible=")
-
-
-def check_beta(beta: Tensor, query: Tensor) -> Tensor:
-    """β [B|1, H|1, Tq], in fp32 unless policy and query are fp64.
-
-    Refuses one that does not broadcast, such as that of a policy for other heads.
-
-    In a compiled graph extents may be unknown until it runs, so that there the broadcasting itself is the check.
-    """
-    while beta.dim() < 3:
-        beta = beta[None]
-    if beta.dtype == torch.float64 != query.dtype:  # of an fp64 policy in another model
-        beta = beta.to(torch.float32)
-    batch, heads, rows = query.shape[:3]
-    if torch.compiler.is_compiling():
-        return beta
-    if beta.shape[0] not in (1, batch) or beta.shape[1] not in (1, heads) or beta.shape[2] not in (1, rows):
-        raise ArgumentError(
-            f"policy gives β of shape {list(beta.shape)}, which is not accepted: expected one that broadcasts to "
-            f"[B, H, Tq] = {[batch, heads, rows]}; was it built for another number of heads? (Heads that are spread "
-            "over processes need attnscale.distributed.HeadParallel() in the plan of parallelize_module.)"
-        )
-    return beta
 
 
 def _of_lengths(policy: Policy, context: Context, **query: Tensor) -> Tensor:
@@ -121,7 +83,7 @@ def _of_causal(policy: FormulaPolicy, queries: int, keys: int, device: torch.dev
 
 
 def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
-    """β as a number; None where the host cannot know it, or heads differ."""
+    """Return β as a number; None if the host does not know it or heads differ."""
 
     def make() -> float | None:
         return _as_number(policy(n, positions=None if position is None else torch.tensor(position, device="cpu")))
@@ -130,7 +92,7 @@ def _of_one_row(policy: Policy, n: int, position: int | None) -> float | None:
 
 
 def _of_counted(policy: Policy, visible: Tensor) -> Tensor:
-    """β of a given n, remembered if `mark_counted` declared that it cannot change."""
+    """Return β of a given n, cached if `mark_counted` declared it immutable."""
     number = getattr(visible, COUNTED, None)
     if number is None:
         return policy(visible)
@@ -138,7 +100,7 @@ def _of_counted(policy: Policy, visible: Tensor) -> Tensor:
 
 
 def _remembered(policy: Policy, rule: tuple[Hashable, ...], device: torch.device, make: Callable[[], Beta]) -> Beta:
-    """`make()`; remembered where β depends on nothing but the policy's `identity` and the rule that gives n."""
+    """Return `make()`, cached if β depends only on the policy's `identity` and the rule that gives n."""
     identity = policy.identity if isinstance(policy, FormulaPolicy) else None
     if identity is None:
         return make()
@@ -152,7 +114,7 @@ def _as_number(beta: Tensor) -> float | None:
 
 
 def _has_tensors(policy: Policy) -> bool:
-    """Whether a policy has parameters or buffers, its own or of its parts."""
+    """Whether a policy or one of its parts has parameters or buffers."""
     if isinstance(policy, FormulaPolicy) or not isinstance(policy, nn.Module):
         return False
     return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())

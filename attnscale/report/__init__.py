@@ -1,9 +1,10 @@
-"""A run of the monitor, or the folder of an evaluation, as one self-contained HTML page.
+"""Self-contained HTML pages of monitored runs and of evaluations.
 
-Of a run, `data` reads the records of a JSONL file, and `page` puts their numbers with the programs in `assets/` into
-one file. Of an evaluation, `evaluation_data` reads the folder, `evaluation_charts` describes its charts (`chart`),
-`verdict` sums it up in two sentences, and `evaluation_page` makes the page. `drawing` draws a chart as SVG or PNG, and
-`write` writes the files. Imports `diagnostics` (records, labels and colours) and `lab` (the tasks).
+Run of a monitor: `data` reads the JSONL records, `page` combines their values with the scripts in `assets/`.
+Evaluation: `evaluation_data` reads the folder, `evaluation_charts` defines the charts (`chart`), `verdict` summarises
+the results in two sentences, `evaluation_page` builds the page.
+`drawing` renders a chart as SVG or PNG; `write` writes the files. Imports `diagnostics` (records, labels, colours) and
+`lab` (tasks).
 """
 
 from attnscale.report.data import Run, read_run

@@ -1,6 +1,6 @@
-"""A chart as data: axes, series, marks, and numbers as a reader sees them. `drawing` makes SVG or PNG of it.
+"""Charts as data: axes, series, marks and number formats. `drawing` renders them as SVG or PNG.
 
-A policy has a colour, dashes and a marker, so that no chart depends on colours alone.
+A policy has a colour, a dash pattern and a marker, so that no chart depends on colour alone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 MINUS = "\N{MINUS SIGN}"
 
-# The palette of Okabe and Ito, without yellow, which does not show on white. In the page the first is the colour of
-# text, and the dark theme has lighter ones (evaluation.css).
+# Okabe-Ito palette without yellow, which is hard to see on white. On the page the first colour is that of the text, and
+# the dark theme has lighter colours (evaluation.css).
 PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3), (4, 2))
-MARKERS = "os^DvPXd"  # as matplotlib calls them
+MARKERS = "os^DvPXd"  # matplotlib names
 
 
 def short(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, without an exponent where that is readable.
+    """Format a number with significant digits, avoiding exponents where possible.
 
     >>> short(0.123456), short(-2.5), short(16384.0), short(0.0), short(1e-7)
     ('0.123', '−2.5', '16384', '0', '1e−07')
@@ -29,7 +29,7 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares in percentage points: whole ones, unless it is smaller than one.
+    """Format a difference of shares in percentage points, with a decimal only below one point.
 
     >>> points(0.482), points(-0.02), points(0.004)
     ('48', '−2', '0.4')
@@ -40,7 +40,8 @@ def points(share: float) -> str:
 
 
 def percent(share: float) -> str:
-    """
+    """Format a share in per cent.
+
     >>> percent(0.7), percent(0.004), percent(0.0)
     ('70 %', '0.4 %', '0 %')
     """
@@ -48,7 +49,7 @@ def percent(share: float) -> str:
 
 
 def bits(value: float) -> str:
-    """Bits per byte with two digits, or with three if they are few.
+    """Format bits per byte with two decimals, or three for small values.
 
     >>> bits(1.2), bits(-0.0001), bits(-0.0254)
     ('1.20', '0.00', '−0.025')
@@ -58,7 +59,7 @@ def bits(value: float) -> str:
 
 
 class Axis(NamedTuple):
-    """`label` has the unit; ticks rise."""
+    """An axis; the label contains the unit, and ticks are ascending."""
 
     label: str
     low: float
@@ -67,7 +68,7 @@ class Axis(NamedTuple):
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """Where a value is, from 0 to 1; values outside are at the ends."""
+        """Return the relative position of a value, clamped to 0 to 1."""
         if self.log:
             place = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         else:
@@ -79,7 +80,7 @@ class Axis(NamedTuple):
 
 
 def linear(label: str, values: Iterable[float], *, least: float | None = None, most: float | None = None) -> Axis:
-    """Around the values, with a margin that does not go beyond the possible ones.
+    """Return a linear axis around the values, with a margin limited to `least` and `most`.
 
     >>> linear("accuracy", [0.1, 0.9], least=0, most=1).tick_labels()
     ['0', '0.2', '0.4', '0.6', '0.8', '1']
@@ -90,7 +91,7 @@ def linear(label: str, values: Iterable[float], *, least: float | None = None, m
     low = max(low - margin, -math.inf if least is None else least)
     high = min(high + margin, math.inf if most is None else most)
     if least == 0 and most == 1:
-        low, high = 0.0, 1.0  # shares are always shown whole, so that charts can be compared
+        low, high = 0.0, 1.0  # shares always use the full range, so that charts are comparable
     if high <= low:
         high = low + 1.0
     rough = (high - low) / 5
@@ -101,7 +102,7 @@ def linear(label: str, values: Iterable[float], *, least: float | None = None, m
 
 
 def logarithmic(label: str, values: Iterable[float]) -> Axis:
-    """Around the values above zero; ticks are powers of ten, and more where these are few."""
+    """Return a logarithmic axis around the positive values, with ticks at powers of ten, and more on short axes."""
     known = [value for value in values if value > 0] or [1.0]
     low, high = min(known) / 1.25, max(known) * 1.25
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -113,7 +114,7 @@ def logarithmic(label: str, values: Iterable[float]) -> Axis:
 
 
 def lengths_axis(label: str, lengths: Iterable[float]) -> Axis:
-    """Logarithmic, with at most seven ticks at the lengths that were measured; the last always has one."""
+    """Return a logarithmic axis with at most seven ticks at measured lengths, including the last."""
     known = sorted(set(lengths))
     every = -(-len(known) // 7)
     margin = (known[-1] / known[0]) ** 0.02 if known[-1] > known[0] else 2.0
@@ -121,7 +122,7 @@ def lengths_axis(label: str, lengths: Iterable[float]) -> Axis:
 
 
 class Style(NamedTuple):
-    """The numbers of cycles differ, so 280 policies would be needed for two to look the same."""
+    """Style of a policy. Colours, markers and dashes cycle with periods 7, 8 and 5: 280 combinations."""
 
     colour: int
     marker: str
@@ -129,7 +130,7 @@ class Style(NamedTuple):
 
 
 def style(index: int) -> Style:
-    """The style of the policy at a place in the list; `constant` is at 0, solid and black.
+    """Return the style of the policy at an index; `constant` has index 0, solid and black.
 
     >>> style(0)
     Style(colour=0, marker='o', dash=())
@@ -141,7 +142,7 @@ Place = tuple[float, float]
 
 
 class Point(NamedTuple):
-    """Intervals along y (low, high) and along x (left, right), where there are some; `tip` is shown on hovering."""
+    """A point with optional intervals along y (low, high) and x (left, right); `tip` is its tooltip."""
 
     x: float
     y: float
@@ -153,7 +154,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Points of one policy; with `joined` a line connects them, with `shaded` their intervals are a band."""
+    """Points of one policy; `joined` draws a line, `shaded` draws the intervals as a band."""
 
     label: str
     style: Style
@@ -162,12 +163,12 @@ class Series(NamedTuple):
     shaded: bool = True
 
     def band(self) -> list[tuple[float, float, float]]:
-        """x, low and high, where there are at least two points with an interval."""
+        """Return (x, low, high) of points with an interval; empty for fewer than two."""
         known = [(p.x, p.low, p.high) for p in self.points if p.low is not None and p.high is not None]
         return known if self.shaded and len(known) > 1 else []
 
     def whiskers(self) -> Iterator[tuple[Place, Place]]:
-        """The ends of each interval, where they are not shaded."""
+        """Yield the ends of each interval of a series without a band."""
         for point in () if self.shaded else self.points:
             if point.low is not None and point.high is not None:
                 yield (point.x, point.low), (point.x, point.high)
@@ -176,7 +177,7 @@ class Series(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A dashed line across the chart, at x or at y."""
+    """A dashed line across the chart at x or y."""
 
     label: str
     x: float | None = None
@@ -184,7 +185,7 @@ class Mark(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What is drawn; marks outside the axes are not."""
+    """A chart. Marks outside the axes are not drawn."""
 
     title: str
     series: Sequence[Series]
@@ -196,7 +197,7 @@ class Chart(NamedTuple):
         return [(one.label, one.x) for one in self.marks if one.x is not None and self.x.low <= one.x <= self.x.high]
 
     def horizontal_marks(self) -> list[tuple[str, float, bool]]:
-        """Label, y, and whether the label stands at the right end: where the points are farther away."""
+        """Return label, y, and whether to place the label at the right end, where points are farther away."""
         shown = [(one.label, one.y) for one in self.marks if one.y is not None and self.y.low <= one.y <= self.y.high]
         return [(label, y, self._room(y, right=False) <= self._room(y, right=True)) for label, y in shown]
 

@@ -1,4 +1,4 @@
-"""Reads the records of a run into planes: for each quantity one number per step and head."""
+"""Reads the records of a run into planes: one value per step and head for each quantity."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCEPTED = (
 
 
 class Key(NamedTuple):
-    """Which number of a head: the phase is forward, backward or scalar, whose only statistic is "value"."""
+    """Key of a plane. The phase is "forward", "backward" or "scalar"; the only statistic of scalars is "value"."""
 
     phase: str
     name: str
@@ -31,11 +31,21 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a file of records. A column is a head of a layer; columns are in the order of the model.
+    """The content of a JSONL file of records. A column is one head of a layer, in model order.
 
-    `planes` are [steps, columns] in fp32, NaN where nothing was recorded. `groups` are the alerts of one kind in one
-    head each. `alerting` [steps, columns] has a bit for each kind of alert, numbered as in `kinds`; kinds beyond the
-    seventh share the last bit.
+    Attributes:
+        path: the file.
+        steps: recorded steps, ascending.
+        columns: (layer, head) of each column.
+        planes: fp32 values [steps, columns] of each quantity; NaN where nothing was recorded.
+        groups: alerts, grouped by kind and head.
+        kinds: kinds of alerts that occurred.
+        alerting: bit mask [steps, columns] of alerts, numbered as in `kinds`; kinds beyond the seventh share a bit.
+
+    Example:
+        >>> run = Run("run.jsonl", [0, 10], [("attn", 0)], {}, [], [], torch.zeros(2, 1, dtype=torch.uint8))
+        >>> run.steps, run.columns
+        ([0, 10], [('attn', 0)])
     """
 
     path: str
@@ -47,7 +57,7 @@ class Run:
     alerting: Tensor
 
     def thinned(self, number: int) -> Run:
-        """So many steps, evenly spaced, with the first and the last; alerts between two move to the earlier."""
+        """Return the run with `number` evenly spaced steps, first and last included; alerts move to the step before."""
         index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
         between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
         alerting = torch.stack([reduce(torch.bitwise_or, self.alerting[part]) for part in between])
@@ -56,7 +66,30 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read what a `JsonlSink` has written; of steps that a resumed run repeated, the last records count."""
+    """Read a file written by `JsonlSink`. If a resumed run repeated steps, the last records are used.
+
+    Args:
+        path: JSONL file of records.
+
+    Returns:
+        The `Run`.
+
+    Raises:
+        ArgumentError: the file does not exist, cannot be read, or contains no records or invalid lines.
+
+    Example:
+        >>> import tempfile
+        >>> import attnscale
+        >>> from attnscale.diagnostics import JsonlSink
+        >>> model = attnscale.MultiheadAttention(16, 2, batch_first=True, policy="log")
+        >>> x = torch.randn(1, 8, 16)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     monitor = attnscale.Monitor(model, every=1, sinks=[JsonlSink(f"{folder}/run.jsonl")])
+        ...     _ = model(x, x, x), monitor.step(0), monitor.close()
+        ...     run = read_run(f"{folder}/run.jsonl")
+        >>> run.steps, len(run.columns)
+        ([0], 2)
+    """
     path = Path(path)
     if path.is_dir():
         reject("path", str(path), "a JSONL file of records, not a directory")
@@ -78,7 +111,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def _lines(path: Path) -> Iterator[Record | Alert]:
-    """The records and alerts of a file; an incomplete last line is left out."""
+    """Yield the records and alerts of a file; an incomplete last line is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -98,7 +131,7 @@ def _lines(path: Path) -> Iterator[Record | Alert]:
 
 
 def _check_types(found: Record | Alert) -> None:
-    """Raise TypeError or OverflowError where a field has a type that no sink has written."""
+    """Raise TypeError or OverflowError for a field with an invalid type or an integer beyond float range."""
     texts, numbers = [found.layer], list[float]()
     if isinstance(found, Alert):
         texts += [found.kind, found.message]
@@ -109,11 +142,11 @@ def _check_types(found: Record | Alert) -> None:
         if not all(isinstance(value, kind) for value in values):
             raise TypeError
     for number in numbers:
-        float(number)  # JSON has integers of any size
+        float(number)  # JSON allows integers of any size
 
 
 class _Cells:
-    """Numbers in the order of the file: an array per plane, and for each cell its index there."""
+    """Values in file order: one array per plane, and the index of each cell."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, str, int], int] = {}

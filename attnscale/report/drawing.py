@@ -1,6 +1,6 @@
-"""Draws charts: as SVG text for a page, as PNG for a README.
+"""Renders charts as SVG for pages and as PNG for READMEs.
 
-Colours of SVG are classes of evaluation.css, so one text serves both themes.
+SVG colours are classes of evaluation.css, so that one SVG serves both themes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 460, 330
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 38, 46.0  # above the frame: a line for the unit, and one for the names of marks
-LETTER, LINE = 7.0, 14.0  # width and height of a letter of the labels
-FAR = 40  # from the margin: a line to a name there would cross the chart
-LONGEST = 14  # letters of a label at the end of a line; the legend has the whole name
-SHAPES = {  # of the markers, around their point
+LEFT, RIGHT, TOP, BOTTOM = 56, 14, 38, 46.0  # TOP has room for the unit and for the labels of marks
+LETTER, LINE = 7.0, 14.0  # width and height of a letter in labels
+FAR = 40  # distance to the margin beyond which a leader line to a label would cross the chart
+LONGEST = 14  # maximum letters of a label at the end of a line; the legend has the full name
+SHAPES = {  # SVG paths of the markers
     "o": "M-4 0A4 4 0 1 1 4 0A4 4 0 1 1-4 0Z",
     "s": "M-4-4H4V4H-4Z",
     "^": "M0-5L5 4H-5Z",
@@ -33,7 +33,7 @@ SHAPES = {  # of the markers, around their point
     "d": "M-1.5-6H1.5V6H-1.5Z",
 }
 
-PIXELS = 200  # per inch: 9 inches are 1800 pixels, twice what GitHub shows
+PIXELS = 200  # per inch: 9 inches are 1800 pixels, twice the width on GitHub
 QUIET = "#46505e"
 LOOK = {
     "font.size": 11.0,
@@ -44,7 +44,7 @@ LOOK = {
     "axes.titlesize": 12.0,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlepad": 18.0,  # the names of vertical marks are below
+    "axes.titlepad": 18.0,  # room for the labels of vertical marks
     "axes.grid": True,
     "grid.color": "#e4e8ee",
     "xtick.color": QUIET,
@@ -54,7 +54,7 @@ LOOK = {
 
 
 def svg(chart: Chart) -> str:
-    """A chart; the names of lines stand to the right of their last points."""
+    """Render a chart as SVG, with line labels to the right of the last points."""
     named = [one for one in chart.series if one.joined and one.points] if len(chart.series) <= 10 else []
     room = LETTER * max((len(_cut(one.label)) for one in named), default=0) + (18 if named else 0)
     frame = _Frame(chart, WIDTH - RIGHT - room)
@@ -68,13 +68,13 @@ def svg(chart: Chart) -> str:
 
 
 def swatch(style: Style) -> str:
-    """A piece of line with its marker, for a legend."""
+    """Render a line sample with its marker, for a legend."""
     inner = f'<path class="line" d="M1 7H35"{_dash(style)}/>{_marker(style, 18, 7)}'
     return f'<svg class="swatch p{style.colour}" viewBox="0 0 36 14" aria-hidden="true">{inner}</svg>'
 
 
 def grid(label: str, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[float | None]]) -> str:
-    """A heat map of shares with their percentages in the cells, as SVG; a missing one is left empty."""
+    """Render a heat map of shares as SVG, with percentages in the cells; missing cells are empty."""
     left, size, height = 12 + LETTER * max(map(len, rows)), 46.0, 24.0
     parts = []
     for r, (row, values) in enumerate(zip(rows, cells, strict=True)):
@@ -94,7 +94,7 @@ def grid(label: str, rows: Sequence[str], columns: Sequence[str], cells: Sequenc
 
 
 class _Frame:
-    """The rectangle of a chart in SVG: from numbers to places in it."""
+    """The plot area of a chart: maps values to SVG coordinates."""
 
     def __init__(self, chart: Chart, right: float) -> None:
         self.chart, self.x, self.y, self.right, self.bottom = chart, chart.x, chart.y, right, HEIGHT - BOTTOM
@@ -142,7 +142,7 @@ class _Frame:
         return f'<g class="marker p{one.style.colour}" data-tip="{escape(point.tip)}">{inner}</g>'
 
     def names(self, named: Sequence[Series]) -> Iterator[str]:
-        """In the right margin, apart from each other, with a thin line to their point; beside it if that is far."""
+        """Yield line labels: in the right margin with leader lines, or next to a point far from the margin."""
         ends = []
         for one in named:
             x, y = self.at(one.points[-1].x, one.points[-1].y)
@@ -158,7 +158,7 @@ class _Frame:
 
 
 def _apart(wanted: Sequence[float], low: float, high: float) -> list[float]:
-    """Rising places at least a line apart, as near to the wanted ones as one pass down and one pass up bring them."""
+    """Return ascending positions at least one line apart, close to the wanted ones (one pass down, one pass up)."""
     found = list(wanted)
     for index in range(1, len(found)):
         found[index] = max(found[index], found[index - 1] + LINE)
@@ -198,13 +198,13 @@ def _viridis(share: float) -> str:
 
 
 def _figure(label: str, width: float, height: float, parts: Iterable[str]) -> str:
-    # Never larger than drawn, so that letters have about the same size in all figures.
+    # Limits the scale, so that letters have about the same size in all figures.
     box = f'viewBox="0 0 {width:g} {height:g}" style="max-width: {width:g}px" role="img" aria-label="{escape(label)}"'
     return f'<svg class="figure" {box}>{"".join(parts)}</svg>'
 
 
 def png(*charts: Chart) -> bytes:
-    """Charts beside each other, 9 inches wide, with one legend."""
+    """Render charts side by side as PNG, 9 inches wide, with one legend."""
     matplotlib, figures = (need(name, "pictures", "report") for name in ("matplotlib", "matplotlib.figure"))
     file = io.BytesIO()
     with matplotlib.rc_context(LOOK):

@@ -1,4 +1,4 @@
-"""The charts of an evaluation, and the numbers in them: curves over length, the trade-off, recall against r, heads."""
+"""The charts of an evaluation: metrics over length, the trade-off, accuracy against criticality, heads."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from attnscale.report.chart import (
 )
 from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData
 
-# Of statistics.csv: the title of a chart, and its axis with the unit.
+# Column of statistics.csv → title of its chart, axis label with unit.
 HEAD_QUANTITIES = {
-    "w_max": ("Largest weight w_max", "share of the row's weight, 0 to 1"),
+    "w_max": ("Largest weight w_max", "attention weight, 0 to 1"),
     "entropy": ("Entropy of the weights", "nats"),
-    "accumulation_8": ("Accumulation scale Λ, from rank 8 on", "Λ, per unit of logit"),
-    "criticality": ("Criticality r = β/Λ", "r, no unit (log scale)"),
+    "accumulation_8": ("Accumulation scale Λ, minimum rank 8", "Λ, per unit of logit"),
+    "criticality": ("Criticality r = β/Λ", "r, dimensionless (log scale)"),
 }
-MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # of statistics.csv, with their names
+MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # column of statistics.csv → label
 
-Curves = dict[str, list[Point]]  # by policy, in the order of the folder
+Curves = dict[str, list[Point]]  # by policy, in file order
 Head = tuple[str, int]
 Format = Callable[[float], str]
 
 
 def texts(task: str) -> tuple[Format, Format]:
-    """How the metric of a task, and a difference of it, are written."""
+    """Return the formats of a task's metric and of its differences."""
     return (percent, points) if TASKS[task].metrics[0].higher_is_better else (bits, bits)
 
 
 def curves(data: EvaluationData, task: str) -> Curves:
-    """The metric of a task over length."""
+    """Return the metric of a task over length."""
     rows = data.whole(task).values()
     return _by_policy(data, ((row.policy, Point(row.length, row.value, row.low, row.high)) for row in rows))
 
 
 def task_chart(data: EvaluationData, task: str) -> Chart:
-    """The metric of a task over length; prose without argmax, a bound that would flatten all other lines."""
+    """Return the chart of a task's metric over length. Perplexity omits argmax, which would flatten the other lines."""
     found = curves(data, task)
     if task == PROSE:
         found.pop(ARGMAX, None)
@@ -63,22 +63,22 @@ def task_chart(data: EvaluationData, task: str) -> Chart:
 
 
 def position_chart(data: EvaluationData) -> Chart | None:
-    """Bits per byte by position in the longest text; a bin stands at its geometric mean."""
+    """Return the chart of bits per byte by position in the longest text; bins are placed at their geometric mean."""
     rows = [row for row in data.binned(PROSE) if row.policy != ARGMAX]
     longest = max((row.length for row in rows), default=0)
     placed = [(row, _middle(row.bin)) for row in rows if row.length == longest]
     found = _by_policy(data, ((row.policy, Point(x, row.value, row.low, row.high)) for row, x in placed if x))
     if not found:
         return None
-    title = f"{TASKS[PROSE].title} within texts of {longest} tokens"
+    title = f"{TASKS[PROSE].title} by position, {longest} tokens"
     x = logarithmic("position in the text, tokens (log scale)", (point.x for own in found.values() for point in own))
     return _over_length(data, title, found, _linear(TASKS[PROSE].metrics[0].axis, found), bits, x=x)
 
 
 def trades(data: EvaluationData, task: str) -> Curves:
-    """What policies gain in retrieval, in percentage points, against the bits per byte they lose; by length.
+    """Return gain in retrieval (percentage points) against cost in bits per byte, by length.
 
-    Both are differences to `constant`. Argmax is a bound, and left out.
+    Both are differences to `constant`. The bound argmax is omitted.
     """
     prose, found = data.whole(PROSE), []
     for (policy, length), row in sorted(data.whole(task).items(), key=lambda item: item[0][1]):
@@ -95,28 +95,28 @@ def trades(data: EvaluationData, task: str) -> Curves:
 
 
 def trade_chart(data: EvaluationData, task: str) -> Chart | None:
-    """Points gained against bits per byte lost: better is up and to the left."""
+    """Return the chart of percentage points gained against bits per byte lost; up and left is better."""
     found = trades(data, task)
     if not found:
         return None
     every = [point for own in found.values() for point in own]
-    x = linear("bits per byte lost against constant (less is better)", [0.0, *(point.x for point in every)])
-    y = linear("percentage points gained", [0.0, *(point.y for point in every)])
-    title = f"{task} against prose, {data.lengths[0]} to {data.lengths[-1]} tokens"
+    x = linear("bits per byte, difference to constant (lower is better)", [0.0, *(point.x for point in every)])
+    y = linear("accuracy, percentage points gained", [0.0, *(point.y for point in every)])
+    title = f"{task} against bits per byte, {data.lengths[0]} to {data.lengths[-1]} tokens"
     series = [Series(policy, _style(data, policy), own, shaded=False) for policy, own in found.items()]
     return Chart(title, series, x, y, [Mark("constant", y=0.0), Mark("", x=0.0)])
 
 
 def statistics_task(data: EvaluationData) -> str | None:
-    """The task whose rows the statistics are shown of: retrieval if it has some."""
+    """Return the task whose statistics are shown: retrieval if it was measured."""
     measured = {row.task for row in data.statistics}
     return next((task for task in data.tasks if task in measured), None)
 
 
 def retrieving_heads(data: EvaluationData, task: str) -> dict[str, Head]:
-    """For each model the head with the largest w_max under `constant`, at the trained length or nearest to it.
+    """Return for each model the head with the largest w_max under `constant`, at or below the trained length.
 
-    None where nothing was to be retrieved: in prose such a head looks at the first key.
+    Empty for tasks without retrieval: there, the largest w_max belongs to an attention sink.
     """
     if task not in data.retrieval_tasks:
         return {}
@@ -133,9 +133,9 @@ def retrieving_heads(data: EvaluationData, task: str) -> dict[str, Head]:
 
 
 def head_curves(data: EvaluationData, task: str, quantity: str, heads: dict[str, Head] | None = None) -> Curves:
-    """A statistic over length: per model of the given head, or the median over all; then the median over models.
+    """Return a statistic over length: the given head of each model, or the median over its heads; median over models.
 
-    Where there are several models, low and high are the least and the largest of them.
+    With several models, low and high are their minimum and maximum.
     """
     found = []
     for policy in data.policies:
@@ -157,7 +157,7 @@ def head_chart(data: EvaluationData, task: str, quantity: str, heads: dict[str, 
 
 
 class CriticalPoint(NamedTuple):
-    """Recall and criticality of one model under one policy at one length."""
+    """Accuracy and criticality of one model with one policy at one length."""
 
     model: str
     policy: str
@@ -167,7 +167,7 @@ class CriticalPoint(NamedTuple):
 
 
 def critical_points(data: EvaluationData, task: str) -> tuple[list[CriticalPoint], bool]:
-    """Recall against r of the retrieving head, and whether recall is relative to that of the policy `argmax`."""
+    """Return accuracy and r of the retrieving head, and whether accuracy is relative to the policy `argmax`."""
     heads = retrieving_heads(data, task)
     relative = any(row.policy == ARGMAX and row.task == task for row in data.results)
     found = []
@@ -185,7 +185,7 @@ def critical_points(data: EvaluationData, task: str) -> tuple[list[CriticalPoint
 
 
 def criticality_chart(data: EvaluationData, task: str) -> Chart | None:
-    """One point per model, policy and length."""
+    """Return the chart of accuracy against criticality, with one point per model, policy and length."""
     found, relative = critical_points(data, task)
     if not found:
         return None
@@ -197,15 +197,15 @@ def criticality_chart(data: EvaluationData, task: str) -> Chart | None:
     series = [Series(policy, _style(data, policy), some, joined=False, shaded=False) for policy, some in own.items()]
     x = logarithmic("criticality r = β/Λ of the retrieving head (log scale)", (1.0, *(p.criticality for p in found)))
     recalls = [point.recall for point in found]
-    label = "accuracy / accuracy of argmax" if relative else "share answered, 0 to 1"
+    label = "accuracy / accuracy of argmax" if relative else "accuracy, 0 to 1"
     y = linear(label, recalls, least=0, most=1 if max(recalls) <= 1 else None)
     rho = rank_correlation([(point.criticality, point.recall) for point in found])
     spearman = "" if rho is None else f": Spearman's rank correlation {rho:.2f} over {len(found)} points"
-    return Chart(f"Recall against criticality, {task}{spearman}", series, x, y, [Mark("r = 1", x=1.0)])
+    return Chart(f"Accuracy against criticality, {task}{spearman}", series, x, y, [Mark("r = 1", x=1.0)])
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's: of the ranks of both, equal values sharing their mean rank; None where one does not vary.
+    """Return Spearman's rank correlation, with mean ranks for ties; None if a variable is constant.
 
     >>> rank_correlation([(1, 10), (2, 100), (3, 1000), (4, 1001)])
     1.0
@@ -228,7 +228,7 @@ def _ranks(values: list[float]) -> list[float]:
 
 
 def head_maps(data: EvaluationData) -> dict[str, Any]:
-    """Per model its layers, the place of its retrieving head, and per policy and length a number per head, or None."""
+    """Return the data of the heat maps: for each model its layers, retrieving head, and values of all heads."""
     task = statistics_task(data)
     heads = {} if task is None else retrieving_heads(data, task)
     rows = [row for row in data.statistics if row.task == task]
@@ -271,7 +271,7 @@ def _per_model(
 
 
 def _by_policy(data: EvaluationData, found: Iterable[tuple[str, Point]]) -> Curves:
-    """Points by policy, in the order of the folder; policies without a point are left out."""
+    """Group points by policy, in file order; policies without points are omitted."""
     every: Curves = {policy: [] for policy in data.policies}
     for policy, point in found:
         every[policy].append(point)
@@ -303,7 +303,7 @@ def _linear(label: str, found: Curves, least: float | None = None, most: float |
 
 
 def _style(data: EvaluationData, policy: str) -> Style:
-    """By the place of the policy in the folder, so that it looks the same in all charts."""
+    """Return the style of a policy, by its index in the folder: the same in all charts."""
     return style(data.policies.index(policy))
 
 
@@ -312,7 +312,7 @@ def _interval(low: float | None, high: float | None, text: Format) -> str:
 
 
 def _middle(text: str) -> float | None:
-    """The geometric mean of the ends of a bin such as "64-128"; where the first end is 0, half of the second."""
+    """Return the geometric mean of a bin such as "64-128"; half of the end if the bin starts at 0."""
     start, _, stop = text.partition("-")
     try:
         low, high = float(start), float(stop)

@@ -1,4 +1,4 @@
-"""Reads the folder that `attnscale evaluate` leaves: results, statistics of heads, cost, and how it was run."""
+"""Reads the output folder of `attnscale evaluate`: results, statistics of heads, cost and options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARGMAX, ALL = "argmax", "all"
 
 
 class ResultRow(NamedTuple):
-    """Of results.csv; fields are columns, None where there is no finite number. Rows without a value are left out."""
+    """A row of results.csv; None replaces missing and non-finite numbers. Rows without a value are skipped."""
 
     task: str
     metric: str
@@ -42,7 +42,7 @@ class ResultRow(NamedTuple):
 
 
 class HeadRow(NamedTuple):
-    """Of statistics.csv: medians over the rows of one head."""
+    """A row of statistics.csv: medians over the rows of one head."""
 
     task: str
     model: str
@@ -59,7 +59,7 @@ class HeadRow(NamedTuple):
 
 
 class CostRow(NamedTuple):
-    """Of cost.csv."""
+    """A row of cost.csv."""
 
     policy: str
     length: int
@@ -72,7 +72,21 @@ Row = TypeVar("Row", ResultRow, HeadRow, CostRow)
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """The content of a folder. Lists are in the order of the files; only results.csv must exist."""
+    """The content of an evaluation folder, in file order. Only results.csv is required.
+
+    Attributes:
+        path: the folder.
+        results: rows of results.csv.
+        statistics: rows of statistics.csv.
+        cost: rows of cost.csv.
+        run: content of run.json.
+
+    Example:
+        >>> row = ResultRow("recall", "accuracy", "mine", "constant", 128, "", 0.5, None, None, None, None, None)
+        >>> data = EvaluationData(Path("."), [row], [], [], {})
+        >>> data.policies, data.lengths
+        (['constant'], [128])
+    """
 
     path: Path
     results: list[ResultRow]
@@ -82,7 +96,7 @@ class EvaluationData:
 
     @cached_property
     def policies(self) -> list[str]:
-        """`constant` first, then in the order of the file."""
+        """Policies: `constant` first, then in file order."""
         found = dict.fromkeys(row.policy for row in self.results)
         return sorted(found, key=lambda policy: policy != CONSTANT)
 
@@ -96,24 +110,24 @@ class EvaluationData:
 
     @cached_property
     def shown_model(self) -> str:
-        """Whose numbers are shown: the mean over models if the file has it, else the first model."""
+        """The model shown in charts: "all" (mean over models) if present, else the first model."""
         return ALL if any(row.model == ALL for row in self.results) else self.models[0]
 
     @cached_property
     def tasks(self) -> list[str]:
-        """The tasks whose metric was measured: those of retrieval first, prose last."""
+        """Measured tasks: retrieval first, perplexity last."""
         measured = {(row.task, row.metric) for row in self.results}
         known = [name for name, task in TASKS.items() if (name, task.metrics[0].name) in measured]
         return sorted(known, key=lambda name: name == PROSE)
 
     @cached_property
     def retrieval_tasks(self) -> list[str]:
-        """The tasks that are scored by right answers; the first is the one of the verdict."""
+        """Tasks scored by accuracy; the verdict uses the first."""
         return [task for task in self.tasks if TASKS[task].metrics[0] == ACCURACY]
 
     @cached_property
     def trained_length(self) -> int | None:
-        """The longest of its models, None if run.json has none."""
+        """The longest trained length of the models, or None if run.json has none."""
         models = self.run.get("models")
         known = models.values() if isinstance(models, dict) else ()
         lengths = [model.get("trained_length") for model in known if isinstance(model, dict)]
@@ -128,11 +142,11 @@ class EvaluationData:
         return found
 
     def whole(self, task: str, model: str | None = None) -> dict[tuple[str, int], ResultRow]:
-        """The metric of a task by policy and length, over all depths or positions."""
+        """Return the metric of a task by policy and length, over all depths or positions."""
         return {(row.policy, row.length): row for row in self._of(task, model) if not row.bin}
 
     def binned(self, task: str) -> list[ResultRow]:
-        """The metric of a task by depth or position."""
+        """Return the metric of a task by depth or position."""
         return [row for row in self._of(task) if row.bin]
 
     def _of(self, task: str, model: str | None = None) -> Iterator[ResultRow]:
@@ -141,10 +155,29 @@ class EvaluationData:
 
 
 def read_evaluation(folder: str | Path) -> EvaluationData:
-    """Read and check a folder; a number that is missing or not finite becomes None, a broken file is an error."""
+    """Read and check the output folder of `attnscale evaluate`. Missing and non-finite numbers become None.
+
+    Args:
+        folder: folder with results.csv and, optionally, statistics.csv, cost.csv and run.json.
+
+    Returns:
+        The `EvaluationData`.
+
+    Raises:
+        ArgumentError: results.csv is missing or has no values, or a file is invalid.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = "recall,accuracy,mine,constant,128,,0.5" + "," * 5
+        ...     _ = Path(folder, "results.csv").write_text(",".join(ResultRow._fields) + "\\n" + table)
+        ...     data = read_evaluation(folder)
+        >>> data.policies, data.lengths
+        (['constant'], [128])
+    """
     folder = Path(folder)
     if not (folder / RESULTS).is_file():
-        reject("path", str(folder), f"a folder that `attnscale evaluate` has written, with {RESULTS} in it")
+        reject("path", str(folder), f"an output folder of `attnscale evaluate`, with {RESULTS}")
     results = [row for row in _rows(folder / RESULTS, ResultRow) if not math.isnan(row.value)]
     if not results:
         reject("path", str(folder), f"a folder whose {RESULTS} has at least one row with a value")
@@ -164,7 +197,7 @@ def _rows(path: Path, kind: type[Row]) -> Iterator[Row]:
                 raise ArgumentError(f"path={str(path)!r} is not accepted: expected the {accepted}")
             for number, fields in enumerate(reader, start=2):  # noqa: B007
                 if None in fields or None in fields.values():
-                    raise ValueError("it has not as many fields as the header")
+                    raise ValueError("the number of fields differs from the header")
                 yield kind(*(_field(name, fields[name], hint) for name, hint in hints.items()))
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
@@ -180,7 +213,7 @@ def _field(name: str, text: str, hint: object) -> Any:
     text = text.strip()
     if hint is int:
         if not text.isdecimal():
-            raise ValueError(f"{name}={text!r}, expected a whole number")
+            raise ValueError(f"{name}={text!r}, expected an integer")
         return int(text)
     try:
         value = float(text) if text else math.nan
@@ -200,5 +233,5 @@ def _read_run(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        reject(str(path), text.strip(), "a JSON object such as `attnscale evaluate` writes")
+        reject(str(path), text.strip(), "a JSON object written by `attnscale evaluate`")
     return found

@@ -1,4 +1,4 @@
-"""The page of an evaluation: verdict, charts, and all numbers with what reproduces them."""
+"""The page of an evaluation: verdict, charts, all numbers, and how to reproduce them."""
 
 from __future__ import annotations
 
@@ -32,27 +32,40 @@ from attnscale.report.verdict import verdict
 
 PROGRAMS = ("content.js", "scales.js", "plot.js", "heatmap.js", "evaluation.js")
 
-# One plain sentence for each term, shown where it first appears.
+# One sentence per term, shown at its first use.
 TERMS = {
-    "β": "β multiplies the logits of attention before the softmax; ordinary attention has β = 1.",
-    "n": "n is the number of keys that a query may see, and a law is a formula β(n).",
-    "trained length": "The trained length is the longest context that the model saw in training.",
-    "bits per byte": "Bits per byte say how badly the model predicts prose: fewer is better.",
+    "β": "β multiplies the attention logits before the softmax; standard attention has β = 1.",
+    "n": "n is the number of keys visible to a query; a policy computes β, usually from n.",
+    "trained length": "The trained length is the longest context seen in training.",
+    "bits per byte": "Bits per byte measure how well the model predicts text; lower is better.",
     "paired difference": (
-        "A paired difference compares two policies on the same sequences, so that what is hard for both cancels out; "
-        "its 95 % interval is by bootstrap."
+        "A paired difference compares two policies on the same sequences, which removes the variation between "
+        "sequences; its 95 % interval is a bootstrap interval."
     ),
-    "w_max": "w_max is the largest attention weight of a row: 1 if one key has all of it.",
-    "entropy": "Entropy tells over how many keys a row spreads its weight: e to the entropy is about their number.",
-    "Λ": "Λ, the accumulation scale, is the largest ln N(t)/t, where N(t) keys score within t of the best: "
-    "the more rivals the best key has, the larger it is.",
-    "r": "r = β/Λ, the criticality, compares the temperature with those rivals: above 1 the best key keeps its weight "
-    "however many there are, below 1 they drown it.",
+    "w_max": "w_max is the largest attention weight of a row; it is 1 if one key has all the weight.",
+    "entropy": "Entropy measures the spread of a row's weights; exp(entropy) is roughly the number of attended keys.",
+    "Λ": "Λ, the accumulation scale, is the maximum of ln N(t)/t, where N(t) is the number of keys with a score within "
+    "t of the best; it grows with the number of keys that compete with the best one.",
+    "r": "r = β/Λ, the criticality, relates β to this competition: with r > 1 the best key keeps its weight for any "
+    "number of keys, with r < 1 its competitors take the weight.",
 }
 
 
 def build_evaluation_page(data: EvaluationData) -> str:
-    """The whole page as text; a part that was not measured is left out."""
+    """Build the HTML page of an evaluation. Sections without measurements are omitted.
+
+    Args:
+        data: the results, from `read_evaluation`.
+
+    Returns:
+        The page as text.
+
+    Example:
+        >>> from pathlib import Path
+        >>> row = ResultRow("recall", "accuracy", "mine", "constant", 128, "", 0.5, None, None, None, None, None)
+        >>> build_evaluation_page(EvaluationData(Path("."), [row], [], [], {})).splitlines()[0]
+        '<!DOCTYPE html>'
+    """
     sections = (_verdict, _trades, _curves, _criticality, _heads, _positions, _depths, _table, _reproduction)
     about = f"{len(data.policies)} policies, {data.lengths[0]} to {data.lengths[-1]} tokens"
     several = data.shown_model == ALL and len(data.models) > 1
@@ -77,7 +90,7 @@ def _section(name: str, title: str, hint: str, body: str) -> str:
 
 
 def _beside(name: str, title: str, hint: str, charts: list[Chart | None], legend: str = "") -> str:
-    """A section with its explanation to the right of its charts, where the window is wide enough; empty without any."""
+    """Return a section with its explanation to the right of its charts on wide screens; empty without charts."""
     drawn = "".join(_drawn(chart) for chart in charts if chart is not None)
     text = f'<div class="hint">{hint}{legend}</div>'
     return _section(name, title, "", f'<div class="beside"><div>{drawn}</div>{text}</div>') if drawn else ""
@@ -92,7 +105,7 @@ def _drawn(chart: Chart) -> str:
 
 
 def _explain(*terms: str) -> str:
-    """The sentence of each term, with the term set off where the sentence names it first."""
+    """Return the sentences of terms, with each term highlighted at its first occurrence."""
     found = []
     for term in terms:
         place = rf"(?<!\w){re.escape(term)}(?!\w)"
@@ -109,41 +122,43 @@ def _verdict(data: EvaluationData) -> str:
 
 def _trades(data: EvaluationData) -> str:
     hint = (
-        "What a law gains in retrieval against what it loses in prose, both as paired differences to constant: a point "
-        "per length, joined from the shortest to the longest, where the name stands. Up and to the left is better; "
-        "thin lines are 95 % intervals."
+        "Gain in retrieval against cost in bits per byte, both as paired differences to constant. There is one point "
+        "per length, joined from shortest to longest; the label is at the longest. Up and left is better. Thin lines "
+        "are 95 % intervals."
     )
-    hint += " The bound argmax is left out." if ARGMAX in data.policies else ""
+    hint += " The policy argmax is omitted." if ARGMAX in data.policies else ""
     return _beside("pareto", "Gain against cost", hint, [trade_chart(data, task) for task in data.retrieval_tasks])
 
 
 def _curves(data: EvaluationData) -> str:
     panels = [_drawn(task_chart(data, task)) for task in data.tasks]
-    hint, choice = "Shades are 95 % intervals.", ""
+    hint, choice = "Shaded bands are 95 % intervals.", ""
     task = statistics_task(data)
     if task is not None:
         heads = retrieving_heads(data, task)
-        several = " The lines are medians over models, shades their range." if len(data.models) > 1 else ""
-        hint += f" {_explain('w_max', 'entropy', 'Λ', 'r')} These four are medians over the rows of {task} that "
+        several = " Lines are medians over models, bands their range." if len(data.models) > 1 else ""
+        hint += (
+            f" {_explain('w_max', 'entropy', 'Λ', 'r')} These four quantities are medians over the rows of {task} that "
+        )
         hint += f"{TASKS[task].measured_rows}.{several} {_named(heads)}"
         choice, more = _head_panels(data, task, heads)
         panels.append(more)
-    return _section("curves", "Against length", hint, f'{choice}<div class="plots three">{"".join(panels)}</div>')
+    return _section("curves", "Over context length", hint, f'{choice}<div class="plots three">{"".join(panels)}</div>')
 
 
 def _named(heads: dict[str, Head]) -> str:
-    """Which head is followed, and why that one."""
+    """Return the definition of the retrieving head and its location in each model."""
     if not heads:
         return ""
     where = "; ".join(f"{escape(layer)} head {head} of {escape(model)}" for model, (layer, head) in heads.items())
     return (
-        "The retrieving head is the one with the largest w_max under constant at the trained length, or at the length "
-        f"nearest below: {where}."
+        "The retrieving head is the head with the largest w_max under constant, at the trained length or the nearest "
+        f"length below: {where}."
     )
 
 
 def _head_panels(data: EvaluationData, task: str, heads: dict[str, Head]) -> tuple[str, str]:
-    """The choice of a head, and the charts for each choice, of which one is shown."""
+    """Return the head selector and the charts for each option."""
     choices: dict[str, dict[str, Head] | None] = {"the retrieving head": heads} if heads else {}
     choices["median over all heads"] = None
     options, parts = "", ""
@@ -158,12 +173,12 @@ def _head_panels(data: EvaluationData, task: str, heads: dict[str, Head]) -> tup
 
 def _criticality(data: EvaluationData) -> str:
     hint = (
-        "A point per model, policy and length. If r alone decided whether a head finds its key, all points would lie "
-        "on one rising curve, whatever the law and the length; the dashed line is r = 1. Spearman's rank correlation "
-        "is 1 if recall always rises with r, and 0 if it does not depend on it."
+        "One point per model, policy and length. If accuracy depended on r alone, all points would lie on one rising "
+        "curve, for every policy and length. The dashed line is r = 1. Spearman's rank correlation is 1 if accuracy "
+        "always rises with r, and 0 if there is no monotonic relation."
     )
     charts = [criticality_chart(data, task) for task in data.retrieval_tasks]
-    return _beside("criticality", "Recall against criticality", hint, charts, _policy_legend(data))
+    return _beside("criticality", "Accuracy against criticality", hint, charts, _policy_legend(data))
 
 
 def _heads(data: EvaluationData) -> str:
@@ -178,21 +193,21 @@ def _heads(data: EvaluationData) -> str:
     body = (
         f'<p class="choice">{controls}</p><p id="readout" aria-live="polite"></p><div class="plots three">{maps}</div>'
     )
-    frame = "; the frame is first at the retrieving one" if data.retrieval_tasks else ""
+    frame = " The retrieving head is selected initially." if data.retrieval_tasks else ""
     hint = (
-        f"Each cell is the median of a head{frame}. Colours span all policies and lengths, so that they can be "
-        "compared. Click a cell, or use the arrow keys, to read it."
+        f"Each cell is the median of one head.{frame} The colour scale covers all policies and lengths, so that maps "
+        "are comparable. Click a cell or use the arrow keys to read its values."
     )
     return _section("heads", "Layer × head", hint, body)
 
 
 def _positions(data: EvaluationData) -> str:
-    hint = "How well a token is predicted, by its position."
-    return _beside("positions", "Prose by position", hint, [position_chart(data)])
+    hint = "Bits per byte of tokens at each position of the longest text."
+    return _beside("positions", "Bits per byte by position", hint, [position_chart(data)])
 
 
 def _depths(data: EvaluationData) -> str:
-    """For each task and policy, accuracy by depth of the answer and length."""
+    """Return the accuracy by depth and length, for each task and policy."""
     panels = ""
     for task in data.retrieval_tasks:
         rows = data.binned(task)
@@ -204,15 +219,15 @@ def _depths(data: EvaluationData) -> str:
                 label = f"accuracy of {policy} by depth and length, {task}"
                 panels += _panel(f"{policy}, {task}", grid(label, bins, [str(length) for length in lengths], cells))
     hint = (
-        "Percent answered. Down: where the answer stands, 0 the beginning of the text and 1 its end; across: the "
-        "length in tokens."
+        "Accuracy in per cent. Rows: depth of the needle, from 0 (beginning of the text) to 1 (end). Columns: length "
+        "in tokens."
     )
     body = f'<div class="plots three">{panels}</div>'
     return _section("depths", "Accuracy by depth", hint, body) if panels else ""
 
 
 def _table(data: EvaluationData) -> str:
-    """A row per length and policy; a cell without a number is empty."""
+    """Return the table of all results, with one row per length and policy."""
     columns = [(data.whole(task), *texts(task)) for task in data.tasks]
     heads = []
     for task in data.tasks:
@@ -235,15 +250,15 @@ def _table(data: EvaluationData) -> str:
     head = "".join(f'<th class="number">{escape(name)}</th>' for name in heads)
     top = f'<thead><tr><th class="number">length</th><th>policy</th>{head}</tr></thead>'
     hint = (
-        "In brackets 95 % intervals; differences are paired, to constant, and bold where the interval leaves out zero. "
-        "Seconds are for one sequence of each task and model, on the machine that ran them."
+        "95 % intervals are in parentheses. Differences are paired differences to constant, in bold if the interval "
+        "excludes zero. Seconds are the time for one sequence of each task and model on the machine of this run."
     )
     table = f'<div class="scroll"><table id="results">{top}<tbody>{"".join(lines)}</tbody></table></div>'
     return _section("table", "All numbers", hint, table)
 
 
 def _reproduction(data: EvaluationData) -> str:
-    """The command, the versions and the fingerprints that run.json has, and the files of the folder."""
+    """Return the command, versions and fingerprints of run.json, and the files of the folder."""
     run, command = data.run, ""
     if isinstance(run.get("command"), str):
         command = f'<p><code id="command">{escape(run["command"])}</code></p>'
@@ -260,7 +275,7 @@ def _reproduction(data: EvaluationData) -> str:
 
 
 def _policy_legend(data: EvaluationData) -> str:
-    """Each policy with its line, its marker and its parameters."""
+    """Return the legend: line, marker and parameters of each policy."""
     known = data.run.get("policies")
     lines = []
     for index, policy in enumerate(data.policies):
@@ -272,7 +287,7 @@ def _policy_legend(data: EvaluationData) -> str:
 
 
 def _listed(found: object) -> str:
-    """A mapping as "key value, key value"; options that were not given are left out."""
+    """Format a mapping as "key value, key value", without None values."""
     if not isinstance(found, Mapping):
         return str(found)
     given = {key: value for key, value in found.items() if value is not None}
@@ -298,7 +313,7 @@ def _difference(row: ResultRow | None, text: Format) -> str:
 
 
 def _costs(data: EvaluationData) -> dict[tuple[str, int], tuple[str, str]]:
-    """Seconds of all tasks and models together, and the largest memory of any of them."""
+    """Return the total seconds over tasks and models, and their peak memory."""
     found = {}
     for key in {(row.policy, row.length) for row in data.cost}:
         own = [row for row in data.cost if (row.policy, row.length) == key]

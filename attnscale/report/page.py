@@ -1,6 +1,6 @@
-"""The page of a run: template, style, programs and numbers in one self-contained file.
+"""The page of a run: template, style, scripts and values in one self-contained file.
 
-Planes are compressed text: exact if that fits the page, else rounded to levels between least and largest.
+Planes are stored as compressed text: exact if they fit, else quantised between minimum and maximum.
 """
 
 from __future__ import annotations
@@ -28,13 +28,34 @@ from attnscale.report.data import Key, Run
 
 PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
 MOST_GROUPS = 5000
-BUDGET = 17_500_000  # bytes of base64 in a page, which so stays below 20 MB
-SAMPLE = 20_000  # numbers of a plane from which its compressed size is estimated
-SPECIAL = 3  # levels 0, 1 and 2 stand for NaN, −∞ and +∞
+BUDGET = 17_500_000  # bytes of base64 per page, which keeps the page below 20 MB
+SAMPLE = 20_000  # values per plane used to estimate its compressed size
+SPECIAL = 3  # levels 0, 1 and 2 encode NaN, −∞ and +∞
 
 
 def build_page(run: Run, budget: int = BUDGET) -> str:
-    """The whole page as text."""
+    """Build the HTML page of a run.
+
+    Args:
+        run: the records, from `read_run`.
+        budget: maximum size of the encoded values in bytes. Values are quantised, and steps thinned out, to fit it.
+
+    Returns:
+        The page as text.
+
+    Example:
+        >>> run = Run(
+        ...     "run.jsonl",
+        ...     [0],
+        ...     [("attn", 0)],
+        ...     {Key("scalar", "gain", "value"): torch.ones(1, 1)},
+        ...     [],
+        ...     [],
+        ...     torch.zeros(1, 1, dtype=torch.uint8),
+        ... )
+        >>> build_page(run).splitlines()[0]
+        '<!DOCTYPE html>'
+    """
     shown, detail, planes = encode(run, budget)
     content = {
         "path": run.path,
@@ -65,13 +86,13 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
 
 
 def fill(template: str, *, content: Mapping[str, Any], **parts: str) -> str:
-    """A template of assets/ with its parts; `content` is what the programs read, as JSON."""
+    """Fill a template of assets/; `content` is the JSON data read by the scripts."""
     parts["content"] = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], asset(template))
 
 
 def asset(name: str) -> str:
-    """The text of a file in assets/."""
+    """Return the text of a file in assets/."""
     return files("attnscale.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -84,7 +105,7 @@ def _layers(run: Run) -> list[dict[str, Any]]:
 
 
 def _quantities(run: Run) -> list[dict[str, Any]]:
-    """Phases in order, and in each the quantities in the order of the table."""
+    """Return the quantities by phase, in display order."""
     phases, names = ("forward", "backward", "scalar"), [*QUANTITIES]
     found = dict.fromkeys((phases.index(key.phase), key.name) for key in run.planes)
     ranked = sorted(found, key=lambda one: (one[0], names.index(one[1]) if one[1] in names else len(names)))
@@ -93,7 +114,7 @@ def _quantities(run: Run) -> list[dict[str, Any]]:
 
 
 def _meaning(kind: str) -> dict[str, str]:
-    """What an alert says, and the quantity that shows it."""
+    """Return the explanation of an alert and the quantity it is based on."""
     if kind not in ALERTS:
         return {"explanation": "", "quantity": ""}
     quantity = QUANTITIES[ALERTS[kind].quantities[0]]
@@ -116,25 +137,25 @@ def _alert(group: list[Alert]) -> dict[str, Any]:
 
 
 def _plain(value: float) -> float | str:
-    """A number as JSON can hold it; JavaScript reads the words."""
+    """Return a number that JSON can represent; JavaScript parses the words."""
     return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
 
 
 class Detail(NamedTuple):
-    """Which statistics are kept, and in how many bytes: 4 exact, 2 and 1 as levels."""
+    """The stored statistics and their bytes per value: 4 is exact, 2 and 1 are quantised."""
 
     statistics: tuple[str, ...]
-    centre: int  # bytes of the mean, and of single numbers
+    centre: int  # bytes of means and scalars
     others: int
 
     def width(self, key: Key) -> int:
-        """Bytes of a number; 0 where it is left out."""
+        """Return the bytes per value; 0 if it is not stored."""
         if key.statistic in ("mean", "value"):
             return self.centre
         return self.others if key.statistic in self.statistics else 0
 
 
-# From the best to the smallest; if none fits, steps are left out. One byte is as exact as a band can be drawn.
+# From best to smallest; if none fits, steps are thinned out. One byte is enough for a band.
 DETAILS = (
     Detail(STATISTICS, 4, 4),
     Detail(STATISTICS, 2, 2),
@@ -144,10 +165,10 @@ DETAILS = (
 
 
 class Encoded(NamedTuple):
-    """A plane as base64 of deflated bytes, and what is needed to decode them.
+    """A plane as base64 of deflated bytes, with decoding parameters.
 
-    First come the lowest bytes of all numbers, then the next, and so on. Levels are differences from the step before.
-    `base` is the plane that this one was XORed with before anything else.
+    Bytes are stored by significance: the lowest bytes of all values first. Levels are differences to the previous step.
+    `base` is the index of the plane that was XORed with this one before encoding.
     """
 
     key: Key
@@ -159,15 +180,15 @@ class Encoded(NamedTuple):
     text: str
 
     def description(self) -> dict[str, Any]:
-        """All of it but the text, for JSON."""
+        """Return all fields except the text, for JSON."""
         content = self.key._asdict() | self._asdict()
         del content["key"], content["text"]
         return content
 
 
 def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
-    """The run in the best detail that fits the budget; if none does, in the least, with as many steps as fit."""
-    # Sizes are estimated from some columns, since compressing all of them takes seconds.
+    """Encode a run in the best detail that fits the budget; if none fits, in the lowest with fewer steps."""
+    # Sizes are estimated from a subset of columns, since compressing all of them takes seconds.
     every = max(1, len(run.steps) * len(run.columns) // SAMPLE)
     some = replace(run, planes={key: plane[:, ::every] for key, plane in run.planes.items()})
     for detail in DETAILS:
@@ -195,7 +216,7 @@ def _encode(run: Run, detail: Detail) -> list[Encoded]:
         width = detail.width(key)
         if not width:
             continue
-        # Backward mostly repeats forward: XORed with it, mostly zeros remain.
+        # Backward values mostly equal forward values: XOR leaves mostly zeros.
         twin = key._replace(phase="forward")
         base = places.get(twin) if key.phase == "backward" else None
         other = run.planes.get(key._replace(phase="backward")) if key.phase == "forward" else None
@@ -209,7 +230,7 @@ def _encode(run: Run, detail: Detail) -> list[Encoded]:
 
 
 def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
-    """Least and largest finite value of both planes, and whether levels are logarithmic."""
+    """Return minimum and maximum finite value of both planes, and whether levels are logarithmic."""
     both = plane if other is None else torch.cat([plane, other])
     finite = both[torch.isfinite(both)]
     if finite.numel() == 0:
@@ -219,7 +240,7 @@ def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
 
 
 def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> Tensor:
-    """A plane as integers of so many bytes: the bits of its numbers, or their levels."""
+    """Return a plane as integers of `width` bytes: the bits of its values, or their levels."""
     if width == 4:
         return plane.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     top = 256**width - 1 - SPECIAL
@@ -232,7 +253,7 @@ def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> T
 
 
 def pack(bits: Tensor, width: int) -> str:
-    """Integers [steps, columns] of so many bytes, as text."""
+    """Compress integers [steps, columns] of `width` bytes into text."""
     if width < 4:
         bits = torch.cat([bits[:1], bits.diff(dim=0)]) & (256**width - 1)
     parts = [((bits >> (8 * byte)) & 0xFF).to(torch.uint8).flatten() for byte in range(width)]

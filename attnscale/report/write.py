@@ -1,4 +1,4 @@
-"""`attnscale report`: the page of a monitor's run, or of the folder of an evaluation."""
+"""`attnscale report`: writes the page of a monitored run or of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,37 @@ from attnscale.report.page import build_page
 
 logger = logging.getLogger(__name__)
 
-TITLE = "<title>attnscale · "  # in the first lines of every page
+TITLE = "<title>attnscale · "  # identifies attnscale pages
 
 
 def write_report(path: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of a JSONL run, by default RUN.html beside RUN.jsonl, or of an evaluation's folder, report.html.
+    """Write the HTML page of a monitored run or of an evaluation.
 
-    Where no output is named, only an earlier page is replaced. If the page goes into the folder, the pictures of
-    `write_pictures` go beside it, unless matplotlib is not installed. On an error no file is written or changed.
+    A page written into the folder of an evaluation is accompanied by the pictures of `write_pictures`, if matplotlib is
+    installed. On an exception no file is written or changed.
+
+    Args:
+        path: JSONL file of a monitor, or output folder of `attnscale evaluate`.
+        output: HTML file; by default RUN.html next to RUN.jsonl, or report.html in the folder. The default only
+            replaces an earlier page.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ArgumentError: the path cannot be read, or the output cannot be written or would replace another kind of file.
+
+    Example:
+        >>> import tempfile
+        >>> import attnscale, torch
+        >>> from attnscale.diagnostics import JsonlSink
+        >>> model = attnscale.MultiheadAttention(16, 2, batch_first=True, policy="log")
+        >>> x = torch.randn(1, 8, 16)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     monitor = attnscale.Monitor(model, every=1, sinks=[JsonlSink(f"{folder}/run.jsonl")])
+        ...     _ = model(x, x, x), monitor.step(0), monitor.close()
+        ...     write_report(f"{folder}/run.jsonl").name
+        'run.html'
     """
     path = Path(path)
     folder = path.is_dir()
@@ -34,12 +57,12 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     if output.is_dir():
         reject("output", str(output), "an HTML file, not a directory")
     if not folder and output.exists() and path.exists() and output.samefile(path):
-        reject("output", str(output), "another file than the one with the records")
+        reject("output", str(output), "a file other than the JSONL file")
     if folder and output.suffix in (".csv", ".json") and output.parent.resolve() == path.resolve():
-        reject("output", str(output), "another file than those of the evaluation")
+        reject("output", str(output), "a file other than those of the evaluation")
     if not named and output.exists() and not _is_page(output):
         raise ArgumentError(
-            f"{str(output)!r} exists and is no page of attnscale: name another output, or this one to replace it"
+            f"{str(output)!r} exists and is not an attnscale page: pass another output, or this one to replace it"
         )
     text = build_evaluation_page(read_evaluation(path)) if folder else build_page(read_run(path))
     try:
@@ -56,10 +79,9 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
 
 
 def write_pictures(folder: str | Path) -> list[Path]:
-    """Write accuracy.png, pareto.png and criticality.png into the folder of an evaluation: charts of its page.
+    """Write charts of the page as accuracy.png, pareto.png and criticality.png into the folder of an evaluation.
 
-    A picture whose numbers were not measured is left out; the list has those that were written. All are drawn before
-    the first is written.
+    Pictures without measurements are skipped. All pictures are drawn before the first is written. Returns the paths.
     """
     data = read_evaluation(folder)
     first = data.retrieval_tasks[:1]

@@ -1,4 +1,4 @@
-"""Row statistics: what can be asked for, what comes back, gaps and Λ, and `rows/`, which computes them in torch."""
+"""Row statistics: requests, results, gap counts and Λ, and the torch implementation in `rows/`."""
 
 from attnscale.statistics.request import StatsRequest, checked_request, sample_rows
 from attnscale.statistics.row_stats import (

@@ -1,4 +1,4 @@
-"""Gap counting: N(t), how many keys lie within t of the best, and Λ = sup ln N(t)/t, exact and bracketed."""
+"""Gap counts N(t), the number of keys within t of the best score, and Λ = sup ln N(t)/t, exact or as bounds."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from torch.nn.functional import pad
 from attnscale._util.checks import check_scores, read_int
 from attnscale_kernels.gaps import bins
 
-# How far the upper end of a bracket of Λ is above the lower one, at most and relative to it; the same in the kernels.
+# Largest relative distance of the two bounds of Λ. The kernels use the same constant.
 BRACKET_WIDTH = bins.WIDTH
 
-# Columns in which the largest values of a row are looked for.
+# Least number of columns in the search for the largest values of a row.
 LEAST_COLUMNS = 64
 
-# The score of a hidden key in tiles: finite, so that a weight of 0 times its logit is 0 and not NaN.
+# Score of a hidden key in tiles. Finite, because 0·(−∞) would be NaN.
 HIDDEN = -1e30
-# A score at or below −FAR is that of a hidden key: −∞ or `HIDDEN`.
+# A score at or below −FAR belongs to a hidden key: −∞ or `HIDDEN`.
 FAR = 1e29
 
 
 class Accumulation(NamedTuple):
-    """Λ per row, known to lie in [lower, upper]; the two are equal where it is exact."""
+    """Bounds of Λ per row: lower ≤ Λ ≤ upper. The two are equal if Λ is exact.
+
+    Attributes:
+        lower: lower bound, [...].
+        upper: upper bound, [...].
+    """
 
     lower: Tensor
     upper: Tensor
 
     @property
     def middle(self) -> Tensor:
-        """The geometric mean of the two ends."""
+        """Geometric mean of the two bounds."""
         return torch.where(self.upper == self.lower, self.lower, (self.lower * self.upper).sqrt())
 
 
 class Contact(NamedTuple):
-    """Where the supremum is attained: Λ, its rank k*, and the keys of rank 1 and k*; all [...]."""
+    """Λ, the rank k* that attains the supremum, and the keys of rank 1 and k*; all [...]."""
 
     value: Tensor
     rank: Tensor
@@ -47,20 +52,32 @@ class Contact(NamedTuple):
 
 
 def accumulation_scale(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Tensor:
-    """Λ [...] of raw scores [..., Tk]: the largest ln k / Δ_k over ranks k ≥ `min_rank`, Δ_k the gap of the k-th best.
+    """Λ, the largest ln k / Δ_k over ranks k ≥ `min_rank`. Δ_k is the gap between the best and the k-th best score.
 
-    The mask broadcasts to the scores (True: visible). A tie at the top gives ∞ (−0.0 and 0.0 tie), fewer than
-    `min_rank` keys give 0, and a NaN among the visible scores gives NaN. A row's Λ is heavy-tailed through its first
-    ranks; a `min_rank` of 8 or 16 tames it.
+    Λ of single rows is heavy-tailed because of the first ranks. A `min_rank` of 8 or 16 reduces this.
 
-    >>> accumulation_scale(torch.tensor([[0.0, -1.0, -1.0, -1.0], [5.0, 5.0, 1.0, 0.0]]))
-    tensor([1.3863,    inf])
+    Args:
+        scores: [..., Tk], raw scores.
+        min_rank: the first rank, at least 2.
+        mask: bool (True: visible), broadcasts to the scores.
+
+    Returns:
+        Λ [...]: ∞ for a tie at the top (−0.0 and 0.0 tie), 0 for fewer than `min_rank` visible keys, NaN if a visible
+        score is NaN.
+
+    Raises:
+        ArgumentError: a shape or `min_rank` is not accepted.
+        ArgumentTypeError: a type or dtype is not accepted.
+
+    Example:
+        >>> accumulation_scale(torch.tensor([[0.0, -1.0, -1.0, -1.0], [5.0, 5.0, 1.0, 0.0]]))
+        tensor([1.3863,    inf])
     """
     return find_contact(scores, min_rank, mask).value
 
 
 def accumulation_scales(scores: Tensor, min_ranks: Sequence[int], mask: Tensor | None = None) -> list[Tensor]:
-    """`accumulation_scale` for each of several `min_ranks`, with one sort for all.
+    """`accumulation_scale` for several `min_ranks`, with a single sort.
 
     >>> accumulation_scales(torch.tensor([0.0, -1.0, -4.0, -4.0]), (2, 3))
     [tensor(0.6931), tensor(0.3466)]
@@ -71,7 +88,7 @@ def accumulation_scales(scores: Tensor, min_ranks: Sequence[int], mask: Tensor |
 
 
 def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Contact:
-    """Λ with its point of contact, by sorting; `first` and `key` index the last axis."""
+    """Λ and the rank that attains it, by sorting. `first` and `key` index the last axis."""
     min_rank = read_int("min_rank", min_rank, "an int >= 2", least=2)
     scores = prepared(scores, mask)
     if scores.shape[-1] < min_rank:
@@ -87,10 +104,10 @@ def find_contact(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) 
 def count_gaps(
     scores: Tensor, thresholds: tuple[float, ...], mask: Tensor | None = None, *, best: Tensor | None = None
 ) -> Tensor:
-    """N(t) [..., thresholds] as int64: visible keys with s* − s ≤ t, the best one included.
+    """N(t) [..., thresholds] as int64: the number of visible keys with s* − s ≤ t, including the best key.
 
-    0 at every t in a row without visible keys, and in one with a NaN among them, which has no best key. Where the keys
-    are some of those of a row, `best` [...] is the s* of all of them; counts of the parts then add up.
+    All counts are 0 in a row without visible keys, or with a visible NaN. For a part of a row's keys, pass the best
+    score s* over all keys as `best` [...]; the counts of the parts can then be added.
 
     >>> count_gaps(torch.tensor([3.0, 2.5, 0.0]), (0.0, 0.5, 10.0))
     tensor([1, 2, 3])
@@ -103,25 +120,25 @@ def count_gaps(
 
 
 def count_within(gaps: Tensor, best: Tensor, thresholds: tuple[float, ...], room: Tensor | None = None) -> Tensor:
-    """N(t) [..., thresholds] as int64, of gaps [..., K] below the best score [..., 1]; `room` is overwritten.
+    """N(t) [..., thresholds] as int64, from gaps [..., K] below the best score [..., 1]. Overwrites `room`.
 
-    With `room`, ones and zeros are added up as floating numbers: on the CPU, adding up bools is several times slower.
+    With `room`, ones and zeros are summed in floating point: on the CPU, summing bools is several times slower.
     """
-    # An infinite threshold must not admit hidden keys, and in a row without any other no threshold may.
+    # Hidden keys never count, not even for an infinite threshold or in a row without visible keys.
     within = [torch.le(gaps, min(t, FAR), out=room).sum(-1, dtype=gaps.dtype) for t in thresholds]
     counts = torch.stack(within, dim=-1) if within else gaps[..., :0]
     return counts.to(torch.int64).masked_fill_(best <= -FAR, 0)
 
 
 class Spectrum(NamedTuple):
-    """What a bracket of Λ from rank k on needs of a row: its k best scores, and a histogram of the gaps of all keys."""
+    """Input for the bounds of Λ from rank k on: the k best scores of a row, and a histogram of all gaps."""
 
-    best: Tensor  # [..., k] in falling order, −∞ or `HIDDEN` where there are no more
+    best: Tensor  # [..., k] in descending order, filled up with −∞ or `HIDDEN`
     counts: Tensor  # [..., BINS], see `attnscale_kernels.gaps.bins`
 
 
 def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None = None) -> Accumulation:
-    """Λ [...] between two bounds, at most `BRACKET_WIDTH` apart, from the best scores and a histogram: no sort.
+    """Bounds of Λ [...], at most `BRACKET_WIDTH` apart, from the best scores and a histogram instead of a sort.
 
     >>> bracket_accumulation(torch.tensor([[0.0, -1.0, -1.0, -1.0]])).upper
     tensor([1.3863])
@@ -133,10 +150,10 @@ def bracket_accumulation(scores: Tensor, min_rank: int = 2, mask: Tensor | None 
 
 
 def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
-    """How many of the gaps [..., Tk] lie in each bin, [..., BINS], given the best scores of the rows; overwrites gaps.
+    """Histogram [..., BINS] of the gaps [..., Tk], given the best scores of the rows. Overwrites gaps.
 
-    The leading bits of a floating number are its octave and the linear step within: no logarithm is needed. Keys of the
-    same rows in several parts are counted one after another and added up.
+    The leading bits of a floating-point number are its octave and the linear step within, so no logarithm is needed.
+    Histograms of several parts of a row's keys can be added.
     """
     ratios = gaps.mul_(((2 + bins.EPSILON) / _reach(best))[..., None]).sub_(bins.EPSILON)
     integer, mantissa = (torch.int32, 23) if ratios.dtype == torch.float32 else (torch.int64, 52)
@@ -144,7 +161,7 @@ def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
     two = int(torch.full((), 2.0, dtype=ratios.dtype, device="cpu").view(integer)) >> shift
     index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(two, two + bins.BINS - 1)  # a NaN is clamped too
     rows = ratios.shape[:-1]
-    if ratios.device.type != "cpu":  # there, bincount would synchronise
+    if ratios.device.type != "cpu":  # bincount would synchronise
         empty = torch.zeros(*rows, bins.BINS, dtype=ratios.dtype, device=ratios.device)
         return empty.scatter_add_(-1, (index - two).to(torch.int64), empty.new_ones(()).expand(index.shape))
     offset = torch.arange(rows.numel(), dtype=integer, device="cpu").view(*rows, 1) * bins.BINS - two
@@ -153,14 +170,14 @@ def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
 
 
 def bracket(spectrum: Spectrum) -> Accumulation:
-    """Λ from the spectrum of each row: 0 for a row of fewer keys than ranks, ∞ for a tie, NaN for a row with a NaN."""
+    """Bounds of Λ from the spectrum of each row: 0 for fewer keys than ranks, ∞ for a tie, NaN for a visible NaN."""
     best, reach, rank = spectrum.best, _reach(spectrum.best), spectrum.best.shape[-1]
     edges = torch.tensor(bins.STARTS, dtype=best.dtype, device=best.device)
     ln_counts = spectrum.counts.cumsum(-1).clamp_(min=1.0).log_()  # of N up to the end of each bin
     upper = (ln_counts / edges).amax(-1) * ((1 + bins.SLACK) / reach)
     lower = (ln_counts[..., :-1] / edges[1:]).amax(-1).clamp(min=math.log(rank)) * ((1 - bins.SLACK) / reach)
     gap = best[..., 0] - best[..., -1]
-    enough = (gap < FAR) & (best[..., -1] > -FAR)  # keys that are seen; two hidden ones have no gap
+    enough = (gap < FAR) & (best[..., -1] > -FAR)  # excludes hidden keys; the gap of two hidden keys is 0
     lower = torch.where(enough, torch.where(gap == 0, math.inf, lower), 0.0)
     upper = torch.where(enough, torch.where(gap >= bins.TIED_BELOW, upper, math.inf), 0.0)
     broken = best[..., 0].isnan() | (best[..., -1] == math.inf)
@@ -168,10 +185,10 @@ def bracket(spectrum: Spectrum) -> Accumulation:
 
 
 def largest(x: Tensor, ranks: int) -> Tensor:
-    """The largest values [..., ranks] of each row [..., K], in falling order; −∞ where there are no more.
+    """The largest values [..., ranks] of each row [..., K], in descending order, filled up with −∞.
 
-    With the row cut into runs under each other, the largest are in the columns whose maxima are largest: a fast
-    reduction and two short searches instead of one long search.
+    The row is reshaped to [runs, columns]. The largest values are in the columns with the largest maxima. A fast
+    reduction and two short searches replace one long search.
     """
     if ranks == 1:
         return x.amax(-1, keepdim=True)
@@ -190,33 +207,33 @@ def largest(x: Tensor, ranks: int) -> Tensor:
 
 
 def _best(x: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The largest values and their places in rows [..., K], as topk has them; of a pair, by two maxima: less work."""
+    """topk of rows [..., K]. For two ranks, two maxima are cheaper."""
     if ranks != 2:
         found = x.topk(ranks, dim=-1)
         return found.values, found.indices
     first = x.max(-1, keepdim=True)
     second = x.scatter(-1, first.indices, -math.inf).max(-1, keepdim=True)
-    # Where all others are −∞ too, the second could be found in the place of the first.
+    # If all other values are −∞, the second maximum may be found at the place of the first.
     place = torch.where(second.indices == first.indices, (first.indices + 1) % x.shape[-1], second.indices)
     return torch.cat([first.values, second.values], -1), torch.cat([first.indices, place], -1)
 
 
 def _reach(best: Tensor) -> Tensor:
-    """The gap of the last of the best scores, or 1 where there is none or it is (nearly) a tie."""
+    """The gap of the last of the best scores, or 1 if it is hidden or (nearly) tied."""
     gap = best[..., 0] - best[..., -1]
     return torch.where((gap >= bins.TIED_BELOW) & (gap < FAR), gap, 1.0)
 
 
 def prepared(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores detached, in fp32 at least, and −∞ where hidden."""
+    """Detached scores in fp32 or wider; hidden ones are −∞."""
     check_scores(scores, mask)
     scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
 def _slopes(ordered: Tensor, min_rank: int) -> Tensor:
-    """ln k / Δ_k of scores in falling order, from `min_rank` on: ∞ for a tie, 0 for a hidden key, NaN beside a NaN."""
+    """ln k / Δ_k of scores in descending order, from `min_rank` on: ∞ for a tie, 0 for a hidden key, NaN for a NaN."""
     ranks = torch.arange(min_rank, ordered.shape[-1] + 1, dtype=ordered.dtype, device=ordered.device)
     later = ordered[..., min_rank - 1 :]
-    gaps = (ordered[..., :1] - later).abs()  # never negative, but −0.0 − 0.0 is −0.0 and would give −∞ for a tie
+    gaps = (ordered[..., :1] - later).abs()  # −0.0 − 0.0 is −0.0, which would give −∞ for a tie
     return torch.where(later <= -FAR, 0.0, ranks.log() / gaps)

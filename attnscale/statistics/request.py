@@ -1,4 +1,4 @@
-"""What can be asked for of the rows of an attention call, and which of them are sampled."""
+"""Requests for row statistics, and the choice of sampled rows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,35 @@ from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.schema import operator_schema
 from attnscale.errors import reject, reject_type
 
-# The statistics of weights that a forward pass gives.
+# Statistics of the softmax weights, computed in the forward pass.
 SOFTMAX = ("lse", "max_logit", "w_max", "entropy", "winner")
 
 
 @dataclass(frozen=True)
 class StatsRequest:
-    """Which statistics to compute; what is not asked for costs nothing.
+    """The row statistics to compute. Statistics that are not requested cost nothing.
 
-    `winner` is the slot of the key with the largest weight, `first_share=s` the weight of the first s keys that a row
-    sees. `gap_thresholds` are the t at which N(t) is counted. `accumulation` asks for Λ from rank `min_rank` on,
-    "exact" by sorting each row, or as a "bracket" of relative width `statistics.gaps.BRACKET_WIDTH` at most. `rows`
-    samples that many rows, spread over the positions and chosen by `seed`; None is all of them.
+    Args:
+        w_max: the largest weight.
+        entropy: the entropy of the weights, in nats.
+        lse: the log-sum-exp of the logits.
+        max_logit: the largest logit.
+        gap_thresholds: thresholds t ≥ 0 for the gap counts N(t), in units of raw scores.
+        accumulation: Λ from rank `min_rank` on. "exact" sorts each row. "bracket" streams and returns bounds at most
+            `statistics.gaps.BRACKET_WIDTH` apart (relative width).
+        min_rank: the first rank of Λ, at least 2.
+        rows: number of sampled rows, spread over the positions; None for all rows.
+        seed: seed of the sample.
+        winner: the slot of the key with the largest weight.
+        first_share: s for the total weight of the first s visible keys.
+
+    Raises:
+        ArgumentError: a value is not accepted.
+        ArgumentTypeError: a type is not accepted.
+
+    Example:
+        >>> StatsRequest(gap_thresholds=(0.5, 1.0), accumulation="bracket", rows=64).gap_thresholds
+        (0.5, 1.0)
     """
 
     w_max: bool = True
@@ -65,25 +82,29 @@ class StatsRequest:
 
     @property
     def of_softmax(self) -> tuple[str, ...]:
-        """The names of what is asked for and needs a pass over all logits."""
+        """Names of the requested softmax statistics."""
         return tuple(name for name in SOFTMAX if getattr(self, name))
 
     @property
     def softmax(self) -> bool:
-        """Whether a pass over all logits is needed."""
+        """Whether the request needs a pass over all logits."""
         return bool(self.of_softmax) or self.first_share is not None
 
     @property
     def gaps(self) -> bool:
-        """Whether anything is asked for that needs the gaps of raw scores."""
+        """Whether the request needs the gaps of raw scores."""
         return self.gap_thresholds is not None or self.accumulation is not None
 
+    def with_lse(self) -> StatsRequest:
+        """The request for one pass over all logits. It includes the lse, which `first_share` needs."""
+        return replace(self, lse=self.softmax, first_share=None)
+
     def gaps_alone(self) -> StatsRequest:
-        """The same without what needs a pass over all logits."""
+        """The request without softmax statistics."""
         return replace(self, w_max=False, entropy=False, lse=False, max_logit=False, winner=False, first_share=None)
 
     def flat(self) -> tuple[Any, ...]:
-        """What an operator is given for all rows of a call; `StatsRequest(*flat)` is the inverse."""
+        """Operator arguments for all rows of a call; `StatsRequest(*flat)` is the inverse."""
         return astuple(replace(self, rows=None, seed=0))
 
 
@@ -91,7 +112,21 @@ FLAT_REQUEST = operator_schema(StatsRequest)
 
 
 def checked_request(request: object) -> StatsRequest:
-    """The request itself, or the default one for None; anything else is refused."""
+    """Check the type of a request.
+
+    Args:
+        request: a `StatsRequest`, or None for the default request.
+
+    Returns:
+        The request.
+
+    Raises:
+        ArgumentTypeError: `request` is neither a `StatsRequest` nor None.
+
+    Example:
+        >>> checked_request(None).w_max
+        True
+    """
     if request is None:
         return StatsRequest()
     if not isinstance(request, StatsRequest):
@@ -100,12 +135,24 @@ def checked_request(request: object) -> StatsRequest:
 
 
 def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
-    """`rows` of the row numbers 0 … queries−1, increasing, one from each of as many equal strata; not to be changed.
+    """Stratified sample of row numbers: one row from each of `rows` strata of equal size.
 
-    Every row is as likely as any other, and the last stratum may continue at the first row.
+    All rows are equally likely. The last stratum may wrap around to the first row. Samples are cached: do not modify
+    the returned tensor.
 
-    >>> sample_rows(1000, 4, 0, torch.device("cpu")).tolist() == sample_rows(1000, 4, 0, torch.device("cpu")).tolist()
-    True
+    Args:
+        queries: number of rows to sample from.
+        rows: size of the sample; at most `queries` are returned.
+        seed: seed of the sample. The same seed gives the same rows on every device.
+        device: device of the result.
+
+    Returns:
+        Increasing row numbers [R] in 0 … queries − 1, as int64.
+
+    Example:
+        >>> first, second = (sample_rows(1000, 4, 0, torch.device("cpu")) for _ in range(2))
+        >>> first.tolist() == second.tolist()
+        True
     """
     rows = min(rows, queries)
     found: Tensor = state.SAMPLED_ROWS.recall(
@@ -115,13 +162,13 @@ def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Ten
 
 
 def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tensor:
-    # On the host whatever the default device, so that a seed draws the same rows everywhere.
+    # Always on the host: a seed must draw the same rows on every device.
     edges = torch.arange(rows + 1, dtype=torch.int64, device="cpu") * queries // max(rows, 1)
     width = edges[1:] - edges[:-1]
     generator = torch.Generator("cpu").manual_seed(seed)
     draw = torch.rand(rows, generator=generator, dtype=torch.float64, device="cpu")
-    # Strata differ in width by one row where they do not divide the queries, and a narrow one is more likely to give
-    # each of its rows. Rotated by a random number of rows, all rows are equally likely.
+    # Stratum widths may differ by one row, which makes rows of narrow strata more likely. A random rotation makes all
+    # rows equally likely.
     turn = torch.randint(max(queries, 1), (1,), generator=generator, device="cpu")
     chosen = (edges[:-1] + (draw * width).to(torch.int64) + turn) % max(queries, 1)
     return chosen.sort().values.to(device)

@@ -1,7 +1,7 @@
-"""Statistics of rows: the fields, their meaning, and how those of disjoint keys are merged.
+"""Row statistics: definitions of the fields, and merging over disjoint keys.
 
-All in nats, over visible keys only, detached, and after temperature; but gap counts and Λ are of raw scores s (after
-softcap and bias, before β).
+Statistics are in nats, detached, and cover visible keys only. They are taken after the temperature, except gap counts
+and Λ, which use raw scores s (after softcap and bias, before β).
 """
 
 from __future__ import annotations
@@ -21,63 +21,89 @@ from attnscale.errors import ArgumentError
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.request import SOFTMAX, StatsRequest
 
-# A largest weight below this is that of keys beside a far larger sink, and its reciprocal may not be finite.
+# A largest weight below this occurs only next to a dominant sink. Its reciprocal may overflow.
 LEAST_WEIGHT = 1e-30
 
 
 class RowStats(NamedTuple):
-    """Statistics per row, each [B, H, Tq] (or [..., R] for R sampled rows); None where not asked for.
+    """Statistics per row, each [B, H, Tq], or [B, H, R] for R sampled rows. None if not requested.
 
-    An attention sink is an outcome of the softmax but not a key: `lse` contains it, `entropy` is that of keys and sink
-    together (so up to ln(n + 1)), `max_logit` and `w_max` look at keys only (so `w_max` may be below 1/n), and it has
-    no part in `visible`, gaps or Λ. A row that sees nothing has lse = max_logit = −∞ and zero elsewhere. A row that
-    sees a NaN has NaN everywhere but in `visible`, where that key counts, and in `gap_counts`, which are 0.
+    An attention sink takes part in the softmax, but is not a key. `lse` and `entropy` include the sink (entropy is at
+    most ln(n + 1)). `max_logit` and `w_max` cover keys only, so `w_max` may be below 1/n. `visible`, gap counts and Λ
+    exclude the sink. A row without visible keys has lse = max_logit = −∞ and zero elsewhere. A row with a visible NaN
+    has NaN everywhere, except `visible`, which counts that key, and `gap_counts`, which are 0.
+
+    Attributes:
+        visible: n, the number of visible keys; int64.
+        lse: log-sum-exp of the logits.
+        max_logit: the largest logit.
+        w_max: the largest weight.
+        entropy: entropy of the weights.
+        gap_counts: N(t), [B, H, Tq, thresholds], int64.
+        accumulation: bounds of Λ.
+        criticality: r = β/Λ, with the middle of the bounds.
+        winner: slot of the key with the largest weight, int64; −1 if there is none.
+        first_share: total weight of the first visible keys, the usual place of attention sinks.
+        at_ceiling: bool, the adaptive β was clipped at its ceiling. The guarantee for w_max does not hold there.
+        rows: [R], the sampled rows.
+        with_sink: `lse`, `w_max` and `entropy` include an attention sink.
+        visible_given: `visible` was passed by the caller and counts the keys of all processes.
+        places: places of the rows and keys in the sequence, if known.
+        heads: head numbers in the full layer, if `HeadParallel` has split the heads over processes.
     """
 
-    # Typed as tensors are the four that are there unless a request leaves them out.
+    # The four default statistics are typed as tensors for convenience: None only if a request excludes them.
     visible: Tensor
     lse: Tensor = None  # type: ignore[assignment]
     max_logit: Tensor = None  # type: ignore[assignment]
     w_max: Tensor = None  # type: ignore[assignment]
     entropy: Tensor = None  # type: ignore[assignment]
-    gap_counts: Tensor | None = None  # [B, H, Tq, thresholds]
+    gap_counts: Tensor | None = None
     accumulation: Accumulation | None = None
-    criticality: Tensor | None = None  # β/Λ, with the middle of the bracket
-    winner: Tensor | None = None  # int64: the slot of the key with the largest weight, −1 in a row without one
-    first_share: Tensor | None = None  # weight of the first keys that the row sees, where attention sinks lie
-    at_ceiling: Tensor | None = None  # bool: an adaptive β was cut off there, and has lost its certificate
-    rows: Tensor | None = None  # [R], which rows were sampled
-    with_sink: bool = False  # whether lse, w_max and entropy contain an attention sink
-    visible_given: bool = False  # whether `visible` is the n that the caller stated, of all keys wherever they are
-    places: RowPlaces | None = None  # where the rows and keys lie in the sequence, as far as the call knew
-    heads: Span | None = None  # their numbers in the whole layer, where `HeadParallel` has spread it over processes
+    criticality: Tensor | None = None
+    winner: Tensor | None = None
+    first_share: Tensor | None = None
+    at_ceiling: Tensor | None = None
+    rows: Tensor | None = None
+    with_sink: bool = False
+    visible_given: bool = False
+    places: RowPlaces | None = None
+    heads: Span | None = None
 
     @classmethod
     def counted(cls, call: AttentionCall, *, with_sink: bool = False) -> RowStats:
-        """n of every row [B, H, Tq] of a call, and no other statistic yet."""
+        """Statistics with n [B, H, Tq] of every row of a call, and nothing else."""
         visible = count_visible(call.context).expand(call.query.shape[:3])
         with_sink = with_sink and call.sinks is not None
         return cls(visible, with_sink=with_sink, visible_given=call.context.visible is not None)
 
     def only(self, request: StatsRequest) -> RowStats:
-        """The same without those statistics of the softmax that are not asked for."""
+        """The statistics without softmax statistics that were not requested."""
         unasked: dict[str, Any] = {name: None for name in SOFTMAX if not getattr(request, name)}
         return self._replace(**unasked)
 
     def merge(self, other: RowStats, *, common_maximum: bool = False) -> RowStats:
-        """Statistics of the same rows over the keys of both, which must be disjoint.
+        """Merge statistics of the same rows over disjoint sets of keys.
 
-        Refused where `rows`, `places` or `heads` tell that rows differ, or that both sides have seen the same keys. A
-        sink is one outcome for all keys together: compute one part with `sinks` and the others without, and merge them
-        in any order. `visible` adds up, unless both sides were given it with `visible=`: that is the n of all keys
-        already. Gap counts add up only if both sides counted from the maximum over all keys: say so with
-        `common_maximum`. `winner` is that of the side with the larger logit, or the first of two equal ones: both sides
-        must number their keys alike. Λ and `first_share` cannot be merged.
+        Pass `sinks` to one part only: a sink counts once for all keys. `visible` is added, unless both sides received
+        the total with `visible=`. `winner` comes from the side with the larger logit, or the lower slot in a tie; both
+        sides must use the same slot numbers. Λ and `first_share` are dropped, because they cannot be merged.
 
-        >>> from attnscale import row_statistics
-        >>> scores = torch.randn(3, 10)
-        >>> parts = row_statistics(scores[:, :4]), row_statistics(scores[:, 4:])
-        >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
+        Args:
+            other: statistics of the same rows over other keys.
+            common_maximum: both sides counted gaps from the maximum over all keys. Only then are gap counts added.
+
+        Returns:
+            The statistics over the keys of both sides.
+
+        Raises:
+            ArgumentError: the rows, heads or statistics differ, or both sides contain the same keys or sink.
+
+        Example:
+            >>> from attnscale import row_statistics
+            >>> scores = torch.randn(3, 10)
+            >>> parts = row_statistics(scores[:, :4]), row_statistics(scores[:, 4:])
+            >>> torch.testing.assert_close(parts[0].merge(parts[1]).entropy, row_statistics(scores).entropy)
         """
         check_mergeable(self, other, common_maximum)
         places = join_places(self._known_places(), other._known_places())
@@ -90,7 +116,7 @@ class RowStats(NamedTuple):
         if self.max_logit is not None:
             merged["max_logit"] = torch.maximum(self.max_logit, other.max_logit)
             if self.winner is not None and other.winner is not None:
-                # The first of equal keys, and −1 beside a NaN, which has neither a larger nor a smaller logit.
+                # The lower slot in a tie, and −1 next to a NaN, which compares neither larger nor smaller.
                 first = torch.minimum(self.winner, other.winner)
                 first = torch.where(self.max_logit > other.max_logit, self.winner, first)
                 merged["winner"] = torch.where(self.max_logit < other.max_logit, other.winner, first)
@@ -107,23 +133,30 @@ class RowStats(NamedTuple):
         )
 
     def _shares_beside(self, other: RowStats) -> Shares | None:
-        """The shares of the softmax over the keys of both; None without lse."""
+        """Shares of both sides in the joint softmax; None without lse."""
         if self.lse is None or other.lse is None:
             return None
         first = SoftmaxPart(self.lse, self.max_logit, self.w_max)
         return join_parts(first, SoftmaxPart(other.lse, other.max_logit, other.w_max))
 
     def restored(self, restore: Callable[[Tensor], Tensor]) -> RowStats:
-        """The same with every statistic [B, H, Tq, ...] in the shape that `restore` gives it."""
+        """Apply `restore` to every statistic [B, H, Tq, ...]."""
         found: RowStats = tree_map_only(Tensor, restore, self._replace(rows=None, places=None))
         return found._replace(rows=self.rows, places=self.places)
 
     def select(self, rows: Tensor) -> RowStats:
-        """Statistics [B, H, Tq, ...] of some rows [R]."""
+        """The statistics of some rows.
+
+        Args:
+            rows: row numbers [R].
+
+        Returns:
+            Statistics [B, H, R, ...], with `rows` set.
+        """
         return self.restored(lambda x: x.index_select(2, rows))._replace(rows=rows)
 
     def _known_places(self) -> RowPlaces | None:
-        """The places, unless statistics of some of the rows were cut out since."""
+        """The places; None if rows were sliced out of the statistics afterwards."""
         if self.places is None or self.rows is not None:
             return self.places
         rows = self.places.rows
@@ -132,53 +165,99 @@ class RowStats(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What `attention_with_stats` returns."""
+    """Result of `attention_with_stats`.
+
+    Attributes:
+        output: [..., H, Tq, Dv]; differentiable.
+        stats: `RowStats`; detached.
+
+    Example:
+        >>> import attnscale
+        >>> q = k = v = torch.randn(1, 2, 4, 8)
+        >>> output, stats = attnscale.attention_with_stats(q, k, v)
+        >>> output.shape, stats.w_max.shape
+        (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4]))
+    """
 
     output: Tensor
     stats: RowStats
 
     def merge(self, other: AttentionOutput) -> AttentionOutput:
-        """Output and statistics of the same rows over the keys of both, which must be disjoint; see `RowStats.merge`.
+        """Merge output and statistics of the same rows over disjoint sets of keys; see `RowStats.merge`.
 
-        Each output is weighted by its share of the softmax, so both need `lse`.
+        Outputs are weighted by their shares of the softmax, which needs `lse` on both sides.
 
-        >>> from attnscale import attention_with_stats
-        >>> q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 10, 8)
-        >>> parts = [attention_with_stats(q, keys, keys) for keys in (k[:, :, :4], k[:, :, 4:])]
-        >>> torch.testing.assert_close(parts[0].merge(parts[1]).output, attention_with_stats(q, k, k).output)
+        Args:
+            other: the result for the same rows over other keys.
+
+        Returns:
+            The result over the keys of both sides.
+
+        Raises:
+            ArgumentError: `lse` is missing, or the statistics cannot be merged.
+
+        Example:
+            >>> from attnscale import attention_with_stats
+            >>> q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 10, 8)
+            >>> parts = [attention_with_stats(q, keys, keys) for keys in (k[:, :, :4], k[:, :, 4:])]
+            >>> torch.testing.assert_close(parts[0].merge(parts[1]).output, attention_with_stats(q, k, k).output)
         """
         stats, shares = self.stats.merge(other.stats), self.stats._shares_beside(other.stats)
         if shares is None:
-            raise ArgumentError("outputs without lse are not accepted: expected StatsRequest(lse=True), to weigh them")
+            raise ArgumentError("outputs without lse are not accepted: expected StatsRequest(lse=True) on both sides")
         output = self.output * shares.first[..., None].to(self.output.dtype)
         return AttentionOutput(output + other.output * shares.second[..., None].to(other.output.dtype), stats)
 
 
 def largest_weight(max_logit: Tensor, lse: Tensor) -> Tensor:
-    """e^(m − lse), zero for a row without keys."""
+    """The largest weight e^(max_logit − lse).
+
+    Args:
+        max_logit: the largest logit of each row, [...].
+        lse: the log-sum-exp of each row, [...].
+
+    Returns:
+        The largest weight [...]; zero for a row without keys.
+
+    Example:
+        >>> largest_weight(torch.tensor([0.0]), torch.tensor([math.log(2)]))
+        tensor([0.5000])
+    """
     return torch.where(max_logit == -math.inf, 0.0, torch.exp(max_logit - finite(lse)))
 
 
 def criticality(beta: Tensor | float, accumulation: Accumulation) -> Tensor:
-    """r = β/Λ: below 1 the top scores are not separated, above 1 the entropy collapses; 0 where Λ = ∞, ∞ where 0."""
+    """r = β/Λ. Below 1 the top scores are not separated; above 1 the entropy collapses.
+
+    Args:
+        beta: the temperature, a number or a tensor that broadcasts to [...].
+        accumulation: bounds of Λ, [...]. Their geometric mean is used.
+
+    Returns:
+        r [...]; 0 for Λ = ∞, ∞ for Λ = 0.
+
+    Example:
+        >>> criticality(1.0, Accumulation(torch.tensor([2.0]), torch.tensor([2.0])))
+        tensor([0.5000])
+    """
     return beta / accumulation.middle
 
 
 def finite(x: Tensor) -> Tensor:
-    """x with −∞ replaced by 0, so that a row without keys can be subtracted from."""
+    """x with −∞ replaced by 0. Avoids −∞ − (−∞) in rows without keys."""
     return x.masked_fill(x == -math.inf, 0.0)
 
 
 def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
-    """Refuse two sets of statistics that do not belong to the same rows, or that contain the same thing twice."""
+    """Reject statistics of different rows, or with the same keys or sink on both sides."""
     names = ["lse", "max_logit", "entropy", "winner", *(["gap_counts"] if common_maximum else [])]
     for name in names:
         if (getattr(a, name) is None) != (getattr(b, name) is None):
             raise ArgumentError(f"{name} is not accepted on one side only: expected the same statistics on both")
     if a.winner is not None and a.max_logit is None:
-        raise ArgumentError("winner without max_logit is not accepted: expected both, to compare the two sides")
+        raise ArgumentError("winner without max_logit is not accepted: merging winner needs max_logit on both sides")
     if a.entropy is not None and a.lse is None:
-        raise ArgumentError("entropy without lse is not accepted: expected both, to weigh the two sides")
+        raise ArgumentError("entropy without lse is not accepted: merging entropy needs lse on both sides")
     for name in ("visible", *names):
         shapes = [list(x.shape) for x in (getattr(a, name), getattr(b, name)) if x is not None]
         if len(shapes) == 2 and shapes[0] != shapes[1]:
@@ -189,46 +268,45 @@ def check_mergeable(a: RowStats, b: RowStats, common_maximum: bool) -> None:
     if not _same_rows(a.rows, b.rows):
         first, second = ("all rows" if x is None else f"rows {x.tolist()}" for x in (a.rows, b.rows))
         raise ArgumentError(
-            f"statistics of {first} and of {second} are not accepted: expected those of the same rows (for sampled "
-            "ones, the same StatsRequest.rows and seed, of as many queries)"
+            f"statistics of {first} and of {second} are not accepted: expected the same rows on both sides (for "
+            "samples: the same StatsRequest.rows, seed and number of queries)"
         )
     if a.heads is not None and b.heads is not None and a.heads != b.heads:
         first, second = (f"{heads.start} … {heads.stop - 1}" for heads in (a.heads, b.heads))
         raise ArgumentError(
-            f"statistics of the heads {first} and of {second} of a layer are not accepted: expected those of the same "
-            "heads over different keys"
+            f"statistics of the heads {first} and of {second} of a layer are not accepted: expected the same heads "
+            "over different keys"
         )
     if a.with_sink and b.with_sink:
         raise ArgumentError(
-            "statistics that both contain an attention sink are not accepted, as it would count twice: expected it on "
-            "one side at most, so compute all parts but one without `sinks`"
+            "statistics with an attention sink on both sides are not accepted, because the sink would count twice: "
+            "expected `sinks` on one side only"
         )
     if a.visible_given != b.visible_given:
         raise ArgumentError(
-            "visible is not accepted as given (`visible=`) on one side and counted on the other: expected the n of all "
-            "keys on both, or on neither"
+            "`visible=` on one side only is not accepted: expected the number of all keys on both sides, or on neither"
         )
 
 
 def _same_rows(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two samples are of the same rows. A graph and the meta device have no values to compare."""
+    """Whether two samples have the same rows. Values are not compared while tracing or on the meta device."""
     if a is None or b is None or a is b:
         return a is b
     return a.shape == b.shape and (is_watched() or a.is_meta or torch.equal(a, b.to(a.device)))
 
 
 def _merge_entropy(*sides: tuple[Tensor, Tensor]) -> Tensor:
-    """H of the union: each side's share a of the weight brings a·H_side − a·ln a."""
+    """Entropy of the union: a side with share a contributes a·H_side − a·ln a."""
     total = torch.zeros_like(sides[0][1])
     for share, entropy in sides:
         total = total + share * entropy + torch.special.entr(share)
-    return total.clamp(min=0.0)  # a share of 1 plus a rounding would bring less than nothing
+    return total.clamp(min=0.0)  # rounding may push a share above 1 and the entropy below 0
 
 
 class SoftmaxPart(NamedTuple):
-    """The sum of e^logit over some keys: e^lse, or e^max_logit / w_max where both are known.
+    """Sum of e^logit over some keys: e^lse, or e^max_logit / w_max if both are known.
 
-    The second is the more exact: lse is rounded relative to its own size, which e^lse makes an error of the weights.
+    The second form is more accurate: the exponential turns the rounding of a large lse into an error of the weights.
     """
 
     lse: Tensor
@@ -245,7 +323,7 @@ class SoftmaxPart(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The shares of two parts, and lse and the largest weight of both together."""
+    """Softmax shares of two parts, and the joint lse and largest weight."""
 
     first: Tensor
     second: Tensor
@@ -254,7 +332,7 @@ class Shares(NamedTuple):
 
 
 def join_parts(first: SoftmaxPart, second: SoftmaxPart) -> Shares:
-    """The parts of disjoint keys, joined; in a row without keys both shares are 0."""
+    """Join two parts over disjoint keys. In a row without keys both shares are 0."""
     (a, of_a), (b, of_b) = first.scaled(), second.scaled()
     top = torch.maximum(a, b)
     pivot = top.masked_fill(top == -math.inf, 0.0)
@@ -268,17 +346,32 @@ def join_parts(first: SoftmaxPart, second: SoftmaxPart) -> Shares:
 
 
 class Span(NamedTuple):
-    """The places start … stop − 1 of a sequence, or the heads of a layer."""
+    """A half-open range start … stop − 1 of places in a sequence, or of heads in a layer.
+
+    Attributes:
+        start: the first.
+        stop: one past the last.
+
+    Example:
+        >>> Span(4, 8)
+        Span(start=4, stop=8)
+    """
 
     start: int
     stop: int
 
 
 class RowPlaces(NamedTuple):
-    """The places of the rows of a call in their sequence, and of the keys that they were measured against.
+    """Places of the rows and keys of a call in their sequence.
 
-    `rows` is a span where all sequences have the same neighbouring rows, else [B|1, Tq]; of a sample, those of all rows
-    it was drawn from. `keys` is empty where their places are not known.
+    Attributes:
+        rows: a span if the rows are contiguous and the same in all sequences, else [B|1, Tq]. For a sample: the rows it
+            was drawn from.
+        keys: spans of the keys; empty if unknown.
+
+    Example:
+        >>> RowPlaces(Span(4, 8), (Span(0, 8),)).keys
+        (Span(start=0, stop=8),)
     """
 
     rows: Span | Tensor
@@ -286,10 +379,20 @@ class RowPlaces(NamedTuple):
 
 
 def find_places(context: Context) -> RowPlaces | None:
-    """The places that a call knows of; None where it says nothing that would tell its rows from others.
+    """The places of a call's rows and keys in the sequence.
 
-    `positions` tell rows apart. Slots do where rows see by them, unless the n of all keys was given: the keys of this
-    call are then some of the sequence, and slots count from the first of them.
+    `positions` identify rows. Slots identify rows if visibility depends on slots, unless `visible` is given: the call
+    then has a part of the keys, and slots count from the first key of that part.
+
+    Args:
+        context: the visibility of the call.
+
+    Returns:
+        The places, or None if the call does not identify its rows.
+
+    Example:
+        >>> find_places(Context(4, 4, torch.device("cpu"), causal=True)).rows
+        Span(start=0, stop=4)
     """
     by_slot = context.causal or context.window != (None, None) or isinstance(context.slot, Tensor) or context.slot != 0
     slots_are_places = by_slot and context.visible is None and (context.positions is None or _is_slot(context))
@@ -303,33 +406,33 @@ def find_places(context: Context) -> RowPlaces | None:
 
 
 def join_places(a: RowPlaces | None, b: RowPlaces | None) -> RowPlaces | None:
-    """The places of statistics that are merged; refuses other rows, and keys that both sides have seen."""
+    """Places of merged statistics. Rejects different rows, and keys that are on both sides."""
     if a is None or b is None:
         known = b if a is None else a
         return None if known is None else RowPlaces(known.rows)
     if not _same(a.rows, b.rows):
         raise ArgumentError(
-            f"statistics of the rows at {_text(a.rows)} and of those at {_text(b.rows)} are not accepted: expected "
-            "those of the same rows (where cache_offset counts the keys of one part only, give every part the same "
-            "positions= and visible=)"
+            f"statistics of the rows at {_text(a.rows)} and of those at {_text(b.rows)} are not accepted: expected the "
+            "same rows (if cache_offset counts the keys of one part only, pass the same positions= and visible= to all "
+            "parts)"
         )
     for one in a.keys:
         for other in b.keys:
             if one.start < other.stop and other.start < one.stop:
                 raise ArgumentError(
-                    f"statistics over the keys {_text(one)} and over {_text(other)} are not accepted, as some would "
-                    "count twice: expected keys that no other part has"
+                    f"statistics over the keys {_text(one)} and over {_text(other)} are not accepted, because keys "
+                    "would count twice: expected disjoint keys"
                 )
     return RowPlaces(a.rows, tuple(sorted((*a.keys, *b.keys))) if a.keys and b.keys else ())
 
 
 def _is_slot(context: Context) -> bool:
-    """Whether the slots of the rows were taken from their positions."""
+    """Whether the slots of the rows come from their positions."""
     return context.slot is context.positions
 
 
 def _same(a: Span | Tensor, b: Span | Tensor) -> bool:
-    """Whether rows are at the same places. A graph and the meta device have no values to compare."""
+    """Whether rows have the same places. Values are not compared while tracing or on the meta device."""
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         return a == b
     if is_watched() or any(isinstance(x, Tensor) and x.is_meta for x in (a, b)):

@@ -1,4 +1,4 @@
-"""The statistics of a given matrix of scores."""
+"""Row statistics of a materialised score matrix."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnscale._util.checks import check_broadcasts, check_scores
+from attnscale.call.context import Context
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest, checked_request
 from attnscale.statistics.row_stats import RowStats
-from attnscale.statistics.rows.measures import RowSums, add_keys, best_scores, measure_gaps, row_measures
+from attnscale.statistics.rows.measures import RowSums, add_keys, add_shares, best_scores, measure_gaps, row_measures
 from attnscale.statistics.rows.tiles import LOG2E
 
 
@@ -22,13 +23,25 @@ def row_statistics(
     *,
     sinks: Tensor | None = None,
 ) -> RowStats:
-    """The statistics of a given matrix of raw scores [..., Tq, Tk].
+    """Row statistics of a matrix of raw scores. This is the definition that every backend is tested against.
 
-    β broadcasts to [..., Tq]; the mask to the scores (True: visible). This is the definition that every backend is
-    held against. Sampling (`rows`) does not apply: choose the rows of the matrix.
+    Args:
+        scores: [..., Tq, Tk], raw scores.
+        beta: the temperature, a number or a tensor that broadcasts to [..., Tq].
+        mask: bool (True: visible), broadcasts to the scores.
+        request: the statistics to compute. `StatsRequest.rows` does not apply: select rows of the matrix instead.
+        sinks: [H], attention sinks of scores [B, H, Tq, Tk].
 
-    >>> row_statistics(torch.zeros(1, 4)).entropy
-    tensor([1.3863])
+    Returns:
+        `RowStats` with tensors [..., Tq]; detached.
+
+    Raises:
+        ArgumentError: a shape is not accepted.
+        ArgumentTypeError: a type or dtype is not accepted.
+
+    Example:
+        >>> row_statistics(torch.zeros(1, 4)).entropy
+        tensor([1.3863])
     """
     request = checked_request(request)
     check_scores(scores, mask)
@@ -39,7 +52,7 @@ def row_statistics(
     mask = torch.ones((), dtype=torch.bool, device=scores.device) if mask is None else mask
     mask = mask.expand(scores.shape)
     known = RowStats(mask.sum(-1), with_sink=sinks is not None and request.softmax)
-    if not scores.shape[-1]:  # one hidden slot, as reductions need one
+    if not scores.shape[-1]:  # reductions need at least one slot
         scores, mask = pad(scores, (0, 1)), pad(mask, (0, 1))
     scores = scores.clamp(min=HIDDEN).masked_fill(~mask, HIDDEN)
     logits = (scores * (beta * LOG2E)[..., None]).masked_fill(scores <= HIDDEN / 2, HIDDEN)
@@ -47,9 +60,11 @@ def row_statistics(
     sums = RowSums._make(None if x is None else x[..., 0] for x in sums)
     gaps = measure_gaps([lambda: scores], best_scores(None, scores, request), request)
     measures = row_measures(sums, gaps, None if sinks is None else sinks.detach()[:, None])
-    stats = measures.to_stats(request, known, beta)
-    if request.first_share is None:
-        return stats
-    first = mask & (mask.cumsum(-1) <= request.first_share)
-    weights = torch.where(first, torch.exp(logits / LOG2E - measures.lse[..., None]), 0.0)
-    return stats._replace(first_share=weights.sum(-1).clamp(max=1.0))
+    stats = measures.to_stats(request.with_lse(), known, beta)
+
+    def weigh(slots: Tensor, seen: Tensor) -> Tensor:
+        weights = torch.exp(logits.gather(-1, slots) / LOG2E - stats.lse[..., None])
+        return torch.where(seen, weights, 0.0).sum(-1)
+
+    context = Context(1, scores.shape[-1], scores.device, mask=mask)  # a mask alone: the number of rows is not read
+    return add_shares(stats, request, context, weigh).only(request)

@@ -1,12 +1,13 @@
-"""The papers behind the temperature laws as code: closed forms beside simulators, and experiments that compare them.
+"""The theory behind the temperature laws: closed forms, simulators, and experiments that compare them.
 
-One module per model: `families` (raw scores of known kinds), `condensation`, `gap_counting`, `simplex`, `phase` with
-`bounds`, `sphere`. `experiments/` is what `attnscale theory NAME` runs. `import attnscale` imports none of it.
+One module per model: `families` (raw scores with a known Λ), `user_family` (your own scores), `condensation`,
+`gap_counting`, `simplex`, `phase` with `bounds`, `sphere`. `experiments/` has the experiments of `attnscale theory`.
+`import attnscale` does not import this package.
 """
 
 from typing import TYPE_CHECKING
 
-# Modules that others have taken in.
+# Former modules, and the modules that now hold their contents.
 _MOVED = {
     "gaps": "gap_counting",
     "spacings": "gap_counting",

@@ -1,9 +1,9 @@
 """Theorems 2.3 and 2.5 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554) as inequalities.
 
-The paper states limits with o_n(1); its proofs give explicit bounds, collected here with every constant written out for
-tokens whose cosines lie in [ρ₁, ρ₂] and whose squared norms lie in [q₁, q₂] (Assumption 2). Each holds for every such
-configuration at every n, so each can be checked against a measurement. For γ < 1/(1−ρ₁) the first and third tend to the
-paper's limits, for γ > 1/(1−ρ₂) the second and fourth do.
+The paper states limits with o_n(1). Its proofs give explicit bounds, written out here with all constants, for cosines
+in [ρ₁, ρ₂] and squared norms in [q₁, q₂] (Assumption 2). Each bound holds for every such configuration at every n and
+can be checked against a measurement. `contraction_bound` and `jacobian_upper_bound` tend to the paper's limits
+for γ < 1/(1−ρ₁), `identity_bound` and `jacobian_lower_bound` for γ > 1/(1−ρ₂).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnscale.theory.simplex import logistic
 
 
 class TokenRange(NamedTuple):
-    """Smallest and largest cosine between two tokens, and squared norm of a token: Assumption 2."""
+    """The constants of Assumption 2: range of the cosines between two tokens, and of the squared norms."""
 
     n: int
     d: int
@@ -31,7 +31,7 @@ class TokenRange(NamedTuple):
 
 
 def token_range(x: Tensor) -> TokenRange:
-    """The constants of Assumption 2 for given tokens [n, d].
+    """Compute the constants of Assumption 2 for tokens [n, d].
 
     >>> token_range(torch.tensor([[1.0, 0.0], [3.0, 4.0]], dtype=torch.float64))
     TokenRange(n=2, d=2, rho_min=0.6, rho_max=0.6, q_min=1.0, q_max=25.0)
@@ -44,7 +44,7 @@ def token_range(x: Tensor) -> TokenRange:
 
 
 def own_weight(tokens: TokenRange, beta: float) -> tuple[float, float]:
-    """Bounds on the weight A_ii of a token on itself (Lemma A.1), lower and upper.
+    """Lower and upper bound on the weight A_ii of a token on itself (Lemma A.1).
 
     >>> own_weight(TokenRange(3, 3, 0.5, 0.5, 1.0, 1.0), 2 * math.log(2.0))
     (0.5, 0.5)
@@ -56,7 +56,7 @@ def own_weight(tokens: TokenRange, beta: float) -> tuple[float, float]:
 def contraction_bound(tokens: TokenRange, beta: float, alpha: float = 0.0) -> float:
     """A lower bound on min ⟨y'_i, y'_j⟩ (Theorem 2.3, Eq. 10).
 
-    ⟨x'_i, x'_j⟩ ≥ ρ₁(α‖x_i‖+1)(α‖x_j‖+1) because no cosine is below ρ₁, and with p the own weight ‖x'_i‖² is at most
+    No cosine is below ρ₁, so ⟨x'_i, x'_j⟩ ≥ ρ₁(α‖x_i‖+1)(α‖x_j‖+1). With own weight p, ‖x'_i‖² is at most
     α²‖x_i‖² + 2α‖x_i‖(p + (1−p)ρ₂) + ρ₂ + (1−ρ₂)ΣA². The quotient is smallest at an end of the range of norms.
 
     >>> round(contraction_bound(TokenRange(10**9, 10**9, 0.4, 0.5, 1.0, 1.0), beta=0.0), 6)  # the limit ρ₁/ρ₂
@@ -70,7 +70,7 @@ def contraction_bound(tokens: TokenRange, beta: float, alpha: float = 0.0) -> fl
 
 
 def contraction_limit(tokens: TokenRange, alpha: float = 0.0) -> float:
-    """The bound for n → ∞ and γ < 1/(1−ρ₁): ρ₁ + ε of Eq. 10, with ε written out.
+    """The limit of `contraction_bound` for n → ∞ and γ < 1/(1−ρ₁): ρ₁ + ε of Eq. 10, with ε written out.
 
     >>> contraction_limit(TokenRange(8, 8, 0.4, 0.5, 1.0, 1.0))
     0.8
@@ -90,7 +90,7 @@ def identity_bound(tokens: TokenRange, beta: float) -> float:
 def jacobian_upper_bound(tokens: TokenRange, beta: float) -> float:
     """An upper bound on η (Theorem 2.5, Eq. 22), from blocks of norm ≤ (2β·δ_ij + (2β+√d)·A_ji)/√q₁ (Lemma B.5).
 
-    It tends to 4β²/(q₁d) below the critical γ, and not to 0: with d = 128 it says something only while β < 5.7·√q₁.
+    Below the critical γ the bound tends to 4β²/(q₁d), not to 0. At d = 128 it is informative for β < 5.7·√q₁ only.
 
     >>> round(jacobian_upper_bound(TokenRange(10**12, 100, 0.5, 0.5, 1.0, 1.0), beta=1.0), 3)
     0.04
@@ -102,9 +102,9 @@ def jacobian_upper_bound(tokens: TokenRange, beta: float) -> float:
 
 
 def jacobian_lower_bound(tokens: TokenRange, beta: float) -> float:
-    """A lower bound on η (Theorem 2.5, Eq. 23), from the blocks of a token and itself alone.
+    """A lower bound on η (Theorem 2.5, Eq. 23), from the diagonal blocks alone.
 
-    Such a block is P(pI + βC)/‖x‖ with tr C ≤ 2(1−p)(1−ρ₁), so its norm is at least (p√(d−1) − 2β(1−p)(1−ρ₁))/√q₂.
+    A diagonal block is P(pI + βC)/‖x‖ with tr C ≤ 2(1−p)(1−ρ₁). Its norm is at least (p√(d−1) − 2β(1−p)(1−ρ₁))/√q₂.
 
     >>> round(jacobian_lower_bound(TokenRange(100, 128, 0.5, 0.5, 1.0, 2.0), beta=1000.0), 12)
     0.49609375
@@ -115,20 +115,20 @@ def jacobian_lower_bound(tokens: TokenRange, beta: float) -> float:
 
 
 def _gain(tokens: TokenRange, alpha: float, toward: float, length: float) -> float:
-    """The least (α‖x‖+1)²/(α²‖x‖² + 2α‖x‖·toward + length) over the norms."""
+    """The smallest (α‖x‖+1)²/(α²‖x‖² + 2α‖x‖·toward + length) over the range of norms."""
     residuals = (alpha * math.sqrt(q) for q in (tokens.q_min, tokens.q_max))
     return min((u + 1.0) ** 2 / (u * u + 2.0 * u * toward + length) for u in residuals)
 
 
 def _others(tokens: TokenRange, beta: float) -> float:
-    """The most that a row can put on other tokens: 1 − p for the least p, without cancellation."""
+    """The largest weight of a row on other tokens: 1 − p for the smallest p, without cancellation."""
     return logistic(math.log(tokens.n - 1) - beta * (1.0 - tokens.rho_max))
 
 
 def _squared_weights(tokens: TokenRange, beta: float) -> float:
-    """An upper bound on Σ_j A_ij²: p² + max_(j≠i) A_ij, and never more than the largest weight."""
+    """An upper bound on Σ_j A_ij²: p² + max_(j≠i) A_ij, and at most the largest weight."""
     _, own = own_weight(tokens, beta)
-    # The best other token against the own one at 1 and n−2 at ρ₁; two of the three terms suffice for a bound.
+    # The best other token competes with the own token at 1 and n−2 tokens at ρ₁; either term alone gives a bound.
     other = min(
         logistic(-beta * (1.0 - tokens.rho_max)),
         logistic(beta * (tokens.rho_max - tokens.rho_min) - math.log(tokens.n - 2)) if tokens.n > 2 else 1.0,
@@ -138,5 +138,5 @@ def _squared_weights(tokens: TokenRange, beta: float) -> float:
 
 def _positive(tokens: TokenRange) -> TokenRange:
     if tokens.rho_min < 0.0:
-        reject("tokens.rho_min", tokens.rho_min, "cosines >= 0, as Assumption 2 has them")
+        reject("tokens.rho_min", tokens.rho_min, "a cosine >= 0 (Assumption 2)")
     return tokens

@@ -1,13 +1,14 @@
 """Condensation of softmax on Gaussian scores: n independent U_j ~ N(0, σ²), weights e^(β U_j)/Z.
 
-The critical inverse temperature is β_c = √(2 ln n)/σ, and t = β/β_c: "A Condensation Crossover in Softmax Attention".
-What takes n is exact at every finite n, unless its name or docstring says that it is a limit.
+The model of "A Condensation Crossover in Softmax Attention" (A. Deshpande). The critical inverse temperature is
+β_c = √(2 ln n)/σ, and t = β/β_c. Functions of n are exact at every finite n unless their docstring states a limit.
 
 Finite n: with E exponential and independent of Z, P(ln E − ln Z > x) = E e^(−e^x Z) = L(x)^n, b = βσ and
-L(x) = E e^(−e^(x + b U/σ)). One function of one variable gives the law of ln Z, for n = 2 as for n = 10^12.
-All integrands are analytic in a strip and decay, so that the trapezoidal rule converges faster than any power of its
-step. Limits for t > 1: near the maximum the scores are a Poisson process of exponential density, and the weights tend
-to Γ_k^(−t)/Σ_j Γ_j^(−t), Γ_k its arrival times: the Poisson–Dirichlet law PD(α, 0), α = 1/t.
+L(x) = E e^(−e^(x + b U/σ)). This function of one variable gives the distribution of ln Z at every n. All integrands
+are analytic in a strip and decay, so the trapezoidal rule converges faster than any power of its step.
+
+Limits for t > 1: near the maximum the scores are a Poisson process of exponential density with arrival times Γ_k. The
+weights tend to Γ_k^(−t)/Σ_j Γ_j^(−t), the Poisson–Dirichlet law PD(α, 0) with α = 1/t.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from attnscale.errors import reject
 from attnscale.theory.families import arrival_times
 
 EULER = 0.5772156649015329
-TAIL = 40.0  # e^−40 is below the rounding of what is summed
-SCORES = torch.linspace(-12.0, 12.0, 2401, dtype=torch.float64, device="cpu")  # the grid of U
-STEP = 0.1  # of x
+TAIL = 40.0  # e^−40 is below the rounding error of the sums
+SCORES = torch.linspace(-12.0, 12.0, 2401, dtype=torch.float64, device="cpu")  # grid of U
+STEP = 0.1  # grid step of x
 
 
 class Moments(NamedTuple):
@@ -35,7 +36,7 @@ class Moments(NamedTuple):
 
 
 def critical_beta(n: float, sigma: float = 1.0) -> float:
-    """β_c = √(2 ln n)/σ, where the bulk and the maximum give the same ln Z.
+    """β_c = √(2 ln n)/σ, where the bulk and the maximum contribute equally to ln Z.
 
     >>> round(critical_beta(1024, sigma=0.5), 3)
     7.447
@@ -45,7 +46,7 @@ def critical_beta(n: float, sigma: float = 1.0) -> float:
 
 
 def critical_dimension(n: float, beta: float = 1.0) -> float:
-    """The head dimension 2 ln n/β² above which scores q·k without the factor d^(−1/2), σ² = d, condense at this β.
+    """The head dimension 2 ln n/β² above which unscaled scores q·k (σ² = d) condense at this β.
 
     >>> round(critical_dimension(4096), 1)
     16.6
@@ -65,19 +66,20 @@ def w_max_exponent(t: float) -> float:
 def w_max_slope(n: float, t: float) -> float:
     """d E[ln w_max]/d ln n at fixed t < 1, to order 1/ln n: −(1−t)² − t/(2 ln n).
 
-    From E[ln w_max] = β E[M] − E[ln Z] with ln Z = ln n + β²σ²/2 and the mean of the Gumbel limit of M,
-    E M/σ = √(2 ln n) − (ln(4π ln n)/2 − γ)/√(2 ln n): w_max is n^(−(1−t)²) (4π ln n)^(−t/2) e^(γt), γ Euler's constant.
+    E[ln w_max] = β E[M] − E[ln Z] with ln Z = ln n + β²σ²/2 and the Gumbel limit of the maximum,
+    E M/σ = √(2 ln n) − (ln(4π ln n)/2 − γ)/√(2 ln n). Hence w_max is n^(−(1−t)²) (4π ln n)^(−t/2) e^(γt), γ Euler's
+    constant.
 
     >>> w_max_slope(1e100, 0.5)
     -0.251...
     """
     if not 0 <= t < 1:
-        reject("t", t, "a number in [0, 1): above, w_max does not vanish")
+        reject("t", t, "a number in [0, 1); for t >= 1 w_max does not fall like a power of n")
     return w_max_exponent(t) - t / (2 * math.log(n))
 
 
 def mean_ln_w_max(n: float, t: float) -> float:
-    """E[ln w_max] = β E[M] − E[ln Z], exactly.
+    """The exact E[ln w_max] = β E[M] − E[ln Z].
 
     >>> math.isclose(mean_ln_w_max(1000, 0.0), -math.log(1000))
     True
@@ -87,7 +89,7 @@ def mean_ln_w_max(n: float, t: float) -> float:
 
 
 def mean_maximum(n: float) -> float:
-    """E max U_j/σ.
+    """The exact E max U_j/σ.
 
     >>> round(mean_maximum(2) * math.sqrt(math.pi), 9)
     1.0
@@ -98,13 +100,24 @@ def mean_maximum(n: float) -> float:
 
 
 def mean_w_max(n: float, t: float) -> float:
-    """E[w_max], exactly: the integral over λ of E e^(−λ/w_max), which is e^(−λ) (G/Φ)^(n−1) given the maximum u.
+    """The exact E[w_max]: the integral over λ of E e^(−λ/w_max), which is e^(−λ) (G/Φ)^(n−1) given the maximum u.
 
-    G(u, λ) = ∫_(−∞)^u φ(v) e^(−λ e^(−b(u−v))) dv. At v = u the integrand has no decay, so the gap u − v gets nodes that
-    crowd there (tanh-sinh).
+    G(u, λ) = ∫_(−∞)^u φ(v) e^(−λ e^(−b(u−v))) dv. The integrand does not decay at v = u, so the quadrature nodes of the
+    gap u − v are concentrated there (tanh-sinh).
 
-    >>> round(mean_w_max(5, 0.0), 9)
-    0.2
+    Args:
+        n: number of keys, at least 1; may be large, such as 1e12.
+        t: β/β_c.
+
+    Returns:
+        The mean of the largest weight.
+
+    Raises:
+        ArgumentError: n is less than 1.
+
+    Example:
+        >>> round(mean_w_max(5, 0.0), 9)
+        0.2
     """
     b = t * critical_beta(n)
     likely = SCORES[(n - 1) * torch.special.log_ndtr(SCORES) + math.log(n) - SCORES**2 / 2 > -TAIL]
@@ -128,8 +141,8 @@ def mean_w_max(n: float, t: float) -> float:
 def w_max_limit(t: float) -> float:
     """The limit of E[w_max] for t > 1: ∫ e^(−λ)/(e^(−λ) + λ^α γ(1−α, λ)) dλ, γ the lower incomplete gamma function.
 
-    Given the largest point, the others are a Poisson process below it, which gives E e^(−λ/w_max) = e^(−λ)/ψ(λ) with
-    ψ = 1 + α ∫_0^1 (1 − e^(−λy)) y^(−α−1) dy; the integral over λ of this transform is E w_max.
+    Given the largest point, the others are a Poisson process below it. Hence E e^(−λ/w_max) = e^(−λ)/ψ(λ) with
+    ψ = 1 + α ∫_0^1 (1 − e^(−λy)) y^(−α−1) dy, and the integral of this transform over λ is E w_max.
 
     >>> round(w_max_limit(2.0), 3)
     0.627
@@ -142,7 +155,9 @@ def w_max_limit(t: float) -> float:
 
 
 def chance_of_more(weight: float, t: float) -> float:
-    """The limit of P(w_max > v) for t > 1, v ≥ 1/2, where no two weights can be: sin(πα)/(πα) · ((1−v)/v)^α.
+    """The limit of P(w_max > v) for t > 1 and v ≥ 1/2: sin(πα)/(πα) · ((1−v)/v)^α.
+
+    At most one weight can exceed 1/2, which makes the closed form possible.
 
     >>> round(chance_of_more(0.5, 2.0) * math.pi, 9)
     2.0
@@ -154,7 +169,9 @@ def chance_of_more(weight: float, t: float) -> float:
 
 
 def sample_limit_weights(t: float, rows: int, ranks: int, generator: torch.Generator) -> Tensor:
-    """The first weights [rows, ranks] of the limit for t > 1, in falling order; the sum beyond them has its mean.
+    """The largest weights [rows, ranks] of the limit for t > 1, in descending order.
+
+    Ranks that are not drawn enter the normalisation with their mean.
 
     >>> sample_limit_weights(2.0, 3, 100, torch.Generator().manual_seed(0)).shape
     torch.Size([3, 100])
@@ -162,7 +179,7 @@ def sample_limit_weights(t: float, rows: int, ranks: int, generator: torch.Gener
     _alpha(t)
     arrivals = arrival_times(rows, ranks, generator)
     points = arrivals**-t
-    beyond = arrivals[:, -1:] ** (1 - t) / (t - 1)  # ∫ x^(−t) dx from the last arrival on
+    beyond = arrivals[:, -1:] ** (1 - t) / (t - 1)  # ∫ x^(−t) dx from the last arrival to infinity
     return points / (points.sum(-1, keepdim=True) + beyond)
 
 
@@ -176,7 +193,7 @@ def annealed_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
 
 
 def quenched_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
-    """E[ln Z], exactly; at most the annealed one.
+    """The exact E[ln Z], at most `annealed_log_partition` by Jensen's inequality.
 
     >>> quenched_log_partition(4096, 1.0) < annealed_log_partition(4096, 1.0)
     True
@@ -185,14 +202,14 @@ def quenched_log_partition(n: float, beta: float, sigma: float = 1.0) -> float:
 
 
 def ln_z_moments(n: float, b: float) -> Moments:
-    """Mean and variance of ln Z at βσ = b: those of ln E − ln Z, whose survival function is L^n, less those of ln E.
+    """Exact mean and variance of ln Z at βσ = b, from ln E − ln Z with its survival function L^n.
 
     >>> round(ln_z_moments(1, 2.0).variance, 9)  # Z = e^(2U)
     4.0
     """
     x = _grid(n, b)
     survival = torch.exp(n * _ln_laplace(x, b))
-    # E X = x_0 + ∫ P(X > x) dx, and E (X − x_0)² = 2 ∫ (x − x_0) P(X > x) dx, from x_0 where P is 1.
+    # E X = x_0 + ∫ P(X > x) dx and E (X − x_0)² = 2 ∫ (x − x_0) P(X > x) dx, integrated from x_0 with P(X > x_0) = 1.
     offset = x - x[0]
     first = STEP * (survival.sum() - 0.5).item()
     # The last term: at x_0 the integrand has slope 1.
@@ -211,7 +228,7 @@ def log_partition_limit(n: float, beta: float, sigma: float = 1.0) -> float:
 
 
 def log_partition_spread(n: float, beta: float, sigma: float = 1.0) -> float:
-    """The standard deviation of ln Z, exactly: at most βσ, as ln Z is β-Lipschitz in the scores.
+    """The exact standard deviation of ln Z, at most βσ because ln Z is β-Lipschitz in the scores.
 
     >>> log_partition_spread(4096, 6.0) < 6.0
     True
@@ -222,7 +239,7 @@ def log_partition_spread(n: float, beta: float, sigma: float = 1.0) -> float:
 def log_partition_spread_limit(t: float) -> float:
     """The limit of the standard deviation of ln Z: 0 up to criticality, π √((t² − 1)/6) above.
 
-    For t > 1, Z is stable with index α = 1/t in the limit, and Var ln Z = (π²/6)(1/α² − 1).
+    For t > 1, Z tends to a stable law of index α = 1/t, and Var ln Z to (π²/6)(1/α² − 1).
 
     >>> log_partition_spread_limit(0.5)
     0.0
@@ -231,7 +248,7 @@ def log_partition_spread_limit(t: float) -> float:
 
 
 def participation_ratio(n: float, beta: float, sigma: float = 1.0) -> float:
-    """E Σ w_j², exactly: n ∫ s E[e^(2bU) e^(−s e^(bU))] L(s)^(n−1) ds; its inverse is the number of keys that share.
+    """The exact E Σ w_j² = n ∫ s E[e^(2bU) e^(−s e^(bU))] L(s)^(n−1) ds; its inverse is the effective number of keys.
 
     >>> round(participation_ratio(4, 0.0), 9)
     0.25
@@ -256,7 +273,7 @@ def participation_limit(t: float) -> float:
 def participation_exponent(t: float) -> float:
     """The limit of ln Σ w_j²/ln n in a typical row: 2t² − 1 up to t = 1/2, then −2(1−t)², and 0 above criticality.
 
-    Σ w² = Z(2β)/Z(β)², and 2β is beyond β_c from t = 1/2 on: the squares condense before the weights do.
+    Σ w² = Z(2β)/Z(β)², and 2β > β_c for t > 1/2: the squares condense before the weights do.
 
     >>> participation_exponent(0.5), participation_exponent(0.75)
     (-0.5, -0.125)
@@ -265,18 +282,20 @@ def participation_exponent(t: float) -> float:
 
 
 def retrieval_threshold(n: float, beta: float, sigma: float = 1.0) -> float:
-    """The score m that a signal key needs among n noise keys: ln n/β + βσ²/2 for β ≤ β_c, and σ√(2 ln n) above.
+    """The score at which a signal key among n noise keys gets half of the weight, to leading order.
+
+    ln n/β + βσ²/2 for β ≤ β_c, and σ√(2 ln n) above.
 
     >>> retrieval_threshold(1e6, 100.0) == critical_beta(1e6)
     True
     """
     if not beta > 0:
-        reject("beta", beta, "a number > 0: at 0 no score is enough")
+        reject("beta", beta, "a number > 0; at β = 0 there is no threshold")
     return log_partition_limit(n, beta, sigma) / beta
 
 
 def target_weight(n: float, beta: float, m: float, sigma: float = 1.0) -> float:
-    """E[w_*] of a signal key with score m beside n − 1 noise keys, exactly: ∫ e^(−s) L(ln s − βm)^(n−1) ds.
+    """The exact mean weight of a signal key with score m beside n − 1 noise keys: ∫ e^(−s) L(ln s − βm)^(n−1) ds.
 
     >>> round(target_weight(4, 0.0, 0.0), 9)
     0.25
@@ -287,7 +306,7 @@ def target_weight(n: float, beta: float, m: float, sigma: float = 1.0) -> float:
 
 
 def chance_of_signal(n: float, m: float, sigma: float = 1.0) -> float:
-    """P(the signal key has the largest score of all n) = Φ(m/σ)^(n−1), exactly, at any temperature.
+    """The exact probability that a signal key with score m has the largest of n scores: Φ(m/σ)^(n−1), at any β.
 
     >>> chance_of_signal(2, 0.0)
     0.5
@@ -296,7 +315,9 @@ def chance_of_signal(n: float, m: float, sigma: float = 1.0) -> float:
 
 
 def winner(n: float, beta: float, m: float, sigma: float = 1.0) -> Literal["signal", "noise", "nobody"]:
-    """Who holds the attention to leading order: the signal above its threshold; below, nobody or a noise extreme.
+    """The key with most of the weight to leading order: the signal above its threshold, else a noise key or none.
+
+    Returns `"signal"`, `"noise"` (β > β_c) or `"nobody"` (β ≤ β_c, diffuse).
 
     >>> [winner(1e6, t * critical_beta(1e6), m=4.0) for t in (0.5, 2.0)], winner(1e6, 10.0, m=6.0)
     (['nobody', 'noise'], 'signal')
@@ -315,12 +336,12 @@ def _check(n: float, sigma: float) -> None:
 
 def _alpha(t: float) -> float:
     if not t > 1:
-        reject("t", t, "a number > 1: below, all weights vanish")
+        reject("t", t, "a number > 1; for t <= 1 all weights vanish in the limit")
     return 1 / t
 
 
 def _ln_laplace(x: Tensor, b: float) -> Tensor:
-    """ln E e^(−e^(x + b U)) at each x [X], exact to rounding also where it is nearly 0."""
+    """ln E e^(−e^(x + b U)) at each x [X], accurate also near 0."""
     parts = x.chunk(1 + len(x) // 256)  # bounds the memory of the grid [x, U]
     weights = torch.exp(-(SCORES**2) / 2)
     weights = weights / weights.sum()
@@ -328,7 +349,7 @@ def _ln_laplace(x: Tensor, b: float) -> Tensor:
 
 
 def _grid(n: float, b: float) -> Tensor:
-    """Where L(x)^n goes from 1 to 0: P(Z > e^−x) ≤ e^x E Z on the left, and Z ≥ e^(b max U) on the right."""
+    """Grid of x where L(x)^n falls from 1 to 0: P(Z > e^−x) ≤ e^x E Z bounds the left, Z ≥ e^(b max U) the right."""
     unlikely = SCORES[n * torch.special.log_ndtr(SCORES) < -TAIL]
     least = unlikely[-1].item() if len(unlikely) else SCORES[0].item()
     low, high = -annealed_log_partition(n, b) - TAIL, math.log(TAIL) - b * least + STEP

@@ -1,4 +1,4 @@
-"""Estimates from samples with their standard errors."""
+"""Estimates from samples, with their standard errors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-12  # relative
+
 
 class Estimate(NamedTuple):
-    """A value and the standard error of it."""
+    """A value and its standard error."""
 
     value: float
     error: float
 
+    @property
+    def random_error(self) -> float | None:
+        """The standard error; None if it is only rounding because nothing is random.
+
+        >>> Estimate(1.0, 1e-16).random_error is None
+        True
+        """
+        return self.error if self.error > ROUNDING * abs(self.value) else None
+
     def columns(self) -> dict[str, float]:
-        """As columns of a table of measured values."""
+        """The columns `measured` and `standard_error` of a table."""
         return {"measured": self.value, "standard_error": self.error}
 
 
@@ -31,7 +42,7 @@ def mean(samples: Tensor) -> Estimate:
 
 
 def deviation(samples: Tensor) -> Estimate:
-    """The standard deviation of independent samples [...], its error from their fourth moment.
+    """The standard deviation of independent samples [...]; its error follows from the fourth moment.
 
     >>> deviation(torch.tensor([0.0, 1.0, 2.0])).value
     1.0
@@ -43,7 +54,7 @@ def deviation(samples: Tensor) -> Estimate:
 
 
 def median(samples: Tensor, draws: int = 200) -> Estimate:
-    """The median of samples [...], its error by bootstrap; samples may be infinite.
+    """The median of samples [...], which may be infinite; its error is a bootstrap estimate.
 
     >>> median(torch.tensor([1.0, 2.0, torch.inf])).value
     2.0

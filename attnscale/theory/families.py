@@ -1,4 +1,4 @@
-"""Families of raw scores whose accumulation scale Λ is known: what a row of attention may look like, as models."""
+"""Models of raw attention scores with a known accumulation scale Λ."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from attnscale.errors import ArgumentTypeError, reject
 
 @dataclass(frozen=True)
 class Family:
-    """A model of rows: `sample` draws raw scores in fp64, and `accumulation` is the law that Λ follows as n grows.
+    """A model of the raw scores of attention rows: `sample` draws rows, `accumulation` is the law of Λ.
 
-    `exponent` is ξ of Λ ≍ (ln n)^ξ, None where Λ grows like a power of n. Λ of a row is random in the limit for
-    families whose best score is one of many alike (`random`); then Λ/`accumulation(n)` has a limit law of its own
-    (`gap_counting.limit_ratio`), and in the others it tends to 1.
+    Attributes:
+        formula: the law of Λ as text.
+        exponent: ξ of Λ ≍ (ln n)^ξ; None if Λ grows like a power of n.
+        exact: whether every row has Λ = `accumulation(n)` at every n.
+        random: whether the Λ of a row stays random for n → ∞, because the best score is one of many of the same kind.
+            Λ/`accumulation(n)` then tends to the distribution of `gap_counting.limit_ratio`; otherwise it tends to 1.
     """
 
     formula: ClassVar[str]
     exponent: ClassVar[float | None]
+    exact: ClassVar[bool] = False
     random: ClassVar[bool] = False
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
-        """Raw scores [rows, n], rows independent."""
+        """Independent rows of raw scores [rows, n] in fp64."""
         raise NotImplementedError
 
     def accumulation(self, n: int) -> float:
-        """The law of Λ at n keys."""
+        """Λ at n keys according to the law."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Gaussian(Family):
-    """Independent N(0, σ²): what keys give that know nothing of the query. Λ ~ √(2 ln n)/σ."""
+    """Independent N(0, σ²) scores, as from keys that are independent of the query. Λ ~ √(2 ln n)/σ."""
 
     formula = "√(2 ln n)/σ"
     exponent = 0.5
@@ -52,9 +56,10 @@ class Gaussian(Family):
         return self.sigma * _normal(rows, n, generator=generator)
 
     def sample_best(self, n: int, rows: int, ranks: int, generator: torch.Generator) -> Tensor:
-        """The best scores [rows, ranks] of rows of n in falling order, in their joint law, for n of any size.
+        """The largest scores [rows, ranks] of rows of n keys in descending order, sampled jointly, for any n.
 
-        The smallest of n uniform numbers are the arrival times of a Poisson process over the (n+1)-th one.
+        The smallest of n uniform numbers are distributed like Γ_1, Γ_2, … over Γ_(n+1), the arrival times of a Poisson
+        process.
 
         >>> Gaussian().sample_best(2**40, 2, 8, torch.Generator().manual_seed(0)).shape
         torch.Size([2, 8])
@@ -71,7 +76,7 @@ class Gaussian(Family):
 
 @dataclass(frozen=True)
 class CorrelatedGaussian(Family):
-    """N(0, σ²) with correlation ρ between any two: a common shift, which no softmax sees. Λ ~ √(2 ln n/(1−ρ))/σ."""
+    """N(0, σ²) scores with correlation ρ: a common shift, which softmax ignores. Λ ~ √(2 ln n/(1−ρ))/σ."""
 
     formula = "√(2 ln n/(1−ρ))/σ"
     exponent = 0.5
@@ -94,10 +99,11 @@ class CorrelatedGaussian(Family):
 
 @dataclass(frozen=True)
 class Simplex(Family):
-    """Unit tokens with equal angles: the row's own key at 1, all others at ρ. Λ = ln n/(1−ρ), exactly."""
+    """Unit tokens at equal angles: score 1 for the row's own key, ρ for all others. Λ = ln n/(1−ρ), exactly."""
 
     formula = "ln n/(1−ρ)"
     exponent = 1.0
+    exact = True
     rho: float = 0.5
 
     def __post_init__(self) -> None:
@@ -114,10 +120,10 @@ class Simplex(Family):
 class AlmostSimplex(Family):
     """Tokens x_i = √ρ z_0 + √(1−ρ) z_i with z ~ N(0, I/d): nearly equal angles. Λ ~ ln n/(1−ρ) for d ≫ ln n.
 
-    Beside the row's own key at about 1 the others are Gaussian about ρ with variance D/d, D = 1−ρ, so that about
-    1 + (n−1)Φ(−z) keys lie within the gap D − z√(D/d); the law is the supremum of ln N/t on that curve. To leading
-    order it is 2 ln n/(D + √(D² − 2D ln n/d)). Where ln n > dD/2 the best of the others beats the own key, and the law
-    is the Gaussian one.
+    The own key scores about 1. The others are Gaussian about ρ with variance D/d, D = 1−ρ, so about 1 + (n−1)Φ(−z) keys
+    lie within the gap t = D − z√(D/d). The law is the supremum of ln N(t)/t on that curve, to leading order
+    2 ln n/(D + √(D² − 2D ln n/d)). For ln n > dD/2 the best of the other keys beats the own key, and the law is the
+    Gaussian one.
     """
 
     formula = "sup_z ln(1 + (n−1)Φ(−z))/(D − z√(D/d)), D = 1−ρ"
@@ -134,7 +140,7 @@ class AlmostSimplex(Family):
         token = _normal(rows, self.d, generator=generator) / math.sqrt(self.d)
         token = math.sqrt(self.rho) * shared + math.sqrt(1 - self.rho) * token
         norm = token.norm(dim=-1, keepdim=True)
-        # Given the token, its products with the z_j of the others are independent N(0, |x|²/d): no keys are needed.
+        # Given the token, its products with the z_j of the others are independent N(0, |x|²/d): no keys are drawn.
         noise = math.sqrt((1 - self.rho) / self.d) * norm * _normal(rows, n, generator=generator)
         others = math.sqrt(self.rho) * (token * shared).sum(-1, keepdim=True) + noise
         return _with_own_key(others, norm**2, generator)
@@ -151,15 +157,15 @@ class AlmostSimplex(Family):
 
 @dataclass(frozen=True)
 class ThreeLevel(Family):
-    """Own key at 1, round(κ n^τ) keys at `high` and the rest at `low`: Assumption 3 of "Critical Attention
-    Scaling in Long-Context Transformers" (arXiv:2510.05554).
+    """Own key at 1, round(κ n^τ) keys at `high`, the rest at `low`. Λ = max(ln(1 + κ n^τ)/(1 − high), ln n/(1 − low)).
 
-    Λ = max(ln(1 + κ n^τ)/(1 − high), ln n/(1 − low)), exactly. There is a phase between the uniform and the collapsed
-    one if (1−τ)(1−low) + low < high.
+    This is Assumption 3 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554). A phase
+    between the uniform and the collapsed one exists if (1−τ)(1−low) + low < high.
     """
 
     formula = "max(ln(1 + κ n^τ)/(1 − high), ln n/(1 − low))"
     exponent = 1.0
+    exact = True
     low: float = 0.1
     high: float = 0.7
     tau: float = 0.6
@@ -171,7 +177,7 @@ class ThreeLevel(Family):
         _check("kappa", self.kappa, "a number > 0", self.kappa > 0)
 
     def neighbours(self, n: int) -> int:
-        """How many keys are at `high`."""
+        """The number of keys at `high`."""
         return min(n - 1, round(self.kappa * math.pow(n, self.tau)))
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
@@ -188,10 +194,11 @@ class ThreeLevel(Family):
 
 @dataclass(frozen=True)
 class Cluster(Family):
-    """One key ahead of all others by 1/ln n: a crowd that closes in as the context grows. Λ = (ln n)², exactly."""
+    """One key ahead of all others by 1/ln n, a gap that shrinks as the context grows. Λ = (ln n)², exactly."""
 
     formula = "(ln n)²"
     exponent = 2.0
+    exact = True
 
     def sample(self, n: int, rows: int, generator: torch.Generator) -> Tensor:
         others = torch.full((rows, n), -1 / math.log(max(n, 2)), dtype=torch.float64, device="cpu")
@@ -203,7 +210,7 @@ class Cluster(Family):
 
 @dataclass(frozen=True)
 class Sphere(Family):
-    """Cosines with keys uniform on the sphere: P(1 − s ≤ t) ~ C_d t^((d−1)/2), so that Λ ~ (n C_d)^(2/(d−1))."""
+    """Cosines with keys uniform on the sphere: P(1 − s ≤ t) ~ C_d t^((d−1)/2), hence Λ ~ (n C_d)^(2/(d−1))."""
 
     formula = "(n C_d)^(2/(d−1))"
     exponent = None
@@ -236,10 +243,22 @@ FAMILIES: dict[str, type[Family]] = {
 
 
 def family(name: str, **parameters: float) -> Family:
-    """The family of a name; parameters that it does not have are refused.
+    """Build a family by name.
 
-    >>> family("simplex", rho=0.75).accumulation(1024)
-    27.7258...
+    Args:
+        name: a key of `FAMILIES`.
+        parameters: fields of that family, such as `sigma`, `rho` or `d`.
+
+    Returns:
+        The family.
+
+    Raises:
+        ArgumentError: the name is unknown, or a parameter is out of range.
+        ArgumentTypeError: the family does not have this parameter.
+
+    Example:
+        >>> family("simplex", rho=0.75).accumulation(1024)
+        27.7258...
     """
     if name not in FAMILIES:
         reject("name", name, ", ".join(FAMILIES))
@@ -252,10 +271,25 @@ def family(name: str, **parameters: float) -> Family:
 
 
 def sample(name: str, n: int, rows: int, generator: torch.Generator, **parameters: float) -> Tensor:
-    """Raw scores [rows, n] of a family in fp64; the same generator gives the same scores.
+    """Draw rows of raw scores from a family.
 
-    >>> sample("cluster", 4, 2, torch.Generator().manual_seed(0)).amax(-1)
-    tensor([0., 0.], dtype=torch.float64)
+    Args:
+        name: a key of `FAMILIES`.
+        n: keys per row.
+        rows: number of rows.
+        generator: the same state gives the same scores.
+        parameters: fields of the family.
+
+    Returns:
+        Raw scores [rows, n] in fp64.
+
+    Raises:
+        ArgumentError: the name is unknown, or a number is out of range.
+        ArgumentTypeError: the family does not have this parameter.
+
+    Example:
+        >>> sample("cluster", 4, 2, torch.Generator().manual_seed(0)).amax(-1)
+        tensor([0., 0.], dtype=torch.float64)
     """
     n = read_int("n", n, "an int >= 1", least=1)
     rows = read_int("rows", rows, "an int >= 1", least=1)
@@ -263,7 +297,7 @@ def sample(name: str, n: int, rows: int, generator: torch.Generator, **parameter
 
 
 def arrival_times(rows: int, points: int, generator: torch.Generator) -> Tensor:
-    """The first arrival times Γ_1 < Γ_2 < … of unit Poisson processes, [rows, points].
+    """Arrival times Γ_1 < Γ_2 < … of unit Poisson processes, [rows, points].
 
     >>> arrival_times(2, 3, torch.Generator().manual_seed(0)).diff().min() > 0
     tensor(True)
@@ -272,7 +306,7 @@ def arrival_times(rows: int, points: int, generator: torch.Generator) -> Tensor:
 
 
 def ln_cap_constant(d: int) -> float:
-    """ln C_d of keys uniform on the sphere: C_d = 2^((d−1)/2) Γ(d/2)/((d−1) √π Γ((d−1)/2)).
+    """ln C_d for keys uniform on the sphere: C_d = 2^((d−1)/2) Γ(d/2)/((d−1) √π Γ((d−1)/2)).
 
     >>> round(math.exp(ln_cap_constant(3)), 12)
     0.5
@@ -286,7 +320,7 @@ def _normal(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def _with_own_key(others: Tensor, own: Tensor | float, generator: torch.Generator) -> Tensor:
-    """Scores with that of the row's own key in a place of its own, drawn for each row."""
+    """Put the score of the row's own key at a random position of each row."""
     rows, n = others.shape
     place = torch.randint(n, (rows, 1), generator=generator, device=generator.device)
     return others.scatter(-1, place, torch.as_tensor(own, dtype=others.dtype, device=others.device).expand(rows, 1))

@@ -1,13 +1,12 @@
-"""Gap counting: Λ as the one scale behind every temperature law, its exponents, and what β/Λ guarantees of a row.
+"""Gap counting: the accumulation scale Λ, its exponents, and bounds on a row at a given β/Λ.
 
-N(t) counts the keys within t of the best, itself included, and Λ = sup ln N(t)/t = max_k ln k/Δ_k: Definition 4.4 of "A
-Unified Framework for Critical Scaling of Inverse Temperature in Self-Attention". All bounds here hold for every row, at
-every n; r = β/Λ.
+N(t) counts the keys with a score within t of the best, including the best key. Λ = sup ln N(t)/t = max_k ln k/Δ_k with
+Δ_k the gap of the k-th best key: Definition 4.4 of "A Unified Framework for Critical Scaling of Inverse Temperature in
+Self-Attention" (arXiv:2605.12697). All bounds hold for every row at every n; r = β/Λ.
 
 Gaussian rows (Appendix D of "Critical Attention Scaling in Long-Context Transformers", arXiv:2510.05554): the gap
-between the k-th largest score and the next is E_k/k in units of 1/t_n, with independent exponential E_k (Rényi), so the
-k-th largest lies Σ_(i<k) E_i/i ≈ ln k below the first. The paper prints Σ E_i ≈ k (Eq. 117), with which the largest
-weight would be of order one at every temperature; see the errata.
+between the k-th largest score and the next is E_k/k in units of 1/t_n, with independent exponential E_k (Rényi). The
+k-th largest score lies Σ_(i<k) E_i/i ≈ ln k below the first. Eq. 117 prints Σ E_i ≈ k, erratum 20 of the README.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from attnscale.theory.families import CorrelatedGaussian, Family, Gaussian, Sphe
 
 
 class ContactPoint(NamedTuple):
-    """Where ln N(t)/t is largest, each [rows]: Λ, the gap there, and the rank N there."""
+    """The point where ln N(t)/t is largest: Λ, the contact gap t and the contact rank N(t), each [rows]."""
 
     accumulation: Tensor
     gap: Tensor
@@ -34,7 +33,7 @@ class ContactPoint(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """Powers of ln n: of Λ, of α = ln N(Δ_Λ)/ln n, and of the contact gap Δ_Λ. Λ = α ln n/Δ_Λ links the three."""
+    """Powers of ln n of Λ, of α = ln N(Δ_Λ)/ln n and of the contact gap Δ_Λ, which satisfy Λ = α ln n/Δ_Λ."""
 
     accumulation: Estimate
     share: Estimate
@@ -42,12 +41,12 @@ class Exponents(NamedTuple):
 
     @property
     def residual(self) -> float:
-        """ξ_Λ − (ξ_α − ξ_Δ + 1), which is zero (Corollary 4.9)."""
+        """ξ_Λ − (ξ_α − ξ_Δ + 1), zero by Corollary 4.9."""
         return self.accumulation.value - (self.share.value - self.gap.value + 1)
 
 
 def contact_point(scores: Tensor, min_rank: int = 2) -> ContactPoint:
-    """The point of contact of raw scores [rows, n] with the envelope e^(Λt).
+    """The point where N(t) of raw scores [rows, n] touches its envelope e^(Λt).
 
     >>> contact_point(torch.tensor([[1.0, 0.5, 0.5, 0.5]])).rank
     tensor([4])
@@ -58,9 +57,9 @@ def contact_point(scores: Tensor, min_rank: int = 2) -> ContactPoint:
 
 
 def fit_exponents(lengths: list[int], contacts: list[ContactPoint]) -> Exponents:
-    """Slopes against ln ln n of the means of ln Λ, ln α and ln Δ_Λ over rows.
+    """Fit the powers of ln n: slopes of the row means of ln Λ, ln α and ln Δ_Λ against ln ln n.
 
-    A mean of logarithms is robust against the heavy tail of Λ, and as it is linear the identity holds for the fits too.
+    The mean of logarithms is robust against the heavy tail of Λ, and linear, so Corollary 4.9 also holds for the fits.
 
     >>> rows = [torch.tensor([[1.0] + [0.5] * (n - 1)], dtype=torch.float64) for n in (16, 256)]
     >>> round(fit_exponents([16, 256], [contact_point(scores.expand(2, -1)) for scores in rows]).accumulation.value, 9)
@@ -81,10 +80,10 @@ def fit_exponents(lengths: list[int], contacts: list[ContactPoint]) -> Exponents
 
 
 def limit_ratio(family: Family, rows: int, generator: torch.Generator, ranks: int = 512) -> Tensor:
-    """Samples [rows] of the limit of Λ/`family.accumulation(n)` as n grows; 1 where that is not random.
+    """Samples [rows] of Λ/`family.accumulation(n)` for n → ∞; 1 for families with a deterministic limit.
 
-    Near the maximum the scores are a Poisson process. With Γ_k its arrival times, Gaussian rows have the gaps
-    ln(Γ_k/Γ_1) in units of σ/√(2 ln n), and rows on the sphere Γ_k^a − Γ_1^a, a = 2/(d−1), in units of (n C_d)^(−a).
+    Near the maximum the scores are a Poisson process with arrival times Γ_k. The gaps are ln(Γ_k/Γ_1) in units of
+    σ/√(2 ln n) for Gaussian rows, and Γ_k^a − Γ_1^a, a = 2/(d−1), in units of (n C_d)^(−a) on the sphere.
 
     >>> limit_ratio(Gaussian(), 3, torch.Generator().manual_seed(0)).shape
     torch.Size([3])
@@ -97,17 +96,28 @@ def limit_ratio(family: Family, rows: int, generator: torch.Generator, ranks: in
     elif isinstance(family, (Gaussian, CorrelatedGaussian)):
         scores = -arrivals.log()
     else:
-        reject("family", family, "gaussian, correlated_gaussian, sphere, or one that is not random")
+        reject("family", family, "gaussian, correlated_gaussian, sphere, or a family that is not random")
     return find_contact(scores).value
 
 
 def certificate(r: float, n: float = math.inf) -> float:
-    """The least w_max that a row of n keys can have at β = rΛ, r > 1: 1/Σ_{k≤n} k^(−r), at least 1/ζ(r).
+    """The smallest possible w_max of a row at β = rΛ: 1/Σ_{k≤n} k^(−r), at least 1/ζ(r).
 
-    e^(−βΔ_k) ≤ k^(−r) for every rank k.
+    The bound follows from e^(−βΔ_k) ≤ k^(−r) for every rank k.
 
-    >>> round(certificate(2.0), 4), certificate(2.0, n=2)
-    (0.6079, 0.8)
+    Args:
+        r: β/Λ, larger than 1.
+        n: number of keys; infinity by default.
+
+    Returns:
+        A lower bound on the largest weight.
+
+    Raises:
+        ArgumentError: r is not larger than 1.
+
+    Example:
+        >>> round(certificate(2.0), 4), certificate(2.0, n=2)
+        (0.6079, 0.8)
     """
     _above(r)
     if n == math.inf:
@@ -117,7 +127,7 @@ def certificate(r: float, n: float = math.inf) -> float:
 
 
 def entropy_bound(r: float) -> float:
-    """The largest entropy that a row can have at β = rΛ, r > 1, at most: ln(r/(r−1)) + (r/(r−1))² − 1, in nats.
+    """An upper bound on the entropy of a row at β = rΛ, r > 1, in nats: ln(r/(r−1)) + (r/(r−1))² − 1.
 
     >>> entropy_bound(100.0) < 0.04
     True
@@ -128,9 +138,9 @@ def entropy_bound(r: float) -> float:
 
 
 def converse(r: Tensor | float, rank: Tensor) -> Tensor:
-    """The largest w_max at β = rΛ, r < 1: k*^(−(1−r)), k* the rank of contact.
+    """An upper bound on w_max at β = rΛ, r < 1: k*^(−(1−r)), with k* the contact rank.
 
-    The first k* keys lie within Δ_Λ = ln k*/Λ, so that Z ≥ k* e^(−r ln k*).
+    The first k* keys lie within Δ_Λ = ln k*/Λ of the best, so Z ≥ k* e^(−r ln k*).
 
     >>> converse(0.5, torch.tensor([4, 16]))
     tensor([0.5000, 0.2500], dtype=torch.float64)
@@ -139,9 +149,9 @@ def converse(r: Tensor | float, rank: Tensor) -> Tensor:
 
 
 def separation_bound(r: float) -> float:
-    """The largest w_(1) − w_(2) at β = rΛ, r < 1, at most: r/(e(1−r)); it vanishes with r.
+    """An upper bound on w_(1) − w_(2) at β = rΛ, r < 1: r/(e(1−r)), which vanishes with r.
 
-    w_(1) − w_(2) ≤ w_(1) βΔ_2 ≤ k*^(−(1−r)) r ln k*, which is largest at ln k* = 1/(1−r).
+    w_(1) − w_(2) ≤ w_(1) βΔ_2 ≤ k*^(−(1−r)) r ln k*, largest at ln k* = 1/(1−r).
 
     >>> separation_bound(0.5) * math.e
     1.0
@@ -152,7 +162,7 @@ def separation_bound(r: float) -> float:
 
 
 def two_level_entropy(n: float, r: float) -> float:
-    """The entropy of a row with one key ahead of n − 1 equal ones at β = rΛ, exactly, in nats: simplex and cluster.
+    """The exact entropy, in nats, of a row with one key ahead of n − 1 equal keys at β = rΛ (simplex, cluster).
 
     >>> round(two_level_entropy(8, 0.0) / math.log(8), 9)
     1.0
@@ -163,7 +173,7 @@ def two_level_entropy(n: float, r: float) -> float:
 
 
 def gaussian_quantile(n: int) -> float:
-    """t_n = Φ⁻¹(1 − 1/n) ~ √(2 ln n), the scale of the gaps: they are about 1/t_n.
+    """t_n = Φ⁻¹(1 − 1/n) ~ √(2 ln n). The gaps of the largest Gaussian scores are about 1/t_n.
 
     >>> round(gaussian_quantile(1000), 4)
     3.0902
@@ -173,10 +183,9 @@ def gaussian_quantile(n: int) -> float:
 
 
 def mean_gap(n: int, k: int) -> float:
-    """E(a₁ − a_k) for the largest and the k-th largest of n independent N(0, 1), exact.
+    """The exact E(a₁ − a_k) of the largest and the k-th largest of n independent N(0, 1) scores.
 
-    The mean of the j-th spacing is C(n, j)·∫ Φ^(n−j)·(1−Φ)^j dx; the integral is a trapezoidal sum, which converges
-    exponentially for such integrands.
+    The mean of the j-th spacing is C(n, j)·∫ Φ^(n−j)·(1−Φ)^j dx. The trapezoidal rule converges exponentially here.
 
     >>> round(mean_gap(2, 2), 10) == round(2 / math.sqrt(math.pi), 10)
     True
@@ -201,10 +210,10 @@ def mean_gap_limit(k: int) -> float:
 
 
 def printed_top_weight(t: float, draws: int, generator: torch.Generator, terms: int = 200) -> Tensor:
-    """The largest weight at β = t·√(2 ln n) as Eq. 118 prints it, [draws]: with gaps E₁ + … + E_(k−1), for comparison.
+    """The largest weight at β = t·√(2 ln n) as printed in Eq. 118, with gaps E₁ + … + E_(k−1), [draws]; for comparison.
 
-    With the true gaps E₁ + E₂/2 + … + E_(k−1)/(k−1) the sum is finite only for t > 1, with the mean
-    `condensation.w_max_limit`; for t ≤ 1 the largest weight tends to 0.
+    With the correct gaps E₁ + E₂/2 + … + E_(k−1)/(k−1) the sum is finite for t > 1 only, where the mean weight is
+    `condensation.w_max_limit`. For t ≤ 1 the largest weight tends to 0.
 
     >>> printed_top_weight(1.0, 4, torch.Generator().manual_seed(0)).shape
     torch.Size([4])
@@ -215,4 +224,4 @@ def printed_top_weight(t: float, draws: int, generator: torch.Generator, terms: 
 
 def _above(r: float) -> None:
     if not r > 1:
-        reject("r", r, "a number > 1: below, a row may be as flat as it likes")
+        reject("r", r, "a number > 1; for r <= 1 there is no such bound")

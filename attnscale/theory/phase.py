@@ -1,11 +1,11 @@
-"""One attention layer on any tokens, measured: angles (Eq. 26), Jacobian norm (Eq. 27), and both over (ρ, γ).
+"""One attention layer on arbitrary tokens: measured angles (Eq. 26) and Jacobian norm (Eq. 27), also over (ρ, γ).
 
 Equations, assumptions and lemmas are those of "Critical Attention Scaling in Long-Context Transformers"
-(arXiv:2510.05554). The layer is x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖. It runs through the
-attention of this package, so a phase diagram is also a test of that.
+(arXiv:2510.05554). The layer is x'_i = Σ_j softmax_j(β⟨y_i, y_j⟩)·y_j + α·x_i with y = x/‖x‖, computed with the
+attention of this package.
 
-Appendix C has a phase between averaging all tokens and keeping each apart, which sees the near ones only. Assumption 3:
-each token has about n^τ near ones with cosines in [ρ₃, ρ₄], all others in [ρ₁, ρ₂] with ρ₂ < ρ₃.
+Appendix C adds a middle phase in which a token attends to near tokens only. Assumption 3: each token has about n^τ near
+tokens with cosines in [ρ₃, ρ₄]; all other cosines lie in [ρ₁, ρ₂] with ρ₂ < ρ₃.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from attnscale.statistics import RowStats, StatsRequest
 def simplex_tokens(n: int, d: int, rho: float, q: float = 1.0) -> Tensor:
     """Tokens [n, d] with ‖x_i‖² = q and the same cosine ρ between any two (Assumption 1).
 
-    n such directions are linearly independent for 0 < ρ < 1, so d ≥ n; the rows of the symmetric square root of their
-    Gram matrix (1−ρ)I + ρ11ᵀ are such a configuration.
+    The rows of the symmetric square root of the Gram matrix (1−ρ)I + ρ11ᵀ. For 0 < ρ < 1 the tokens are linearly
+    independent, so d ≥ n.
 
     >>> x = simplex_tokens(3, 5, 0.5, q=4.0)
     >>> (x @ x.T).round(decimals=12)
@@ -38,7 +38,7 @@ def simplex_tokens(n: int, d: int, rho: float, q: float = 1.0) -> Tensor:
     """
     n = read_int("n", n, "an int >= 2", least=2)
     if d < n:
-        reject("d", d, f"at least n={n} dimensions: the tokens of a simplex are linearly independent")
+        reject("d", d, f"an int >= n={n}: the tokens of a simplex are linearly independent")
     own = math.sqrt(1.0 - rho)
     shared = (math.sqrt(1.0 - rho + n * rho) - own) / n
     tokens = torch.zeros(n, d, dtype=torch.float64, device="cpu")
@@ -49,7 +49,7 @@ def simplex_tokens(n: int, d: int, rho: float, q: float = 1.0) -> Tensor:
 def gaussian_tokens(n: int, d: int, rho: float, generator: torch.Generator) -> Tensor:
     """Gaussian tokens √ρ·z₀ + √(1−ρ)·z_i (Eq. 25), [n, d], with z ~ N(0, I/d) so that E‖x_i‖² = 1.
 
-    The paper prints "standard Gaussian vectors", which give E‖x_i‖² = d.
+    The "standard Gaussian vectors" of the paper give E‖x_i‖² = d instead.
 
     >>> x = gaussian_tokens(64, 4096, 0.5, torch.Generator().manual_seed(0))
     >>> torch.allclose(x @ x.T, 0.5 * (1 + torch.eye(64, dtype=torch.float64)), atol=0.1)
@@ -62,7 +62,7 @@ def gaussian_tokens(n: int, d: int, rho: float, generator: torch.Generator) -> T
 def grouped_tokens(n: int, size: int, far: float, near: float) -> Tensor:
     """Unit tokens [n, d] in groups of `size`: cosine `near` inside a group, `far` between groups (Assumption 3).
 
-    Each token has size − 1 near ones, so in the paper's terms n^τ ≈ size − 1, ρ₁ = ρ₂ = far and ρ₃ = ρ₄ = near.
+    Each token has size − 1 near tokens. In the paper's notation n^τ ≈ size − 1, ρ₁ = ρ₂ = far and ρ₃ = ρ₄ = near.
 
     >>> x = grouped_tokens(4, 2, far=0.25, near=0.75)
     >>> (x @ x.T)[0].round(decimals=12)
@@ -79,7 +79,7 @@ def grouped_tokens(n: int, size: int, far: float, near: float) -> Tensor:
 
 
 class PhasePoint(NamedTuple):
-    """What one layer with β = γ·ln n does to one draw of tokens."""
+    """The effect of one layer with β = γ·ln n on Gaussian tokens of cosine ρ."""
 
     rho: float
     gamma: float
@@ -97,7 +97,7 @@ def directions(x: Tensor) -> Tensor:
 
 
 def layer(x: Tensor, beta: float, alpha: float = 0.0, backend: str = "auto") -> Tensor:
-    """The tokens after one layer (Eq. 5), [n, d] to [n, d]. β enters as the scale, which is not rounded to fp32.
+    """The tokens [n, d] after one layer (Eq. 5). β is passed as the scale, which is not rounded to fp32.
 
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> layer(x, beta=math.log(3.0))
@@ -109,7 +109,7 @@ def layer(x: Tensor, beta: float, alpha: float = 0.0, backend: str = "auto") -> 
 
 
 def layers(x: Tensor, beta: float, depth: int, alpha: float = 0.0, backend: str = "auto") -> Tensor:
-    """The tokens after `depth` layers with the same β, [n, d] to [n, d].
+    """The tokens [n, d] after `depth` layers with the same β.
 
     >>> torch.equal(layers(torch.eye(2), 1.0, depth=0), torch.eye(2))
     True
@@ -120,7 +120,7 @@ def layers(x: Tensor, beta: float, depth: int, alpha: float = 0.0, backend: str 
 
 
 def layer_statistics(x: Tensor, beta: float, request: StatsRequest | None = None) -> RowStats:
-    """The statistics of the layer's rows, one value per token.
+    """The row statistics of the layer, one value per token.
 
     >>> layer_statistics(torch.eye(2, dtype=torch.float64), beta=math.log(3.0)).w_max
     tensor([0.7500, 0.7500], dtype=torch.float64)
@@ -130,9 +130,9 @@ def layer_statistics(x: Tensor, beta: float, request: StatsRequest | None = None
 
 
 def angle_ratio(x: Tensor, beta: float, alpha: float = 0.0) -> float:
-    """λ, the mean over pairs i < j of (1 − ⟨y'_i, y'_j⟩)/(1 − ⟨y_i, y_j⟩): 0 if all tokens collapse, 1 if none moves.
+    """λ: the mean of (1 − ⟨y'_i, y'_j⟩)/(1 − ⟨y_i, y_j⟩) over pairs i < j. 0 if all tokens collapse, 1 if none moves.
 
-    Eq. 26 prints the sum over i ≤ j, whose diagonal is 0/0.
+    Eq. 26 prints the sum over i ≤ j, with diagonal terms 0/0.
 
     >>> angle_ratio(torch.eye(3, dtype=torch.float64), beta=1e3)
     1.0
@@ -143,10 +143,9 @@ def angle_ratio(x: Tensor, beta: float, alpha: float = 0.0) -> float:
 def jacobian_norm(
     x: Tensor, beta: float, probes: int = 8, generator: torch.Generator | None = None, depth: int = 1
 ) -> tuple[float, float]:
-    """η = ‖∇_X X'‖²/(nd) by Hutchinson's estimator with autograd, and its standard error.
+    """η = ‖∇_X X'‖²/(nd) of `depth` layers, by Hutchinson's estimator with autograd, and its standard error.
 
-    With a depth, of that many layers end to end. Each probe is a vector of random signs v, and the mean of ‖vᵀ∇_X X'‖²
-    over them is ‖∇_X X'‖².
+    A probe v is a vector of random signs. The mean of ‖vᵀ∇_X X'‖² over probes estimates ‖∇_X X'‖².
 
     >>> x = torch.eye(3, dtype=torch.float64)
     >>> estimate, error = jacobian_norm(x, 1e3, probes=4, generator=torch.Generator().manual_seed(0))
@@ -166,12 +165,12 @@ def jacobian_norm(
 
 
 def exact_jacobian_norm(x: Tensor, beta: float, depth: int = 1) -> float:
-    """η from the full Jacobian by `torch.func.jacrev`, [n, d, n, d] in memory: for small n.
+    """η from the full Jacobian [n, d, n, d] by `torch.func.jacrev`; for small n only.
 
     >>> round(exact_jacobian_norm(torch.eye(3, dtype=torch.float64), 1e3), 12)
     0.666666666667
     """
-    # The reference backend is plain torch, which vmap has rules for; fused CPU attention has none.
+    # vmap supports the plain torch operations of the reference backend, but not fused CPU attention.
     jacobian = torch.func.jacrev(lambda tokens: layers(tokens, beta, depth, backend="reference"))(_tokens(x))
     return float(jacobian.square().sum() / x.numel())
 
@@ -185,10 +184,10 @@ def sweep(
     probes: int = 2,
     draws: int = 1,
 ) -> Iterator[PhasePoint]:
-    """λ and η over the plane of figures 1 and 2, means over draws of Gaussian tokens (Eq. 25).
+    """λ and η over the (ρ, γ) plane of Figures 1 and 2: means over draws of Gaussian tokens (Eq. 25).
 
-    The vectors z of a draw are the same for every (ρ, γ): the tokens of one draw share z₀, whose length scatters, and
-    with vectors of its own each ρ would be off by as much as its own z₀.
+    The vectors z of a draw are shared by all (ρ, γ). The tokens of a draw share z₀, whose length scatters; independent
+    vectors per ρ would show up as stripes.
 
     >>> points = list(sweep(16, 8, [0.2, 0.5], [0.5, 3.0], torch.Generator().manual_seed(0)))
     >>> [(point.rho, point.gamma) for point in points]
@@ -205,7 +204,7 @@ def sweep(
 
 
 def _mean_ratio(before: Tensor, after: Tensor) -> float:
-    # 1 − cosine as half the squared distance: no cancellation where directions nearly coincide.
+    # 1 − cosine as half the squared distance avoids cancellation for nearly equal directions.
     return float((functional.pdist(after).square() / functional.pdist(before).square()).mean())
 
 
@@ -223,7 +222,7 @@ def closed_jacobian_norm(x: Tensor, beta: float) -> float:
         i = j:  P_j(A_jj·I + β·C_j)/‖x_j‖      C_j = Σ_k A_jk·(y_k − μ_j)(y_k − μ_j)ᵀ
         i ≠ j:  A_ji·P_i(I + β·y_j⊗(y_i − μ_j))/‖x_i‖
 
-    which is what Lemmas B.2 and B.3 say, with the factor 1/‖x_i‖ that they print as ‖x_i‖^(−1/2).
+    as in Lemmas B.2 and B.3, with the factor 1/‖x_i‖, printed there as ‖x_i‖^(−1/2).
 
     >>> round(closed_jacobian_norm(torch.eye(3, dtype=torch.float64), 1e3), 12)
     0.666666666667
@@ -255,7 +254,11 @@ def closed_jacobian_norm(x: Tensor, beta: float) -> float:
 
 
 class PhaseEdges(NamedTuple):
-    """Ranges of γ in Lemma C.1: far tokens dominate below the first, near ones between, the own one above the last."""
+    """Ranges of γ in Lemma C.1.
+
+    Far tokens dominate below `far_below`, near tokens between `near_above` and `near_below`, the token itself above
+    `own_above`.
+    """
 
     far_below: float
     near_above: float
@@ -264,12 +267,12 @@ class PhaseEdges(NamedTuple):
 
     @property
     def has_middle(self) -> bool:
-        """Whether some γ lets the near tokens dominate: (1−τ)(1−ρ₂) + ρ₂ < ρ₃, in other words."""
+        """Whether near tokens dominate for some γ, equivalent to (1−τ)(1−ρ₂) + ρ₂ < ρ₃."""
         return self.near_above < self.near_below
 
 
 class RowMass(NamedTuple):
-    """How a row's weight is shared out among the token itself, its near tokens and all others."""
+    """The weight of a row on the token itself, on its near tokens and on all others."""
 
     own: float
     near: float
@@ -295,7 +298,7 @@ def phase_edges(tau: float, far: tuple[float, float], near: tuple[float, float])
 
 
 def row_mass(n: int, near_tokens: int, far: float, near: float, beta: float) -> RowMass:
-    """The three shares of a row with `near_tokens` tokens at cosine `near` and the rest at `far`, exact at every n.
+    """The exact weights of a row with `near_tokens` tokens at cosine `near` and the rest at `far`.
 
     >>> row_mass(4, 1, 0.0, 0.5, 0.0)
     RowMass(own=0.25, near=0.25, far=0.5)

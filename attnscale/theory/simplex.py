@@ -1,15 +1,14 @@
-"""Tokens at the corners of a simplex: one attention layer in closed form, at finite n and in the limit.
+"""Tokens on a simplex: one attention layer in closed form, at finite n and in the limit.
 
 The setting is Assumption 1 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554): n tokens
-x_i with ‖x_i‖² = q whose directions y_i = x_i/‖x_i‖ have the same cosine ρ with one another, and the layer
-x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row then has two weights, p = A_ii on the token
-itself and a = A_ij on each other one, and everything else follows from them.
+x_i with ‖x_i‖² = q, the same cosine ρ between any two directions y_i = x_i/‖x_i‖, and the layer
+x'_i = Σ_j A_ij·y_j + α·x_i with A_ij = softmax_j(β·⟨y_i, y_j⟩). Every row has two weights, p = A_ii on the token itself
+and a = A_ij on each other token. All other quantities follow from p and a.
 
-The forms are those of the paper's Lemmas A.3, A.4 and B.8 to B.10, rearranged so that nothing cancels: p and a come
-from one logistic function of β(1−ρ) − ln(n−1), so n = 10¹² neither overflows nor loses digits. Where the printed lemmas
-differ, see the errata in the README of this folder.
+The formulas are Lemmas A.3, A.4 and B.8 to B.10 of the paper, rearranged without cancellation: p and a come from one
+logistic function of β(1−ρ) − ln(n−1), accurate even at n = 10¹². The README lists errata of the printed lemmas.
 
-After a layer the configuration is a simplex again, so (ρ, q) of each layer gives that of the next, exactly.
+The output of a layer is again a simplex, so (ρ, q) can be iterated exactly over layers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from attnscale.errors import reject
 
 
 def logistic(odds: float) -> float:
-    """1/(1 + e^(−odds)), to full relative precision at both ends.
+    """1/(1 + e^(−odds)), accurate at both ends.
 
     >>> logistic(0.0), logistic(-1000.0), logistic(1000.0)
     (0.5, 0.0, 1.0)
@@ -31,7 +30,7 @@ def logistic(odds: float) -> float:
 
 
 class SimplexWeights(NamedTuple):
-    """The two weights of a row, and what the own token leaves to all others together: 1 − own, to full precision."""
+    """The weights of a row on its own token and on each other token, and 1 − own without cancellation."""
 
     own: float
     other: float
@@ -39,7 +38,7 @@ class SimplexWeights(NamedTuple):
 
 
 def critical_beta(n: int, rho: float) -> float:
-    """β = ln n/(1−ρ), which is also the accumulation scale Λ of every row.
+    """β = ln n/(1−ρ), equal to the accumulation scale Λ of every row.
 
     >>> round(critical_beta(1000, 0.5), 4)
     13.8155
@@ -49,7 +48,7 @@ def critical_beta(n: int, rho: float) -> float:
 
 
 def weights(n: int, rho: float, beta: float) -> SimplexWeights:
-    """The weight of the own token and of each other token in a row of n.
+    """The weights in a row of n tokens.
 
     >>> weights(3, 0.5, 2 * math.log(2.0))
     SimplexWeights(own=0.5, other=0.25, others_together=0.5)
@@ -61,7 +60,7 @@ def weights(n: int, rho: float, beta: float) -> SimplexWeights:
 
 
 def entropy(n: int, rho: float, beta: float) -> float:
-    """Entropy of a row, in nats: at the critical β about ln 2 + ½ ln n, so e^H ≈ 2√n keys take part.
+    """Entropy of a row in nats. At the critical β it is about ln 2 + ½ ln n: e^H ≈ 2√n keys take part.
 
     >>> round(entropy(4, 0.5, 0.0) - math.log(4), 12)
     0.0
@@ -82,7 +81,7 @@ def output_norm(n: int, rho: float, beta: float, q: float = 1.0, alpha: float = 
 
 
 def angle_ratio(n: int, rho: float, beta: float, q: float = 1.0, alpha: float = 0.0) -> float:
-    """(1 − ⟨y'_i, y'_j⟩)/(1 − ρ), which is λ of Eq. 26 for a simplex: (α√q + p − a)²/‖x'_i‖².
+    """(1 − ⟨y'_i, y'_j⟩)/(1 − ρ) = (α√q + p − a)²/‖x'_i‖², the λ of Eq. 26 for a simplex.
 
     >>> angle_ratio(100, 0.5, 1000.0)  # attention is the identity
     1.0
@@ -101,11 +100,11 @@ def output_cosine(n: int, rho: float, beta: float, q: float = 1.0, alpha: float 
 
 
 def jacobian_norm(n: int, d: int, rho: float, beta: float, q: float = 1.0) -> float:
-    """η = ‖∇_X X'‖²/(nd) of one layer without residual, exact at every n (in place of Lemmas B.8 to B.10).
+    """η = ‖∇_X X'‖²/(nd) of one layer without residual, exact at every n (replaces Lemmas B.8 to B.10).
 
-    The block of output j and input j is P_j(pI + βC)/√q with C the covariance of the tokens under the weights of row j,
-    that of input i ≠ j is a·P_i(I + β·y_j⊗(y_i − μ_j))/√q with μ_j the output; P_i projects y_i out. A simplex of n
-    tokens needs d ≥ n, but the formula does not: for d < n it is what almost-simplices are compared with.
+    The block of output j and input j is P_j(pI + βC)/√q, with C the covariance of the tokens under row j's weights.
+    The block of input i ≠ j is a·P_i(I + β·y_j⊗(y_i − μ_j))/√q, with μ_j the output; P_i projects y_i out. A simplex of
+    n tokens needs d ≥ n. For d < n the formula serves as reference for almost-simplices.
 
     >>> jacobian_norm(100, 128, 0.5, 1000.0, q=2.0)  # attention is the identity: (1 − 1/d)/q
     0.49609375
@@ -143,10 +142,10 @@ def output_cosine_limit(gamma: float, rho: float, q: float = 1.0, alpha: float =
 
 
 def jacobian_norm_limit(gamma: float, rho: float, d: int | None = None, q: float = 1.0) -> float:
-    """η for β = γ·ln n and n → ∞ (Theorem 2.4): 0, (1 − 1/d)/(4q) or (1 − 1/d)/q; d None stands for d → ∞.
+    """η for β = γ·ln n and n → ∞ (Theorem 2.4): 0, (1 − 1/d)/(4q) or (1 − 1/d)/q; d = None means d → ∞.
 
-    On the critical line η exceeds its limit by (ρL²/16 + (2+ρ)L/4)/(qd) with L = ln n: the limit needs d to grow faster
-    than (ln n)², which a simplex, with d ≥ n, does.
+    On the critical line η exceeds its limit by (ρL²/16 + (2+ρ)L/4)/(qd) with L = ln n, so d must grow faster than
+    (ln n)². A simplex satisfies this with d ≥ n.
 
     >>> [jacobian_norm_limit(gamma, 0.5, 4) for gamma in (1.0, 2.0, 3.0)]
     [0.0, 0.1875, 0.75]
@@ -158,7 +157,7 @@ def jacobian_norm_limit(gamma: float, rho: float, d: int | None = None, q: float
 
 
 def _own_weight_limit(gamma: float, rho: float) -> float:
-    """p for n → ∞: 0, ½ or 1. γ = 1/(1−ρ) as a float may miss 1 by a rounding, which is not a phase."""
+    """p for n → ∞: 0, ½ or 1. γ(1−ρ) = 1 is compared up to rounding."""
     ratio = read_number("gamma", gamma) * (1.0 - rho)
     if math.isclose(ratio, 1.0, rel_tol=1e-12):
         return 0.5
@@ -180,15 +179,15 @@ def _squared_norm(q: float) -> float:
 
 
 def _residual(q: float, alpha: float) -> float:
-    """α√q, the length of the residual."""
+    """α√q, the norm of the residual."""
     alpha = read_number("alpha", alpha)
     if not 0.0 <= alpha < math.inf:
-        reject("alpha", alpha, "a weight >= 0 of the residual")
+        reject("alpha", alpha, "a residual weight >= 0")
     return alpha * math.sqrt(_squared_norm(q))
 
 
 class Configuration(NamedTuple):
-    """A simplex between layers: cosine ρ (as 1 − ρ, which keeps its digits near collapse) and squared norm q."""
+    """A simplex between layers: 1 − ρ, which keeps its digits near collapse, and the squared norm q."""
 
     apart: float
     q: float
@@ -200,7 +199,7 @@ class Configuration(NamedTuple):
 
 
 def trajectory(n: int, rho: float, beta: float, depth: int, q: float = 1.0, alpha: float = 0.0) -> list[Configuration]:
-    """The configurations before the first layer and after each of `depth` layers with the same β and residual.
+    """The configurations before the first and after each of `depth` layers with the same β and residual.
 
     >>> [round(state.rho, 6) for state in trajectory(10**9, 0.5, 2 * math.log(10**9), depth=3)]
     [0.5, 0.8, 1.0, 1.0]
@@ -209,7 +208,7 @@ def trajectory(n: int, rho: float, beta: float, depth: int, q: float = 1.0, alph
     states = [Configuration(1.0 - rho, q)]
     for _ in range(depth):
         apart, norm = states[-1]
-        # Once ρ rounds to 1 all tokens are one, and the layer adds that one to its residual.
+        # Once ρ rounds to 1 all tokens coincide, and the layer adds this token to its residual.
         if apart < 2**-53:
             states.append(Configuration(apart, (1.0 + alpha * math.sqrt(norm)) ** 2))
             continue
@@ -219,10 +218,10 @@ def trajectory(n: int, rho: float, beta: float, depth: int, q: float = 1.0, alph
 
 
 def lifetime(n: int, rho: float, beta: float) -> float:
-    """About how many layers without residual a supercritical simplex lasts: e^(β(1−ρ))/((n−1)·2ρ(1−ρ)β).
+    """Approximate number of layers until a supercritical simplex collapses: e^(β(1−ρ))/((n−1)·2ρ(1−ρ)β).
 
-    A layer adds 2ρ(1−ρ)ε to ρ where ε = (n−1)e^(−β(1−ρ)) is the weight on other tokens, and ε grows by e^(βδ) when ρ
-    has grown by δ; the solution of that equation leaves every bound at this depth.
+    No residual. A layer adds 2ρ(1−ρ)ε to ρ, with ε = (n−1)e^(−β(1−ρ)) the weight on other tokens. When ρ grows by δ, ε
+    grows by e^(βδ); the solution of this equation diverges at the returned depth.
 
     >>> round(lifetime(1000, 0.5, 4 * math.log(1000)), 1)
     72.5
@@ -232,7 +231,7 @@ def lifetime(n: int, rho: float, beta: float) -> float:
 
 
 def layers_until_collapse(n: int, rho: float, beta: float, most: int = 10**6) -> int | None:
-    """The first layer after which 1 − ρ is less than half of what it was; None if none of the first `most` is.
+    """The first layer after which 1 − ρ is less than half of its initial value; None if not within `most` layers.
 
     >>> layers_until_collapse(10**6, 0.5, math.log(10**6))
     1

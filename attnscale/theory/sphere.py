@@ -1,12 +1,11 @@
-"""A fixed query among n random keys on the sphere: critical scale, limit laws, and where they hold.
+"""A fixed query and n random keys on the sphere: critical scale, limit laws, and their range of validity.
 
-What matters is how many keys lie near the query: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0. The scale is then
-β* = (nC)^(1/κ), and the scaled distances β*(1 − ⟨q, k⟩), in order, tend to Γ_k^(1/κ) for the arrival times Γ_k of a
-unit Poisson process: at β = λβ* the ordered weights are ∝ e^(−λΓ_k^(1/κ)). Keys uniform on S^(d−1) have κ = (d−1)/2.
+The density of keys near the query sets the scale: P(1 − ⟨q, k⟩ ≤ t) ~ C·t^κ for t → 0 gives β* = (nC)^(1/κ). The
+ordered scaled distances β*(1 − ⟨q, k⟩) tend to Γ_k^(1/κ), with Γ_k the arrival times of a unit Poisson process. At
+β = λβ* the ordered weights are ∝ e^(−λΓ_k^(1/κ)). Keys uniform on S^(d−1) have κ = (d−1)/2.
 
-The regimes are those of the paper on the long-context limit of softmax self-attention with a fixed query and i.i.d.
-keys on the sphere, of which the abstract was at hand. Formulas and constants are derived from the law above and checked
-by simulation, with keys drawn around q = (1, 0, …, 0) by density.
+The regimes are those of "Scaling Limits of Long-Context Transformers" (arXiv:2605.08505); only its abstract was used.
+Formulas and constants are derived here from the law above and checked by simulation with the query q = (1, 0, …, 0).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Draw = Callable[[int, int, torch.Generator], Tensor]
 
 
 class LocalLaw(NamedTuple):
-    """P(1 − ⟨q, k⟩ ≤ t) ~ constant·t^exponent for t → 0; in the distance ‖q − k‖ the exponent is twice this."""
+    """P(1 − ⟨q, k⟩ ≤ t) ~ constant·t^exponent for t → 0. The exponent of the distance ‖q − k‖ is twice as large."""
 
     constant: float
     exponent: float
@@ -62,7 +61,7 @@ def critical_beta(n: int, d: int) -> float:
 def mean_cosine(d: int, concentration: float) -> float:
     """A_d(r) = I_(d/2)(r)/I_(d/2−1)(r), the mean of ⟨m, k⟩ under the density ∝ e^(r⟨m, k⟩) on S^(d−1).
 
-    With infinitely many uniform keys the output of attention is A_d(β)·q, exactly. A continued fraction, from its end.
+    With infinitely many uniform keys the output of attention is exactly A_d(β)·q. Evaluated as a continued fraction.
 
     >>> math.isclose(mean_cosine(3, 2.0), 1 / math.tanh(2.0) - 0.5)
     True
@@ -74,10 +73,10 @@ def mean_cosine(d: int, concentration: float) -> float:
 
 
 def subcritical_output(q: Tensor, score_gradient: Tensor, beta: float) -> Tensor:
-    """The output for 1 ≪ β ≪ β*, to first order: q + (∇log f(q) − ((d−1)/2)·q)/β, with f the density of the keys.
+    """The output for 1 ≪ β ≪ β* to first order in 1/β: q + (∇log f(q) − ((d−1)/2)·q)/β, with key density f.
 
-    `score_gradient` is ∇log f(q), tangential to the sphere, [..., d] as q. Projected to the sphere, the output is a
-    step of length 1/β up the gradient, which takes a density f to f − Δf/β: the heat equation backward for a time 1/β.
+    `score_gradient` is ∇log f(q), tangential to the sphere, [..., d] like q. Projected to the sphere, the output is a
+    step of length 1/β along the gradient. The step maps a density f to f − Δf/β: the heat equation backward in time.
 
     >>> subcritical_output(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([2.0, 0.0, 0.0]), beta=10.0)
     tensor([0.2000, 0.0000, 0.9000])
@@ -88,8 +87,8 @@ def subcritical_output(q: Tensor, score_gradient: Tensor, beta: float) -> Tensor
 def subcritical_variance(n: int, d: int, beta: float) -> float:
     """The variance of each tangential component of the output for uniform keys and 1 ≪ β ≪ β*.
 
-    β^((d−3)/2)/(n·C_d·Γ((d+1)/2)·2^((d+1)/2)). It is below the squared bias 1/β² only where β ≪ n^(2/(d+1)): from there
-    to β* ≍ n^(2/(d−1)) the fluctuations hide the bias of a single output.
+    β^((d−3)/2)/(n·C_d·Γ((d+1)/2)·2^((d+1)/2)). The variance is below the squared bias 1/β² for β ≪ n^(2/(d+1)) only.
+    From there to β* ≍ n^(2/(d−1)) the fluctuations hide the bias of a single output.
 
     >>> round(subcritical_variance(1000, 3, 10.0), 6)
     0.0005
@@ -99,20 +98,20 @@ def subcritical_variance(n: int, d: int, beta: float) -> float:
 
 
 def supercritical_deficit(ratio: float, exponent: float) -> float:
-    """E(1 − w_max) for β = λβ*, λ = `ratio` → ∞: ln 2·κ·Γ(2 − 1/κ)/λ, for κ > ½.
+    """E(1 − w_max) at β = λβ* for large λ = `ratio`: ln 2·κ·Γ(2 − 1/κ)/λ, for κ > ½.
 
-    Two keys share the weight if their scaled distances differ by about 1/λ; ∫ dx/(1 + e^x) = ln 2.
+    Two keys share the weight if their scaled distances differ by about 1/λ, and ∫ dx/(1 + e^x) = ln 2.
 
     >>> round(supercritical_deficit(100.0, 1.0), 6)
     0.006931
     """
     if exponent <= 0.5:
-        reject("exponent", exponent, "a local exponent > 1/2: on a circle the deficit falls more slowly than 1/ratio")
+        reject("exponent", exponent, "a local exponent > 1/2; otherwise the deficit falls more slowly than 1/ratio")
     return math.log(2.0) * exponent * math.gamma(2.0 - 1.0 / exponent) / ratio
 
 
 def nearest_key_moment(exponent: float) -> float:
-    """lim β*·E(1 − ⟨q, output⟩) above criticality, where the output is the nearest key: Γ(1 + 1/κ).
+    """The limit Γ(1 + 1/κ) of β*·E(1 − ⟨q, output⟩) above criticality, where the output is the nearest key.
 
     >>> nearest_key_moment(1.0)
     1.0
@@ -121,7 +120,7 @@ def nearest_key_moment(exponent: float) -> float:
 
 
 def heat_growth(d: int, degree: int, beta: float) -> float:
-    """1 + ℓ(ℓ+d−2)/β: how a step of the backward heat equation of length 1/β scales spherical harmonics of degree ℓ.
+    """The factor 1 + ℓ(ℓ+d−2)/β on spherical harmonics of degree ℓ after a backward heat step of length 1/β.
 
     >>> heat_growth(3, 1, 50.0)
     1.04
@@ -132,8 +131,11 @@ def heat_growth(d: int, degree: int, beta: float) -> float:
 class PoissonLimit(NamedTuple):
     """Draws of the limit at β = λβ*.
 
-    `weights` are ordered, [draws, points]; `radial` is the limit of β*·(1 − ⟨q, output⟩) and `tangential` that of β*
-    times the squared tangential displacement of the output, averaged over the directions of the keys, [draws].
+    Attributes:
+        weights: weights in descending order, [draws, points].
+        radial: limit of β*·(1 − ⟨q, output⟩), [draws].
+        tangential: limit of β* times the squared tangential displacement of the output, averaged over the directions
+            of the keys, [draws].
     """
 
     weights: Tensor
@@ -144,10 +146,10 @@ class PoissonLimit(NamedTuple):
 def draw_limit(
     ratio: float, exponent: float, draws: int, generator: torch.Generator, points: int = 512
 ) -> PoissonLimit:
-    """Ordered weights and the output in the limit n → ∞ at β = ratio·β*, for a local law of that exponent κ.
+    """Ordered weights and the output for n → ∞ at β = ratio·β* and a local law with exponent κ.
 
-    Points beyond the last one drawn enter the normalisation with their mean, κλ^(−κ)·Γ(κ, λΓ^(1/κ)). Key k lies
-    √2·Γ_k^(1/2κ) away in a uniform direction, so over these the squared displacement has the mean Σ w_k²·2Γ_k^(1/κ).
+    Points beyond the last drawn point enter the normalisation with their mean, κλ^(−κ)·Γ(κ, λΓ^(1/κ)). Key k lies at
+    distance √2·Γ_k^(1/2κ) in a uniform direction, so the mean squared displacement is Σ w_k²·2Γ_k^(1/κ).
 
     >>> limit = draw_limit(1.0, 1.0, 2000, torch.Generator().manual_seed(0))
     >>> abs(float(limit.weights[:, 0].mean()) - math.exp(-0.5772156649)) < 0.02
@@ -161,7 +163,7 @@ def draw_limit(
     beyond = torch.special.gammaincc(kappa, last) * math.gamma(exponent + 1.0) * ratio**-exponent
     beyond_radial = torch.special.gammaincc(kappa + 1, last) * math.gamma(exponent + 1.0) * exponent
     beyond_radial *= ratio ** -(exponent + 1.0)
-    # Where this would overflow, what lies beyond the last point is zero.
+    # Clamped against overflow; the sum beyond the last point is zero in this range.
     first = (ratio * scaled[:, 0]).clamp(max=600.0).exp()
     total = shifted.sum(-1) + beyond * first
     weights = shifted / total[:, None]
@@ -170,9 +172,9 @@ def draw_limit(
 
 
 def mean_largest_weight(ratio: float, exponent: float) -> float:
-    """E w_max in the limit at β = ratio·β*, as an integral; for κ = 1 and λ = 1 it is e^(−γ), γ Euler's constant.
+    """The limit of E w_max at β = ratio·β* as an integral. At κ = λ = 1 it is e^(−γ), with γ Euler's constant.
 
-    Given Γ₁ = s, w_max = 1/(1 + S) with S a sum over the later points, E e^(−xS) = exp(−∫(1 − e^(−x·e^(−v))) dΓ) by
+    Given Γ₁ = s, w_max = 1/(1 + S) with S a sum over the later points. E e^(−xS) = exp(−∫(1 − e^(−x·e^(−v))) dΓ) by
     Campbell's formula, and 1/(1 + S) = ∫ e^(−x(1+S)) dx. All three integrals are trapezoidal sums on logarithmic grids.
 
     >>> round(mean_largest_weight(1.0, 1.0), 8) == round(math.exp(-0.57721566490153286), 8)
@@ -190,23 +192,23 @@ def mean_largest_weight(ratio: float, exponent: float) -> float:
 
 
 def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
-    """E w_max for n keys uniform on S^(d−1) at inverse temperature β, at finite n: no limit is taken.
+    """E w_max for n keys uniform on S^(d−1) at inverse temperature β and finite n, accurate to about 0.05 %.
 
-    As above with the density of t = 1 − ⟨q, k⟩, ∝ (t(2−t))^((d−3)/2), in place of its power law: the largest weight is
-    that of one of n keys, and the other n − 1 are independent of each other and not nearer. To about 0.05 %.
+    As `mean_largest_weight`, with the density ∝ (t(2−t))^((d−3)/2) of t = 1 − ⟨q, k⟩ instead of its power law. Given
+    the nearest key, the other n − 1 keys are independent and not nearer.
 
     >>> round(mean_largest_weight_at(2, 3, 0.0), 6)
     0.5
     """
     n = read_int("n", n, "an int >= 2", least=2)
-    step = 0.3 / (d + 2)  # the chance that no key is nearer changes by e^((d−1)/2·step) from cell to cell
+    step = 0.3 / (d + 2)  # the probability of no nearer key changes by e^((d−1)/2·step) per cell
     z = torch.arange(-36.0, 36.0, step, dtype=torch.float64, device="cpu")
-    t = 2.0 * torch.sigmoid(z)  # on (0, 2), crowded at both ends
+    t = 2.0 * torch.sigmoid(z)  # on (0, 2), denser at both ends
     log_density = (d - 1) / 2 * (functional.logsigmoid(z) + functional.logsigmoid(-z))
     log_mass = log_density - log_density.logsumexp(0)
     kept = log_mass > -60.0 - math.log(n)
     t, mass = t[kept], log_mass[kept].exp()  # P(t in the cell)
-    # The cell of the nearest key itself counts half as nearer, half as farther: the trapezoidal rule at that end.
+    # Trapezoidal rule: the cell of the nearest key counts half as nearer and half as farther.
     nearer = mass.cumsum(0) - 0.5 * mass
     x = torch.arange(-36.0, 5.0, 0.25, dtype=torch.float64, device="cpu").exp()
     total = 0.0
@@ -221,7 +223,7 @@ def mean_largest_weight_at(n: int, d: int, beta: float) -> float:
 
 
 class KeyDensity(NamedTuple):
-    """A density of keys: how to draw them, [rows, n, d] from (rows, n, generator), and their law near the query."""
+    """A density of keys: `draw(rows, n, generator)` returns keys [rows, n, d]; `law` describes them near the query."""
 
     name: str
     d: int
@@ -230,7 +232,7 @@ class KeyDensity(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """What attention makes of the draws: outputs [rows, d], largest weight and entropy of each row [rows]."""
+    """The result of attention: outputs [rows, d], and largest weight and entropy of each row [rows]."""
 
     output: Tensor
     w_max: Tensor
@@ -253,7 +255,7 @@ def uniform(d: int) -> KeyDensity:
 
 
 def far_keys_at(d: int, place: float) -> KeyDensity:
-    """Uniform, but every key with a cosine below 1/2 is moved to the cosine `place`: the same law near the query.
+    """Uniform keys, with every cosine below 1/2 moved to the cosine `place`. The law near the query is unchanged.
 
     >>> float(far_keys_at(3, -1.0).draw(1, 100, torch.Generator().manual_seed(0))[..., 0].median())
     -1.0
@@ -271,9 +273,9 @@ def far_keys_at(d: int, place: float) -> KeyDensity:
 
 
 def partly_on_subsphere(d: int, inner: int, share: float) -> KeyDensity:
-    """Uniform on S^(d−1), but a `share` of the keys uniform on a subsphere S^(inner−1) through the query.
+    """A `share` of the keys uniform on a subsphere S^(inner−1) through the query, the others uniform on S^(d−1).
 
-    Near the query the subsphere has far more keys than the rest, so the local law is that of dimension `inner`.
+    Near the query the keys of the subsphere dominate, so the local law is that of dimension `inner`.
 
     >>> partly_on_subsphere(5, 3, 0.5).law.exponent
     1.0
@@ -304,7 +306,7 @@ def tilted(concentration: float, cosine: float) -> KeyDensity:
 
     def draw(rows: int, n: int, generator: torch.Generator) -> Tensor:
         uniforms = torch.rand(rows, n, 2, generator=generator, dtype=torch.float64, device=generator.device)
-        # The cosine with m by inversion of its distribution function, the angle around m uniform.
+        # The cosine with m by inverse transform sampling; the angle around m is uniform.
         decay = math.exp(-2.0 * concentration)
         along = 1.0 + torch.log(decay + (1.0 - decay) * (1.0 - uniforms[..., 0])) / concentration
         height, angle = (1.0 - along.square()).clamp(min=0.0).sqrt(), 2.0 * math.pi * uniforms[..., 1]
@@ -336,7 +338,7 @@ def tilted_harmonic(concentration: float, degree: int) -> float:
 
 
 def simulate(density: KeyDensity, n: int, beta: float, rows: int, generator: torch.Generator) -> Readout:
-    """Rows of attention from the query to n keys each, with the keys as values, through this package's attention.
+    """Attention from the query to n keys per row, with the keys as values, computed with this package.
 
     >>> simulate(uniform(3), 64, 10.0, 8, torch.Generator().manual_seed(0)).output.shape
     torch.Size([8, 3])
@@ -347,7 +349,7 @@ def simulate(density: KeyDensity, n: int, beta: float, rows: int, generator: tor
 def simulate_at(
     density: KeyDensity, n: int, betas: Sequence[float], rows: int, generator: torch.Generator
 ) -> list[Readout]:
-    """The same at several β, each with the same keys.
+    """`simulate` at several β with the same keys.
 
     >>> len(simulate_at(uniform(3), 64, [1.0, 10.0], 8, torch.Generator().manual_seed(0)))
     2
@@ -357,7 +359,7 @@ def simulate_at(
 
 
 def batches(density: KeyDensity, n: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """The keys of `rows` rows in batches of bounded memory, [batch, n, d] each.
+    """Keys of `rows` rows in batches [batch, n, d] of bounded memory.
 
     >>> sum(len(keys) for keys in batches(uniform(3), 2**20, 5, torch.Generator().manual_seed(0)))
     5
@@ -368,7 +370,7 @@ def batches(density: KeyDensity, n: int, rows: int, generator: torch.Generator) 
 
 
 def attention_to(keys: Tensor, beta: float) -> Readout:
-    """Attention from the query to given keys [rows, n, d].
+    """Attention from the query to keys [rows, n, d].
 
     >>> attention_to(torch.eye(2, dtype=torch.float64)[None], 0.0).w_max
     tensor([0.5000], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""GPU kernels of attnscale. Needs torch and triton only; importing it loads neither triton nor a driver."""
+"""Triton kernels of attnscale. Requires torch and triton; importing the package loads neither triton nor a driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .gaps.op import gap_counts as gap_counts
     from .softmax.op import row_softmax as row_softmax
 
-# The operators are imported on first use, and triton with them: name → module.
+# Operators, and triton with them, are imported on first access: name → module.
 _MODULES = {
     "accumulation_bracket": "gaps.op",
     "adaptive_attention": "gaps.op",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "layers":  # where HuggingFace's `kernels` looks for layers
+    if name == "layers":  # HuggingFace's `kernels` reads this attribute
         return importlib.import_module(".layers", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""What the operators accept: types, shapes, dtypes and devices of their arguments, and the range of their numbers.
+"""Argument checks of the operators: types, shapes, dtypes, devices and numeric ranges.
 
-A kernel has pointers and strides only, so that a tensor of the wrong shape would be read beyond its end. Nothing here
-reads the elements of a tensor, which would synchronise. Launches that have a plan (launch_cache.py) check tensors when
-it is made, since its signature covers everything that is checked.
+Kernels receive raw pointers and strides, so a tensor of the wrong shape would cause out-of-bounds reads. The checks
+never read tensor elements, because that would synchronise with the device. Planned launches (launch_cache.py) check
+tensors once, when the plan is made: its signature covers every checked property.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .visibility import Visibility
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256
-FARTHEST = 2**30  # so that sums of two distances and the number of a row stay within 32 bits
+FARTHEST = 2**30  # keeps the sum of two distances and a row index within 32 bits
 LARGEST = sys.float_info.max
 
-_FLOATS = (*DTYPES, torch.float64)  # what is converted to fp32
+_FLOATS = (*DTYPES, torch.float64)  # dtypes converted to fp32
 
 
 def check_attention(
@@ -35,7 +35,7 @@ def check_attention(
     sinks: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """Refuse tensors that attention cannot be computed of."""
+    """Raise if the tensors are not valid arguments of attention."""
     check_scores(query, key, visibility)
     check_values(query, key, value, sinks, seed)
     _check_tensor("beta", beta, _FLOATS, "query", query)
@@ -43,7 +43,7 @@ def check_attention(
 
 
 def check_values(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> None:
-    """Refuse what attention needs beside scores, of a query and a key that were checked before, and β."""
+    """Check value, sinks and seed against a query and a key that have already been checked."""
     _check_tensor("value", value, (query.dtype,), "query", query)
     of_keys = key.shape[:3]
     if value.dim() != 4 or value.shape[:3] != of_keys or value.shape[3] > WIDEST_HEAD:
@@ -60,7 +60,7 @@ def check_values(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 
 
 def check_scores(query: Tensor, key: Tensor, visibility: Visibility) -> None:
-    """Refuse tensors that the scores of queries and keys cannot be computed of."""
+    """Raise if query, key and visibility do not define a score matrix."""
     check_query(query)
     batch, heads, _, dim = query.shape
     _check_tensor("key", key, (query.dtype,), "query", query)
@@ -73,7 +73,7 @@ def check_scores(query: Tensor, key: Tensor, visibility: Visibility) -> None:
 
 
 def _check_visibility(visibility: Visibility, query: Tensor, keys: int) -> None:
-    """Refuse rules that are not for these queries and so many keys."""
+    """Raise if the visibility does not match these queries and this number of keys."""
     batch, heads, queries, _ = query.shape
     for name, x in zip(("slot", "left", "right"), visibility[:3], strict=True):
         _check_distance(f"visibility.{name}", x, name != "slot")
@@ -98,14 +98,14 @@ def _check_visibility(visibility: Visibility, query: Tensor, keys: int) -> None:
 
 
 def check_query(query: Tensor) -> None:
-    """Refuse queries that are not [B, H, Tq, D]."""
+    """Raise unless query is [B, H, Tq, D] in a supported dtype."""
     _check_tensor("query", query, DTYPES)
     if query.dim() != 4 or query.shape[3] > WIDEST_HEAD:
         _refuse_shape("query", query, f"[B, H, Tq, D] with D <= {WIDEST_HEAD}")
 
 
 def check_backward(gradient: Tensor, query: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Refuse a gradient and results that are not those of a forward with these tensors, which were checked before."""
+    """Check the gradient, output and lse of a forward pass; query and value have already been checked."""
     for name, x in (("gradient", gradient), ("out", out)):
         _check_tensor(name, x, _FLOATS if x is gradient else (query.dtype,), "query", query)
         _check_axes(name, x, (*query.shape[:3], value.shape[3]))
@@ -116,7 +116,7 @@ def check_backward(gradient: Tensor, query: Tensor, value: Tensor, out: Tensor, 
 def check_softmax(
     scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None = None
 ) -> None:
-    """Refuse tensors that the softmax of scores [..., Tq, Tk] cannot be computed of."""
+    """Raise if the tensors are not valid arguments of a softmax over scores [..., Tk]."""
     _check_matrix("scores", scores, beta, bias)
     if mask is not None:
         _check_tensor("mask", mask, (torch.bool,), "scores", scores)
@@ -129,7 +129,7 @@ def check_softmax(
 def check_softmax_backward(
     gradient: Tensor, weights: Tensor, beta: Tensor, scores: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Refuse a gradient and arguments that are not those of a softmax with these weights."""
+    """Raise if the gradient, scores or bias do not match the weights [..., Tk]."""
     _check_matrix("weights", weights, beta, bias)
     for name, x in (("gradient", gradient), ("scores", scores)):
         if x is not None:
@@ -138,7 +138,7 @@ def check_softmax_backward(
 
 
 def _check_matrix(name: str, matrix: Tensor, beta: Tensor, bias: Tensor | None) -> None:
-    """Refuse a matrix [..., Tq, Tk] of another dtype, and a β and a bias that do not broadcast to it."""
+    """Check a matrix [..., Tk], and that β broadcasts to its rows and the bias to its elements."""
     _check_tensor(name, matrix, DTYPES)
     if matrix.dim() == 0:
         _refuse_shape(name, matrix, "[..., Tk]")
@@ -150,7 +150,7 @@ def _check_matrix(name: str, matrix: Tensor, beta: Tensor, bias: Tensor | None) 
 
 
 def check_numbers(scale: object, softcap: object, dropout_p: object = 0.0) -> None:
-    """Refuse numbers that attention cannot be computed with."""
+    """Raise unless scale is finite, softcap positive and dropout_p in [0, 1)."""
     finite("scale", scale)
     probability("dropout_p", dropout_p)
     if softcap is not None:
@@ -158,7 +158,7 @@ def check_numbers(scale: object, softcap: object, dropout_p: object = 0.0) -> No
 
 
 def check_splits(splits: object) -> None:
-    """Refuse what is no number of parts of the keys."""
+    """Raise unless splits is a positive int or None."""
     accepted = "an int >= 1 or None"
     if splits is None:
         return
@@ -169,40 +169,40 @@ def check_splits(splits: object) -> None:
 
 
 def check_beta_dtype(beta: object) -> None:
-    """Refuse a β that is not converted to fp32."""
+    """Raise unless β has a dtype that converts to fp32."""
     _check_tensor("beta", beta, _FLOATS)
 
 
 def finite(name: str, value: object, accepted: str = "a finite number") -> float:
-    """A number as a float.
+    """Return a finite number as a float, else raise.
 
     >>> finite("scale", 2)
     2.0
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         reject_type(name, value, accepted)
-    # Not math.isfinite, which torch.compile cannot trace.
+    # math.isfinite is not traceable by torch.compile.
     if not -LARGEST <= value <= LARGEST:  # type: ignore[operator]
         reject(name, value, accepted)
     return float(value)
 
 
 def positive(name: str, value: object) -> float:
-    """A number above 0 as a float."""
+    """Return a finite number > 0 as a float, else raise."""
     accepted = "a finite number > 0"
     number = finite(name, value, accepted)
     return number if number > 0.0 else reject(name, value, accepted)
 
 
 def probability(name: str, value: object) -> float:
-    """A number in [0, 1) as a float."""
+    """Return a number in [0, 1) as a float, else raise."""
     accepted = "a number in [0, 1)"
     number = finite(name, value, accepted)
     return number if 0.0 <= number < 1.0 else reject(name, value, accepted)
 
 
 def numbers(name: str, values: object) -> list[float]:
-    """Several numbers, of which ∞ is one, as floats."""
+    """Return a sequence of numbers, infinities included, as a list of floats."""
     accepted = "a sequence of numbers"
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Tensor)):
         reject_type(name, values, accepted)
@@ -218,7 +218,7 @@ def numbers(name: str, values: object) -> list[float]:
 def _check_tensor(
     name: str, x: object, dtypes: tuple[torch.dtype, ...], of: str = "", like: Tensor | None = None
 ) -> None:
-    """Refuse what is no strided tensor of one of the dtypes, on the device of another argument."""
+    """Raise unless x is a strided tensor of an accepted dtype, on the device of `like`."""
     if not isinstance(x, Tensor):
         reject_type(name, x, "a tensor")
     if x.layout is not torch.strided or x.is_nested:
@@ -238,13 +238,13 @@ def _check_distance(name: str, value: object, optional: bool) -> None:
     accepted = f"an int from {-FARTHEST} to {FARTHEST}{' or None' if optional else ''}"
     if type(value) not in (int, torch.SymInt):
         reject_type(name, value, accepted)
-    # While torch.compile traces, a comparison would add a guard; the range is checked when the graph runs.
+    # Under torch.compile this comparison would add a guard. The compiled graph checks the range at run time.
     if not torch.compiler.is_compiling() and isinstance(value, int) and abs(value) > FARTHEST:
         reject(name, value, accepted)
 
 
 def _check_axes(name: str, x: Tensor, full: tuple[int, ...], broadcast: int = 0) -> None:
-    """Refuse a tensor of another shape; the first `broadcast` axes may also have the extent 1."""
+    """Raise unless x has the shape `full`; the first `broadcast` axes may also have extent 1."""
     if x.dim() == len(full) and all(
         n == m or (axis < broadcast and n == 1) for axis, (n, m) in enumerate(zip(x.shape, full, strict=True))
     ):

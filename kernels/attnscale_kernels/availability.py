@@ -1,7 +1,7 @@
-"""Whether Triton kernels can compute a call, and if not, why: device and dtype, and the derivatives that are taken.
+"""Availability of the Triton kernels by device, dtype and kind of differentiation.
 
-An operator of torch.library has one backward pass and no others. In forward mode torch takes such an operator for a
-constant: the tangent of its result would silently be zero.
+The operators have one backward pass and no other derivative. In forward-mode AD, torch treats a custom operator without
+a JVP as a constant, so its tangent would silently be zero. The functions below detect such calls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from torch.autograd import forward_ad
 
 from .arguments import DTYPES
 
-# Triton reads the variable once, when it is imported.
+# Triton reads this variable once, at import.
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def interpreting() -> bool:
-    """Whether kernels run in triton's interpreter, on the CPU."""
+    """Return True if kernels run in Triton's interpreter, on the CPU.
+
+    The interpreter is enabled by `TRITON_INTERPRET=1`, set before triton and this package are imported.
+
+    Example:
+        >>> isinstance(interpreting(), bool)
+        True
+    """
     return _INTERPRETING
 
 
@@ -32,17 +39,23 @@ def _installed() -> bool:
         return False
 
 
-# Looked up once, at import: a lookup in each call would be slow, and torch.compile could not trace it.
+# Evaluated once at import: per-call lookups are slow and cannot be traced by torch.compile.
 INSTALLED = _installed()
 
 
 def why_unavailable(device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why Triton kernels cannot run on a device (by default: on any device of this machine), or None if they can.
+    """Return the reason why the kernels cannot run, or None if they can.
 
-    Triton's interpreter, if chosen by TRITON_INTERPRET=1 before triton is imported, runs them on the CPU, slowly.
+    Args:
+        device: The device to check. None checks whether any device of this machine is usable.
+        dtype: The dtype of query, key and value.
 
-    >>> why_unavailable(torch.device("meta"))
-    'triton kernels need a CUDA or ROCm device, not meta'
+    Returns:
+        A one-line reason, or None. With `TRITON_INTERPRET=1`, the CPU counts as a usable device.
+
+    Example:
+        >>> why_unavailable(torch.device("meta"))
+        'triton kernels need a CUDA or ROCm device, not meta'
     """
     if not INSTALLED:
         return "triton is not installed (pip install triton)"
@@ -56,12 +69,12 @@ def why_unavailable(device: torch.device | None = None, dtype: torch.dtype = tor
     return None
 
 
-# Transforms that need no derivative of an operator: torch calls it once for each element of a batch.
+# Transforms without differentiation: torch calls the operator once per batch element.
 _HARMLESS = ("Vmap", "Functionalize")
 
 
 def other_derivative(*tensors: object) -> str | None:
-    """The derivative that is being taken of these tensors and is not that of one backward pass, in words; None if none.
+    """Name the derivative being taken of these tensors, None if it is at most a single backward pass.
 
     >>> x = torch.ones(2)
     >>> other_derivative(x) is None
@@ -70,7 +83,7 @@ def other_derivative(*tensors: object) -> str | None:
     torch.func.grad
     tensor([1., 1.])
     """
-    # Tensors in a graph cannot be inspected: an open transform or level is assumed to apply to them.
+    # Traced tensors cannot be inspected: any open transform or forward-AD level is assumed to apply to them.
     in_graph = torch.compiler.is_compiling()
     transform = _open_transform()
     if transform is not None and (in_graph or any(map(_is_transformed, tensors))):
@@ -81,27 +94,29 @@ def other_derivative(*tensors: object) -> str | None:
 
 
 def refuse_others(*tensors: object) -> None:
-    """Raise where a derivative is being taken of these tensors that is not that of one backward pass."""
+    """Raise if a derivative other than a single backward pass is being taken of these tensors."""
     derivative = other_derivative(*tensors)
     if derivative is not None:
-        raise RuntimeError(f"these kernels have one backward pass, and no {derivative}: use plain torch there")
+        raise RuntimeError(
+            f"the Triton kernels have a single backward pass and no {derivative}; use a plain torch backend"
+        )
 
 
 def refuse_second(*_: Any) -> NoReturn:
-    """Registered as the gradient of a backward pass."""
-    raise RuntimeError("these kernels have no second derivative: use plain torch for it")
+    """Raise on double backward. Registered as the gradient of the backward operators."""
+    raise RuntimeError("the Triton kernels have no second derivative; use a plain torch backend")
 
 
 def _open_transform() -> str | None:
-    """The outermost transform of torch.func that differentiates, if one is open."""
+    """Return the name of the outermost differentiating torch.func transform, if one is active."""
     if torch._C._functorch.maybe_current_level() is None:
         return None
     names = (interpreter.key().name for interpreter in torch._C._functorch.get_interpreter_stack() or ())
     return next((f"torch.func.{name.lower()}" for name in names if name not in _HARMLESS), None)
 
 
-# torch.compile cannot trace this, but enters the same transforms while it traces and guards its graphs by them, so
-# that the answer is a constant of the graph. The decorator of torch.compiler, which sets this flag, would load dynamo.
+# torch.compile cannot trace this function. It enters the same transforms while tracing and guards on them, so the
+# result is a constant of the graph. The torch.compiler decorator that sets this flag would import dynamo.
 _open_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

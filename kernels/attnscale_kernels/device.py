@@ -1,11 +1,11 @@
-"""Device functions shared by the kernels: division of work, visibility, scores, dropout, and the end of a softmax.
+"""Device functions shared by the kernels: program ids, visibility, scores, dropout and the softmax epilogue.
 
-Scores y are the products q·k where logits are linear in them, else softcap(scale·q·k) + bias. A logit in units of ln 2
-is y·c with one c per row, so that a temperature costs no instruction. Hidden scores are a finite number.
+A score y is q·k where logits are linear in q·k, and softcap(scale·q·k) + bias otherwise. The logit in units of ln 2 is
+y·c with one c per row, so the temperature costs no extra instruction. Hidden scores are set to a finite constant.
 
-Kernels take tensors as `View` of launch.py, and what rows may see as `Rule` of visibility.py. What is not asked for is
-None, which triton compiles out as it does a false constexpr: softcap, sinks_ptr, seed_ptr (dropout), entropy_ptr,
-winner_ptr, a rule's left, right, padding_ptr, mask_ptr and bias_ptr.
+Kernels take tensors as `View` (launch.py) and visibility as `Rule` (visibility.py). Unused features are None, which
+Triton compiles out like a false constexpr: softcap, sinks_ptr, seed_ptr (dropout), entropy_ptr, winner_ptr, and left,
+right, padding_ptr, mask_ptr and bias_ptr of a rule.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import triton.language as tl
 
 from .tiles import key_range
 
-HIDDEN = tl.constexpr(-1e30)  # finite: a weight of 0 times its logit is 0, not NaN
+HIDDEN = tl.constexpr(-1e30)  # finite, so that a weight of 0 times its logit is 0 and not NaN
 SEEN_ABOVE = tl.constexpr(-1e29)
-HIDDEN_BELOW = tl.constexpr(-1e4)  # an additive mask at or below this hides the key
-# Stands for β = 0: hidden scores still get a weight of 0, visible ones equal weights.
+HIDDEN_BELOW = tl.constexpr(-1e4)  # an additive mask at or below this value hides the key
+# Replaces β = 0: hidden scores still get weight 0, visible ones equal weights.
 LEAST_BETA = tl.constexpr(2.0**-60)
-NO_ROW = tl.constexpr(2**30)  # beyond the last row; the number of a row less it is still an int32
+NO_ROW = tl.constexpr(2**30)  # beyond any row; differences from a row index still fit into an int32
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def program_rows(heads, count, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """What this program works on: tile, head counted over the batch, batch and head as int64, and rows [BLOCK].
+    """Map a program id to its tile, head index over the batch, batch and head as int64, and rows [BLOCK].
 
-    LAST_FIRST starts with the last tile: the last rows of a causal rule see the most keys.
+    LAST_FIRST launches the last tile first: under a causal rule the last rows see the most keys.
     """
     tiles = tl.cdiv(count, BLOCK)
     tile = tiles - 1 - tl.program_id(0) % tiles if LAST_FIRST else tl.program_id(0) % tiles
@@ -40,16 +40,16 @@ def program_rows(heads, count, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def row_temperature(beta):
-    """The sign of β, which scores are multiplied by, and c = |β|·log2(e) > 0 of each row.
+    """Return the sign of β, by which scores are multiplied, and c = |β|·log2(e) > 0 per row.
 
-    The maximum of a row is taken before c is applied, so c must be positive.
+    The row maximum is taken before c is applied, so c must be positive.
     """
     return tl.where(beta < 0, -1.0, 1.0), tl.maximum(tl.abs(beta), LEAST_BETA) * LOG2E
 
 
 @triton.jit
 def row_bounds(rule, batch, rows, queries, keys):
-    """First visible slot of each row and the one after the last; both 0 for rows that do not exist."""
+    """Return the visible slots [start, stop) of each row; both are 0 for rows past the end."""
     exists = rows < queries
     if rule.start_ptr is not None:
         at = batch * rule.stride_bound + rows
@@ -67,9 +67,9 @@ def row_bounds(rule, batch, rows, queries, keys):
 
 @triton.jit
 def within(rule, start, stop, keys):
-    """`row_bounds` within [0, keys] for loops over keys: those that are loaded may be any numbers.
+    """Clamp `row_bounds` to [0, keys] for loops over keys: bounds loaded from memory may hold any value.
 
-    Loops over rows do without: they compare bounds with slots that exist.
+    Loops over rows need no clamping, because they compare the bounds with existing slots only.
     """
     if rule.start_ptr is not None:
         start, stop = tl.maximum(start, 0), tl.minimum(stop, keys)
@@ -78,7 +78,7 @@ def within(rule, start, stop, keys):
 
 @triton.jit
 def visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M: tl.constexpr):
-    """For a tile of rows: the slots [start, stop) that each may see, and the `key_range` of the tile."""
+    """Return the visible slots [start, stop) of each row in a tile, and the `key_range` of the tile."""
     start, stop = row_bounds(rule, batch, rows, queries, keys)
     start, stop = within(rule, start, stop, keys)
     top = tile * BLOCK_M
@@ -88,10 +88,11 @@ def visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, EDGE: tl.constexpr):
-    """Which of the scores [rows, slots] count (all of them where the tile is no edge), and their bias or 0.
+    """Return the visibility mask of the scores [rows, slots], all true outside of edge tiles, and their bias or 0.
 
-    `left` is the first of the slots. Bounds are compared with places in the tile: of slots, LLVM keeps the results of
-    all comparisons as bits of an integer, which took 80 instructions more on sm_80 and sm_90, and 130 on sm_100.
+    `left` is the first slot. Bounds are compared with offsets in the tile. With absolute slots, LLVM keeps the results
+    of all comparisons as bits of an integer, which took 80 more instructions on sm_80 and sm_90, and 130 more on
+    sm_100.
     """
     seen = (slots >= 0)[None, :]
     bias = 0.0
@@ -109,9 +110,10 @@ def visible(rule, batch, head, rows, left, slots, start, stop, queries, keys, ED
 
 @triton.jit
 def visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, EDGE: tl.constexpr):
-    """The same for a tile of keys, transposed [slots, rows]; `bounds` are the `bounds_of_keys`, `top` the first row.
+    """`visible` for a tile of keys, transposed to [slots, rows].
 
-    Rows that do not exist are not left out: they have gradients of 0. Slots that no row sees are hidden from them too.
+    `bounds` are the `bounds_of_keys`, `top` is the first row. Rows past the end are not masked: their gradients are 0.
+    Slots that no row sees are hidden from them too.
     """
     seen = (slots >= 0)[:, None]
     bias = 0.0
@@ -134,9 +136,9 @@ def visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, EDG
 
 @triton.jit
 def bounds_of_keys(rule, batch, slots, queries, keys):
-    """For each slot the first row that may see it and the one after the last, by `left`, `right` and padding alone.
+    """Return, per slot, the first row that may see it and the end of that range, from `left`, `right` and padding.
 
-    NO_ROW comes first if none does. A row that does not exist must not see it either: the slot may hold a NaN.
+    The first row is NO_ROW if there is none. Rows past the end must not see such a slot either, as it may hold a NaN.
     """
     first = tl.zeros_like(slots)
     end = first
@@ -153,7 +155,7 @@ def bounds_of_keys(rule, batch, slots, queries, keys):
 
 @triton.jit
 def _unmasked(rule, batch, head, rows, slots, seen, queries, keys):
-    """Those of the scores [rows, slots] that count and a mask does not hide, and their bias or 0."""
+    """Combine the visibility [rows, slots] with the mask or bias of the rule; also return the bias or 0."""
     bias = 0.0
     exists = (rows < queries)[:, None] & (slots < keys)[None, :]
     if rule.mask_ptr is not None:
@@ -162,21 +164,21 @@ def _unmasked(rule, batch, head, rows, slots, seen, queries, keys):
     if rule.bias_ptr is not None:
         at = mask_pointers(rule.bias_ptr, rule.stride_mask, batch, head, rows, slots)
         bias = tl.load(at, mask=exists, other=-float("inf")).to(tl.float32)
-        seen &= ~(bias <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
+        seen &= ~(bias <= HIDDEN_BELOW)  # NaN does not hide the key: it must propagate to the row
         bias = tl.where(seen, bias, 0.0)
     return seen, bias
 
 
 @triton.jit
 def mask_pointers(ptr, strides, batch, head, rows, slots):
-    """Pointers to [rows, slots] of a mask or a bias, any of whose axes may be broadcast."""
+    """Return pointers to [rows, slots] of a mask or bias; any axis may be broadcast."""
     row, slot = rows[:, None].to(tl.int64), slots[None, :].to(tl.int64)
     return ptr + batch * strides[0] + head * strides[1] + row * strides[2] + slot * strides[3]
 
 
 @triton.jit
 def capped_scores(y, bias, rule, scale, softcap, EDGE: tl.constexpr):
-    """Scores y of the products q·k, and the slope of the softcap; a bias there is only at an edge."""
+    """Compute scores y from q·k, and the slope of the softcap. A bias is added in edge tiles only."""
     slope = 1.0
     if softcap is not None:
         t = tanh(y * (scale / softcap))
@@ -191,28 +193,30 @@ def capped_scores(y, bias, rule, scale, softcap, EDGE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Through 2^x, which every device has; exact to rounding at both ends."""
+    """tanh through exp2, which every target supports; exact to rounding at both ends."""
     shrunk = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     return tl.where(x < 0, -1.0, 1.0) * (1 - shrunk) / (1 + shrunk)
 
 
 @triton.jit
 def keep(seed, head, rows, left_slot, dropout_p, SLOTS: tl.constexpr):
-    """Which of [rows, SLOTS] dropout keeps, from `left_slot` on, a multiple of SLOTS.
+    """Return the dropout mask [rows, SLOTS] from slot `left_slot` on, a multiple of SLOTS.
 
-    A counter-based draw at (head, row, slot // 4), the same in every kernel; its four words are those of four slots.
+    Counter-based random numbers at (head, row, slot // 4), identical in every kernel. Each draw yields four words, one
+    per slot.
     """
     fours = left_slot // 4 + tl.arange(0, SLOTS // 4)
     first, second, third, fourth = _draw(seed, head, rows[:, None], fours[None, :])
-    draw = tl.join(tl.join(first, third), tl.join(second, fourth))  # [rows, SLOTS / 4, 2, 2]: slots in order
+    draw = tl.join(tl.join(first, third), tl.join(second, fourth))  # [rows, SLOTS / 4, 2, 2], slots in order
     return _is_kept(tl.reshape(draw, [rows.shape[0], SLOTS]), dropout_p)
 
 
 @triton.jit
 def keep_by_slot(seed, head, rows, slots, dropout_p):
-    """`keep` as [slots, rows], where each slot draws for itself and takes one word of the four.
+    """`keep` as [slots, rows]: each slot makes its own draw and uses one of its four words.
 
-    Where two accumulators fill the registers, `keep` and a transposition spill 80 bytes on sm_80 at 128 dimensions.
+    In the dK/dV kernel, whose two accumulators fill the registers, `keep` plus a transposition spills 80 bytes on sm_80
+    at D = 128.
     """
     first, second, third, fourth = _draw(seed, head, rows[None, :], slots[:, None] // 4)
     word = slots[:, None] % 4
@@ -222,7 +226,7 @@ def keep_by_slot(seed, head, rows, slots, dropout_p):
 
 @triton.jit
 def _draw(seed, head, row, four):
-    """Four random words for each of some rows and fours of slots, which broadcast."""
+    """Return four random words per row and group of four slots; `row` and `four` broadcast."""
     row, four = row + 0 * four, four + 0 * row
     return tl.philox(seed, four, row, four * 0 + head, four * 0, 7)
 
@@ -236,13 +240,13 @@ def _is_kept(draw, dropout_p):
 def attention_scores(
     q, k, broken, sign, rule, place, left, slots, scale, softcap, PRECISION: tl.constexpr, PHASE: tl.constexpr
 ):
-    """Scores y [BM, BN] for the online softmax, HIDDEN where they do not count, and the values.
+    """Return scores y [BM, BN] for the online softmax, HIDDEN where they are masked.
 
-    Of tiles q [BM, BD] times the sign of β, k [BD, BN] and v [BN, BDV]; `place` is batch, head, rows, start, stop,
-    queries and keys.
+    `q` is [BM, BD] times the sign of β, `k` is [BD, BN]. `place` holds batch, head, rows, start, stop, queries and
+    keys.
 
-    In the phase that repairs, a value that is not finite becomes 0 and makes the scores of its key NaN instead, so that
-    it reaches the rows that see it and no others.
+    In the repair phase (3), `broken` is NaN for keys with a non-finite value and 0 otherwise. Adding it to the scores
+    propagates the NaN to the rows that see the key, and to no others.
     """
     y = tl.dot(q, k, input_precision=PRECISION)
     if softcap is not None:
@@ -263,15 +267,16 @@ def attention_scores(
 
 @triton.jit
 def sign_for_winner(sign, beta):
-    """The sign of β, or β where it has none: at 0 all logits are equal and the first key wins, at NaN no key does."""
+    """Return the sign of β, or β itself if it is 0 or NaN: at 0 the first key wins, at NaN none does."""
     return tl.where((beta < 0) | (beta > 0), sign, beta)
 
 
 @triton.jit
 def best_slot(y, left, m, winner):
-    """The slot of the largest score of each row so far: of y [BM, BN], from slot `left` on, or the `winner` before, m.
+    """Return the slot of each row's largest score so far, in y [BM, BN] from slot `left` on or among earlier tiles.
 
-    The lowest of equals. They are compared by slot, since the tiles of a list are not visited in order.
+    `m` and `winner` are the maximum and its slot so far. Ties go to the lowest slot. Slots are compared explicitly,
+    because tile lists are not in slot order.
     """
     highest = tl.max(y, axis=1)
     place = tl.arange(0, y.shape[1])[None, :]
@@ -281,17 +286,17 @@ def best_slot(y, left, m, winner):
 
 @triton.jit
 def better(one, other):
-    """Of two scores, each with its slot, the larger; of equals that of the lower slot."""
+    """Return the larger of two (score, slot) pairs; ties go to the lower slot."""
     leads = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
     return tl.where(leads, one[0], other[0]), tl.where(leads, one[1], other[1])
 
 
 @triton.jit
 def no_winner_of_nan(m, winner, total):
-    """The largest score of each row and its slot; where a score is NaN, a score above all others at no slot, −1.
+    """Return the row maximum and its slot; for rows with a NaN score, +∞ and slot −1.
 
-    Then the sum is NaN. So it is where the largest score is infinite, which has a slot all the same: in a row that has
-    both, the NaN is not noticed.
+    A NaN score makes the sum NaN. An infinite maximum does so too but keeps its slot, so a NaN next to an infinite
+    score is not detected.
     """
     nan = (total != total) & (m != float("inf"))
     return tl.where(nan, float("inf"), m), tl.where(nan, -1, winner)
@@ -299,20 +304,20 @@ def no_winner_of_nan(m, winner, total):
 
 @triton.jit
 def finish_softmax(seen, top, total, moment, sinks_ptr, lse_ptr, top_ptr, entropy_ptr, head, row_at, exists):
-    """Stores lse, largest logit and entropy of finished rows in nats; returns the factor of their unnormalised weights.
+    """Store lse, largest logit and entropy in nats, and return the normalisation factor of the accumulator.
 
-    `seen` says which rows have seen a key, `top` is m in nats. A sink is one more outcome, which takes part of the
-    weight. Where a NaN was seen the sum is NaN, though the maximum is not.
+    `seen` marks rows with at least one visible key, `top` is m in nats. An attention sink takes a share of the weight
+    like an additional key. If a score is NaN, the sum is NaN although the maximum is not.
     """
     total = tl.where(seen, total, 1.0)
     ln_total = tl.log2(total) * LN2
     lse = top + ln_total
-    share = tl.where(seen, 1.0, 0.0)  # of the weight that is left to the keys
+    share = tl.where(seen, 1.0, 0.0)  # share of the weight that goes to keys
     entropy = tl.where(seen, ln_total - moment / total * LN2, 0.0)
     lse = tl.where(seen, lse, -float("inf"))
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        sink = tl.where(sink == -float("inf"), HIDDEN, sink)  # the same weight, without the NaN of −∞ − −∞
+        sink = tl.where(sink == -float("inf"), HIDDEN, sink)  # the same weight, avoids −∞ − −∞ = NaN
         high = tl.maximum(lse, sink)
         keys_part = tl.exp2((lse - high) * LOG2E)
         sink_part = tl.exp2((sink - high) * LOG2E)
@@ -332,24 +337,24 @@ def finish_softmax(seen, top, total, moment, sinks_ptr, lse_ptr, top_ptr, entrop
 
 @triton.jit
 def sum_in_parts(x, PARTS: tl.constexpr):
-    """Row sums [rows, PARTS], each over every PARTS-th column.
+    """Return row sums [rows, PARTS], each over every PARTS-th column.
 
-    A matrix product leaves columns that are 8 apart with one thread on sm_80, sm_90 and gfx942, so that in 8 parts
-    threads exchange nothing. On sm_100 a thread has half a row, and adds 2 parts in one instruction.
+    On sm_80, sm_90 and gfx942 a matrix product leaves columns 8 apart in the same thread, so with 8 parts no data
+    crosses threads. On sm_100 a thread holds half a row and adds 2 parts with one instruction.
     """
     if PARTS == 1:
         return tl.sum(x, axis=1)[:, None]
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // PARTS, PARTS]), axis=1)
 
 
-# Functions with PAIRS work on two fp32 numbers with one instruction, which sm_100 has. LLVM finds such pairs only where
-# a sum over a tile leads to them: of a tile of the forward, it leaves the products with the accumulator scalar, and the
-# exponents too under most rules. Rounding is that of the scalar instructions.
+# With PAIRS, the functions below process two fp32 numbers with one packed instruction of sm_100. LLVM forms such pairs
+# only where a sum over a tile follows: in the forward kernel the rescaling of the accumulator stays scalar, and so do
+# the exponents under most rules. Rounding is the same as with scalar instructions.
 
 
 @triton.jit
 def product(x, y, PAIRS: tl.constexpr):
-    """x·y in fp32, which broadcast."""
+    """x·y in fp32, with broadcasting."""
     if PAIRS:
         return _of_two("mul.rn.f32x2", x, y)
     return x * y
@@ -357,7 +362,7 @@ def product(x, y, PAIRS: tl.constexpr):
 
 @triton.jit
 def difference(x, y, PAIRS: tl.constexpr):
-    """x − y in fp32, which broadcast."""
+    """x − y in fp32, with broadcasting."""
     if PAIRS:
         return _of_two("add.rn.f32x2", x, -y)
     return x - y
@@ -365,7 +370,7 @@ def difference(x, y, PAIRS: tl.constexpr):
 
 @triton.jit
 def product_less(x, y, z, PAIRS: tl.constexpr):
-    """x·y − z in fp32, which broadcast, rounded once where PAIRS."""
+    """x·y − z in fp32, with broadcasting; rounded once if PAIRS."""
     if PAIRS:
         return tl.inline_asm_elementwise(
             """{

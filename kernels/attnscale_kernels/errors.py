@@ -1,4 +1,4 @@
-"""Exceptions. Messages name the argument, quote what was seen of it and say what is accepted."""
+"""Exceptions. Messages name the argument, its value and the accepted values."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ LONGEST_QUOTE = 120
 
 
 class KernelError(Exception):
-    """Base of the errors that this package raises for its arguments and for where it runs."""
+    """Base class of the errors raised for invalid arguments and unsupported devices."""
 
 
 class KernelArgumentError(KernelError, ValueError):
-    """An argument has a shape, a device or a value that the kernels do not take."""
+    """An argument has an unsupported shape, device or value. Also a `ValueError`."""
 
 
 class KernelTypeError(KernelError, TypeError):
-    """An argument has a type, a dtype or a layout that the kernels do not take."""
+    """An argument has an unsupported type, dtype or layout. Also a `TypeError`."""
 
 
 class KernelUnavailableError(KernelError, RuntimeError):
-    """The kernels cannot run on the device of their arguments."""
+    """The kernels cannot run on the device of their arguments. Also a `RuntimeError`."""
 
 
 def reject(argument: str, value: object, accepted: str) -> NoReturn:
-    """Raise for a value that cannot be used.
+    """Raise `KernelArgumentError` for an invalid value.
 
     >>> reject("splits", 0, "an int >= 1 or None")
     Traceback (most recent call last):
@@ -35,7 +35,7 @@ def reject(argument: str, value: object, accepted: str) -> NoReturn:
 
 
 def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
-    """Raise for a value of the wrong type.
+    """Raise `KernelTypeError` for a value of the wrong type.
 
     >>> reject_type("scale", "0.1", "a finite number")
     Traceback (most recent call last):
@@ -46,6 +46,6 @@ def reject_type(argument: str, value: object, accepted: str) -> NoReturn:
 
 
 def _quoted(value: object) -> str:
-    """repr on one line, cut off at `LONGEST_QUOTE` characters."""
+    """Return repr(value) on one line, truncated to `LONGEST_QUOTE` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"

@@ -1,4 +1,4 @@
-"""What every launch needs: the current device, its resources, and arguments in the form kernels take them."""
+"""Shared host code of all launches: device resources, `Launch` objects and kernel arguments."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Found = TypeVar("Found")
 
 
 class Resources(NamedTuple):
-    """What tiles and splits are chosen by."""
+    """Device properties that determine tiles and splits."""
 
-    shared_memory: int  # bytes of a block
+    shared_memory: int  # bytes per thread block
     warp_size: int
-    multiprocessors: int = 108  # those of an A100
-    capability: int = 80  # of CUDA, as 10·major + minor; 0 elsewhere
+    multiprocessors: int = 108  # default: A100
+    capability: int = 80  # CUDA compute capability as 10·major + minor; 0 on other platforms
 
     @property
     def copies_boxes(self) -> bool:
-        """Whether tiles come by descriptors, straight to where matrix units read them: on sm_90 and sm_100."""
+        """Whether tiles are loaded through TMA descriptors: on sm_90 and sm_100."""
         return 90 <= self.capability < 120
 
     @property
     def has_tensor_memory(self) -> bool:
-        """Whether matrix products stay outside of registers: on sm_100, and not on sm_120."""
+        """Whether accumulators live in tensor memory instead of registers: on sm_100, not on sm_120."""
         return 100 <= self.capability < 120
 
 
 LARGEST_TILE = 128  # rows or keys
 
-# Limits of the devices that kernels are compiled for ahead of time.
+# Limits of the targets compiled ahead of time.
 SM_80 = Resources(166_912, 32)
 SM_90 = Resources(232_448, 32, capability=90)
 SM_100 = Resources(232_448, 32, capability=100)
@@ -53,7 +53,7 @@ _assumed: ContextVar[Resources | None] = ContextVar("assumed", default=None)
 
 @contextlib.contextmanager
 def assuming(resources: Resources) -> Iterator[None]:
-    """Choose tiles as for a device with these resources, to compile for one that is not here."""
+    """Choose tiles for a device with these resources, to compile for a device that is not present."""
     token = _assumed.set(resources)
     try:
         yield
@@ -61,12 +61,12 @@ def assuming(resources: Resources) -> Iterator[None]:
         _assumed.reset(token)
 
 
-# What `resources_of` depends on beside the device.
+# Second input of `resources_of` besides the device; part of every launch signature.
 assumed_resources = _assumed.get
 
 
 def resources_of(device: torch.device) -> Resources:
-    """What the device of a tensor has; an A100 stands for the CPU of the interpreter."""
+    """Return the resources of a device. In the interpreter, the CPU is treated like an A100."""
     assumed = _assumed.get()
     if assumed is not None:
         return assumed
@@ -74,13 +74,13 @@ def resources_of(device: torch.device) -> Resources:
         return _query(device.index or 0)
     reason = why_unavailable(device)
     if reason is not None:
-        none = "" if torch.cuda.is_available() else ", and torch sees none"
-        hint = "TRITON_INTERPRET=1, set before triton and this package are imported, runs them on the CPU, slowly"
+        none = "" if torch.cuda.is_available() else ", and torch finds none"
+        hint = "to run them on the CPU, slowly, set TRITON_INTERPRET=1 before importing triton and this package"
         raise KernelUnavailableError(f"{reason}{none}; {hint}")
     return SM_80
 
 
-# Cached per process: the resources of a device are constants of the machine.
+# Cached per process: device resources are constant.
 @functools.cache
 def _query(index: int) -> Resources:
     properties = torch.cuda.get_device_properties(index)
@@ -90,10 +90,10 @@ def _query(index: int) -> Resources:
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile, warps of a program, and how many tiles of keys are in flight.
+    """Tile size in query rows and keys, warps per program, and pipeline stages.
 
-    `registers` is the most that a thread may have, 0 where the assembler decides. That of CUDA aims at a number of
-    blocks of a multiprocessor, and spills a few bytes to reach it; told a number, it spills only what is beyond.
+    `registers` is the maximum number of registers per thread, or 0 to leave the choice to the assembler. ptxas aims at
+    a certain occupancy and spills a few bytes to reach it. With an explicit limit it spills only the excess.
     """
 
     m: int
@@ -104,7 +104,7 @@ class Tile(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and everything it is launched with. The same object is run, or compiled ahead of time."""
+    """A kernel with all its launch parameters. The same object can be run or compiled ahead of time."""
 
     kernel: Any
     grid: int
@@ -112,15 +112,15 @@ class Launch(NamedTuple):
     constants: dict[str, object]
     warps: int
     stages: int
-    compiled: list[Any] | None = None  # of a `PlannedKernel`
+    compiled: list[Any] | None = None  # set by `PlannedKernel`
 
     def run(self, like: Tensor) -> None:
-        """Launch on the device of a tensor, if there is anything to do."""
+        """Launch on the device of a tensor; an empty grid launches nothing."""
         run(((self,), None), like)
 
 
 class PlannedKernel(NamedTuple):
-    """What launches of a kernel have in common by one plan."""
+    """The parameters that all launches of a kernel under one plan share."""
 
     kernel: Any
     constants: dict[str, object]
@@ -129,13 +129,13 @@ class PlannedKernel(NamedTuple):
     compiled: list[Any]  # empty until the first launch; see launch_cache.py
 
     def launch(self, grid: int, arguments: dict[str, object]) -> Launch:
-        """Of a number of programs, with the arguments of one call."""
+        """Return the launch of `grid` programs with the arguments of one call."""
         kernel, constants, warps, stages, compiled = self
         return Launch(kernel, grid, arguments, constants, warps, stages, compiled)
 
 
 def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
-    """Run launches in order on the device of a tensor, and return what they were made with: what they fill."""
+    """Run launches in order on the device of a tensor, and return the result object that they fill."""
     launches, found = made
     device = like.get_device()
     if device >= 0 and device != torch.cuda.current_device():
@@ -150,9 +150,9 @@ def run(made: tuple[tuple[Launch, ...], Found], like: Tensor) -> Found:
 def launched(
     make: Callable[Concatenate[Tensor, Others], tuple[tuple[Launch, ...], Found]],
 ) -> Callable[Concatenate[Tensor, Others], Found]:
-    """A function that makes launches, as one that also runs them.
+    """Turn a function that builds launches into one that also runs them.
 
-    To pass arguments on takes half a microsecond, so that calls which are to be quick `run` what they make themselves.
+    Forwarding the arguments takes half a microsecond, so latency-critical callers use `run` directly.
     """
 
     @functools.wraps(make)
@@ -163,23 +163,23 @@ def launched(
 
 
 class View(NamedTuple):
-    """A tensor as kernels take it."""
+    """A tensor and its strides, as passed to kernels."""
 
     ptr: Tensor
     strides: tuple[int, ...]
 
 
-# `View` of a tensor and strides, given as a tuple, without the function in Python that makes a NamedTuple.
+# Makes a `View` from a (tensor, strides) tuple without the Python-level constructor of NamedTuple.
 new_view: Callable[[tuple[Tensor, tuple[int, ...]]], View] = functools.partial(tuple.__new__, View)
 
 
 def view(x: Tensor) -> View:
-    """A tensor with its strides, of which that of a contiguous last axis is compiled in."""
+    """Return a tensor with its strides. Triton compiles in the stride 1 of a contiguous last axis."""
     return View(x, x.stride())
 
 
 def fp32_beta(beta: Tensor) -> Tensor:
-    """β in fp32; `to` would take longer to find that there is nothing to do."""
+    """Return β in fp32. The early return is faster than a no-op `Tensor.to`."""
     if beta.dtype is torch.float32:
         return beta
     check_beta_dtype(beta)
@@ -187,13 +187,13 @@ def fp32_beta(beta: Tensor) -> Tensor:
 
 
 def row_view(beta: Tensor) -> View:
-    """β of any shape that broadcasts to [B, H, T], in fp32 as [B, H, T]."""
+    """Return a `View` [B, H, T] of β in fp32; β may have any shape that broadcasts."""
     beta = fp32_beta(beta)
     return View(beta, row_strides(beta))
 
 
 def row_strides(beta: Tensor) -> tuple[int, ...]:
-    """The strides of a `row_view`, 0 along broadcast axes.
+    """Return the strides of a `row_view`, 0 along broadcast axes.
 
     >>> row_strides(torch.ones(5)), row_strides(torch.ones(2, 1, 5))
     ((0, 0, 1), (5, 0, 1))
@@ -203,7 +203,7 @@ def row_strides(beta: Tensor) -> tuple[int, ...]:
 
 
 def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> dict[str, object]:
-    """What every kernel that computes scores is given."""
+    """Return the arguments common to all kernels that compute scores."""
     heads, kv_heads = query.shape[1], key.shape[1]
     return {
         "q": view(query),
@@ -218,44 +218,48 @@ def attention_arguments(query: Tensor, key: Tensor, scale: float, softcap: float
 
 
 def attention_constants(query: Tensor, tile: Tile) -> dict[str, object]:
-    """What every kernel that computes scores is compiled for."""
+    """Return the constexprs common to all kernels that compute scores."""
     return _register_options(tile, resources_of(query.device)) | {
         "D": query.shape[-1],
         "BLOCK_D": block_of(query.shape[-1]),
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        # In half precision there is only one way.
+        # Ignored in half precision.
         "PRECISION": "tf32" if query.dtype == torch.float32 and multiplies_in_tf32() else "ieee",
     }
 
 
 def _register_options(tile: Tile, resources: Resources) -> dict[str, object]:
-    """The most registers of a thread as an option of triton's compiler, which it takes among the constants."""
+    """Return the register limit as a compiler option; Triton takes it among the constants."""
     if not tile.registers:
         return {}
-    # AMD's is told how many warps of a vector unit share its 512.
+    # The AMD option is the number of waves that share the 512 registers of a SIMD unit.
     return {"waves_per_eu": 512 // tile.registers} if resources.warp_size == 64 else {"maxnreg": tile.registers}
 
 
 def multiplies_in_tf32() -> bool:
-    """Whether torch is set to multiply matrices of fp32 in TF32, in whichever of its ways.
+    """Whether torch is configured to use TF32 for fp32 matrix products, through any of its settings.
 
-    `allow_tf32` must not be read: it raises where `torch.backends.fp32_precision` was set.
+    Reading `allow_tf32` raises after `torch.backends.fp32_precision` has been set.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def positive_scale(beta: Tensor, scale: float) -> tuple[Tensor, float]:
-    """β and scale with the same product and a positive scale, which the online softmax needs in linear logits."""
+    """Return β and scale with the same product and a positive scale.
+
+    The online softmax of linear logits takes the maximum before it applies β·scale.
+    """
     if scale > 0.0:
         return beta, scale
     return (-beta, -scale) if scale < 0.0 else (torch.zeros_like(beta), 1.0)
 
 
 def empty_like_layout(x: Tensor, width: int) -> Tensor:
-    """Memory [B, H, T, width] whose axes are in the order that those of x [B, H, T, D] have in memory.
+    """Allocate [B, H, T, width] with the axis order in memory of x [B, H, T, D].
 
-    Models that project to [B, T, H·D] give a query whose heads lie inside its rows, and copy a result that does not.
+    Models that project to [B, T, H·D] produce a query with heads inside rows. A result in another layout would be
+    copied.
     """
     batch, heads, rows, _ = x.shape
     strides = x.stride()
@@ -265,23 +269,31 @@ def empty_like_layout(x: Tensor, width: int) -> Tensor:
 
 
 class Forward(NamedTuple):
-    """The output of attention, and statistics per row in fp32 and nats."""
+    """The attention output, and statistics per row in fp32 and nats.
+
+    Attributes:
+        out: The output [B, H, Tq, DV].
+        lse: Log-sum-exp of the logits [B, H, Tq], sinks included; −∞ for rows without a visible key.
+        max_logit: The largest logit of a visible key [B, H, Tq].
+        entropy: The entropy of the weights [B, H, Tq], or None if not requested.
+        winner: The slot of the largest logit [B, H, Tq] in int64, −1 for rows without one, or None if not requested.
+    """
 
     out: Tensor  # [B, H, Tq, DV]
     lse: Tensor  # [B, H, Tq]
     max_logit: Tensor  # [B, H, Tq]
-    entropy: Tensor | None  # [B, H, Tq]; None: not asked for
-    winner: Tensor | None = None  # [B, H, Tq] int64: the slot of the largest logit, −1 where there is none; or None
+    entropy: Tensor | None  # [B, H, Tq]; None: not requested
+    winner: Tensor | None = None  # [B, H, Tq] int64; None: not requested
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What an operator returns, none of which can be None: what was not asked for is empty."""
+        """Return the operator outputs: an empty tensor in place of None."""
         entropy = self.lse.new_empty(0) if self.entropy is None else self.entropy
         winner = self.lse.new_empty(0, dtype=torch.int64) if self.winner is None else self.winner
         return self.out, self.lse, self.max_logit, entropy, winner
 
 
 def new_forward(query: Tensor, width: int, entropy: bool, winner: bool) -> Forward:
-    """Memory for the result of a forward with values as wide; the output in the layout of the query."""
+    """Allocate the result of a forward pass; the output has the memory layout of the query."""
     batch, heads, queries, _ = query.shape
     rows = query.new_empty(batch, heads, queries, dtype=torch.float32)
     top = torch.empty_like(rows)
@@ -291,31 +303,32 @@ def new_forward(query: Tensor, width: int, entropy: bool, winner: bool) -> Forwa
 
 
 def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """Numbers as fp32 [k] on a tensor's device, by filling: a copy from the host would synchronise."""
+    """Return numbers as fp32 [k] on the device of a tensor. Filling avoids a synchronising host-to-device copy."""
     if not numbers:
         return like.new_empty(0, dtype=torch.float32)
     return torch.stack([like.new_full((), float(number), dtype=torch.float32) for number in numbers])
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """The tensor with its last axis contiguous, copied only where it is not."""
+    """Return the tensor with a contiguous last axis, copied only if necessary."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many parts of a size cover a count; that of triton takes as long as an allocation."""
+    """Ceiling division. triton.cdiv takes as long as an allocation."""
     return -(-count // size)
 
 
 def near_rows(x: Tensor) -> Tensor:
-    """[B, H, T, D] as `unit_stride`, and copied too where the rows of a tile do not lie within 2³¹ elements."""
+    """`unit_stride` of [B, H, T, D], copied too if the rows of a tile span 2³¹ elements or more."""
     return unit_stride(x if x.stride(2) * LARGEST_TILE < 2**31 else x.contiguous())
 
 
 def alignment(*tensors: Tensor) -> int:
-    """Elements of 16 bytes, where all rows of the tensors begin at a multiple of them and triton does not see it.
+    """Return the number of elements in 16 bytes if all rows are aligned to it and Triton does not detect it, else 1.
 
-    Elsewhere 1. It sees multiples of 16 elements by itself; strides of 24 or 40 dimensions are multiples of 8.
+    Triton detects multiples of 16 elements by itself. Head dimensions such as 24 or 40 give strides that are multiples
+    of 8.
     """
     strides = [stride for x in tensors for stride in x.stride()[:-1]]
     elements = 16 // tensors[0].element_size()
@@ -325,5 +338,5 @@ def alignment(*tensors: Tensor) -> int:
 
 @functools.cache
 def block_of(extent: int) -> int:
-    """The power of two that a head dimension is padded to: at least 16, which is what a matrix product takes."""
+    """Pad a head dimension to a power of two, at least 16, the minimum of a matrix product."""
     return max(16, 1 << (extent - 1).bit_length())

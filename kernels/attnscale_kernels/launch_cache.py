@@ -1,14 +1,14 @@
-"""The cache in front of triton's own: signature → what calls of that signature share.
+"""Launch cache in front of Triton's own: call signature → launch plan or compiled kernel.
 
-For a forward and a decoding step an entry is a plan. Whether arguments are accepted, the tile, the constants and the
-compiled kernel follow from dtype, shape, strides, device and alignment of each tensor and from the options: the
-signature of the call. The layers of a model share it, and the steps of a training. The length of a KV cache is left out
-where nothing depends on it.
+For forward, backward and decode calls an entry is a plan. Argument validity, tile, constants and compiled kernel depend
+only on the options and on the dtype, shape, strides, device and alignment of each tensor. These form the signature of
+the call, which the layers of a model and the steps of a training run share. The length of a KV cache is excluded where
+nothing depends on it.
 
-For other launches an entry is the compiled kernel alone, and the signature is what triton compiles for: dtypes,
-alignment of pointers, and of integers their width, divisibility by 16 and whether they are 1. In each launch triton
-binds and classifies all arguments anew and reads its settings, which takes three times as long
-(`scripts/launch_cost.py`). No signature is coarser than triton's own key.
+For other launches an entry is the compiled kernel, and the signature is Triton's specialisation key: dtypes, pointer
+alignment, and for integers the width, divisibility by 16 and equality to 1. Triton itself binds and specialises all
+arguments and reads its settings on every launch, which takes three times as long (`scripts/launch_cost.py`). No
+signature is coarser than Triton's own key.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from . import state
 
-MOST_ENTRIES = 1024  # of a few kilobytes; all are dropped when there are more, since what comes back is soon made
+MOST_ENTRIES = 1024  # entries of a few kilobytes; when full, the cache is cleared, as plans are cheap to rebuild
 
 
 def remember(signature: Any, entry: Any) -> Any:
-    """The entry, which further calls of the signature will find in `state.LAUNCHES`."""
+    """Store an entry in `state.LAUNCHES` under the signature, and return it."""
     if len(state.LAUNCHES) >= MOST_ENTRIES:
         state.LAUNCHES.clear()
     state.LAUNCHES[signature] = entry
@@ -33,9 +33,9 @@ def remember(signature: Any, entry: Any) -> Any:
 
 
 def layout(x: Tensor | None) -> Any:
-    """What can be told of a tensor without looking into it.
+    """Return the properties of a tensor that can be read without synchronising.
 
-    What has no strides, such as a sparse tensor, has a layout that is equal to no other.
+    A tensor without strides, such as a sparse one, gets a key that equals no other.
 
     >>> import torch
     >>> layout(torch.zeros(2, 3))
@@ -50,9 +50,10 @@ def layout(x: Tensor | None) -> Any:
 
 
 def layout_of_any_length(x: Tensor) -> Any:
-    """The same of keys or values [B, H, T, D], without shape and strides where triton compiles the same for all T.
+    """`layout` of keys or values [B, H, T, D], independent of T where Triton compiles the same kernel for all T.
 
-    That is where strides are multiples of 16 within 32 bits. B, H and D are to be told besides.
+    This holds if the strides are multiples of 16 that fit into 32 bits. B, H and D are not covered: the caller adds
+    them to its signature.
 
     >>> import torch
     >>> x = torch.zeros(1, 2, 20, 16)
@@ -79,9 +80,9 @@ def launch(
     stages: int,
     compiled: list[Any] | None,
 ) -> None:
-    """Launch a kernel on the current device; `compiled` is that of a plan, empty until its first launch."""
+    """Launch a kernel on the current device. `compiled` belongs to a plan and is empty until its first launch."""
     if not compiled:
-        # The interpreter compiles nothing; for AMD triton also compiles for the size of tensors.
+        # The interpreter compiles nothing. On AMD, Triton also specialises on tensor sizes.
         if not hasattr(kernel, "device_caches") or torch.version.hip is not None:
             kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
             return
@@ -92,7 +93,7 @@ def launch(
                 compiled = remember(key, [])
     if not compiled:
         found = kernel[(grid,)](**arguments, **constants, num_warps=warps, num_stages=stages)
-        if hasattr(found, "packed_metadata"):  # not one that is still being compiled
+        if hasattr(found, "packed_metadata"):  # False while the kernel is still being compiled
             names = kernel.arg_names
             pick = operator.itemgetter(*names[: len(arguments)])
             compiled[:] = found, pick, [constants[name] for name in names[len(arguments) :]]
@@ -102,15 +103,15 @@ def launch(
 
 
 def class_of(value: Any) -> Any:
-    """What triton compiles for, of one argument: a tensor, a descriptor, a number, None, or a tuple of them.
+    """Return Triton's specialisation key for one argument: a tensor, descriptor, number, None, or a tuple of these.
 
-    An integer is its part beyond 32 bits, whether it is 1, and whether 16 divides it.
+    An integer is represented by its bits above 31, whether it equals 1, and whether 16 divides it.
 
     >>> class_of(1), class_of(48), class_of((5, None, 2**40))
     ((0, True, False), (0, False, True), ((0, False, False), None, (512, False, True)))
     """
     if isinstance(value, tuple):
-        # Most are integers: a call for each takes twice as long.
+        # Inlined for integers, the common case: a function call per element takes twice as long.
         return tuple([(x >> 31, x == 1, x & 15 == 0) if type(x) is int else class_of(x) for x in value])
     if value is None:
         return None

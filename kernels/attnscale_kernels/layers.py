@@ -1,4 +1,4 @@
-"""The layer that HuggingFace's `kernels` package finds in a kernel: stateless, without a constructor."""
+"""Stateless layers for HuggingFace's `kernels` package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from .visibility import Visibility
 
 
 class ScaledAttention(nn.Module):
-    """softmax(β·scale·q·k)·v with one β per query row.
+    """softmax(β·scale·q·kᵀ)·v with one β per query row.
 
-    >>> layer = ScaledAttention()
-    >>> layer.has_backward, layer.can_torch_compile
-    (True, True)
+    Loadable through `kernelize` of HuggingFace's `kernels` package: the layer has no constructor and no parameters.
+
+    Example:
+        >>> layer = ScaledAttention()
+        >>> layer.has_backward, layer.can_torch_compile
+        (True, True)
     """
 
     has_backward = True
@@ -28,12 +31,25 @@ class ScaledAttention(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """The output [B, H, Tq, DV] for query [B, H, Tq, D] and key and value [B, Hkv, Tk, D|DV].
+        """Compute attention.
 
-        β broadcasts to [B, H, Tq]. Causality counts from the first key, as in torch; `scale` is 1/√D where it is not
-        given.
+        Args:
+            query: [B, H, Tq, D] in fp32, fp16 or bf16.
+            key: [B, Hkv, Tk, D]; Hkv divides H.
+            value: [B, Hkv, Tk, DV].
+            beta: Any shape that broadcasts to [B, H, Tq].
+            is_causal: Mask out keys after the query. Positions are aligned at the first key, as in torch.
+            scale: Factor of q·k, 1/√D by default.
+
+        Returns:
+            The output [B, H, Tq, DV] in the dtype of the query.
+
+        Raises:
+            KernelArgumentError: An argument has an unsupported shape, device or value.
+            KernelTypeError: An argument has an unsupported type or dtype.
+            KernelUnavailableError: Triton does not support the device.
         """
-        from .flash.op import flash_attention  # triton comes with it
+        from .flash.op import flash_attention  # imports triton
 
         visibility = Visibility(right=0 if is_causal else None)
         if scale is None:

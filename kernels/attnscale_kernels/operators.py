@@ -1,7 +1,7 @@
-"""How operators are registered with torch.library, the one flat form of their arguments, and when none is needed.
+"""Registration of operators with torch.library, their shared flat argument list, and the eager fast path.
 
-Their namespace is that of the package that they are loaded as: the HuggingFace Hub loads it under names of its own,
-several versions in one process, and in one namespace the second would replace the operators of the first.
+The operator namespace is the name under which the package is imported. The HuggingFace Hub may load several versions
+into one process under different names; in a common namespace the second would replace the operators of the first.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that makes an operator of a function, which changes none of its arguments."""
+    """Decorator: register a function as an operator that mutates none of its arguments."""
     return torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=(), schema=schema)
 
 
 class FlatAttention(NamedTuple):
-    """An attention as the plain values that operators take and autograd saves.
+    """The arguments of an attention call as plain values, for operators and autograd.
 
-    The only list of them: the schema of every operator is made from it. Scores depend on the first `SCORES` of them.
+    The schema of every operator is derived from these fields. Scores depend on the first `SCORES` fields only.
     """
 
     query: Tensor
@@ -52,17 +52,17 @@ class FlatAttention(NamedTuple):
 
     @property
     def visibility(self) -> Visibility:
-        """Which keys rows may see."""
+        """The visibility of keys."""
         return Visibility(*self[2:9])
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Visibility]:
-        """What launches are given in order."""
+        """Positional arguments of the launch functions."""
         return self.query, self.key, self.value, self.beta, self.visibility
 
     @property
     def options(self) -> dict[str, Any]:
-        """What launches are given by name."""
+        """Keyword arguments of the launch functions."""
         return {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -86,17 +86,17 @@ class FlatAttention(NamedTuple):
         softcap: float | None,
         dropout_p: float = 0.0,
     ) -> FlatAttention:
-        """The flat form of an attention."""
+        """Flatten the arguments of an attention call."""
         return cls(query, key, *visibility, float(scale), softcap, value, beta, sinks, seed, float(dropout_p))
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple[FlatAttention, Sequence[Any]]:
-        """The attention with which the arguments of an operator begin, and the others."""
+        """Split the arguments of an operator into the leading attention arguments and the rest."""
         return cls(*arguments[: len(cls._fields)]), arguments[len(cls._fields) :]
 
     @classmethod
     def gradients(cls, **of_tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """What the backward of an operator returns for its attention: the gradients of some tensors, by name."""
+        """Gradients in field order, given by field name; None for all other fields."""
         return tuple(of_tensors.get(name) for name in cls._fields)
 
 
@@ -113,15 +113,15 @@ _ARGUMENTS = [f"{kind} {name}" for name, kind in _TYPES.items()]
 SCORES = FlatAttention._fields.index("value")
 FLAT_SCORES = ", ".join(_ARGUMENTS[:SCORES])
 FLAT_ATTENTION = ", ".join(_ARGUMENTS)
-# The fields that autograd saves as tensors.
+# Fields that autograd saves as tensors.
 TENSORS = tuple(name for name, kind in _TYPES.items() if kind.startswith("Tensor"))
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Whether only autograd observes what is computed with these, which are tensors: then no operator is needed.
+    """Return True if a plain eager call is enough, that is, no operator is needed for these tensors.
 
-    torch's dispatcher takes an operator that is written in Python through several layers, which take longer than all
-    the rest of a launch. torch.compile, modes, transforms and subclasses of tensors see operators only.
+    Dispatching an operator written in Python takes longer than the rest of a launch. Operators are needed for
+    torch.compile, dispatch modes, torch.func transforms and tensor subclasses.
 
     >>> is_eager(torch.ones(2))
     True
@@ -140,9 +140,9 @@ def is_eager(*tensors: Tensor) -> bool:
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether autograd is to record a call with these tensors."""
+    """Return True if autograd records a call with these tensors."""
     if torch.is_grad_enabled():
-        for x in tensors:  # `any` of a generator takes twice as long
+        for x in tensors:  # any() over a generator takes twice as long
             if x.requires_grad:
                 return True
     return False

@@ -1,8 +1,8 @@
-"""Tiles of the kernels that compute scores, one table for each kernel, and the compile-time options of flash attention.
+"""Tile tables, one per kernel that computes scores, and compile-time options of flash attention.
 
-A tile fits the shared memory of its devices and, in the cases of the static table, spills no register unless its reason
-says so. Numbers in reasons are instructions per score in the hot loop: bf16, causal, the forward with entropy, counted
-from assembly (triton 3.7.1). Nothing was timed on a GPU.
+Each tile fits into the shared memory of its devices. In the cases of the static table it spills no registers, unless
+its reason mentions a spill. Numbers in reasons are instructions per score in the hot loop: bf16, causal, forward with
+entropy, counted from assembly (triton 3.7.1). Nothing has been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 from .launch import Resources, Tile
 
-LARGE_TILE = 8192  # elements of a tile of keys; those of a larger one fill the registers of sm_80
+LARGE_TILE = 8192  # elements of a key tile; larger ones fill the registers of sm_80
 
 
 class TileRow(NamedTuple):
-    """A tile, and the launches that take it."""
+    """A tile and the launches it applies to."""
 
-    size: int  # bytes of an element
-    widest: int  # the largest head dimension, padded to a power of two
-    when: str  # traits of the device and options that a launch has, or with "!" has not
+    size: int  # bytes per element
+    widest: int  # largest head dimension, padded to a power of two
+    when: str  # required device traits and launch options; "!" excludes one
     tile: Tile
     reason: str
 
     def applies(self, size: int, widest: int, given: frozenset[str]) -> bool:
-        """Whether a launch with these traits and options may take the tile."""
+        """Whether the tile applies to a launch with these traits and options."""
         return (
             size == self.size
             and widest <= self.widest
@@ -33,20 +33,20 @@ class TileRow(NamedTuple):
         )
 
 
-# The first row that applies is taken.
+# The first matching row is used.
 #
-# Traits of a device: `amd`; `tensor_memory` (sm_100: a matrix product is of all warps of a block together, and with 4
-# warps a thread has a row of its own, which exchanges no maximum and no sum); `large` and `small` shared memory
-# (sm_90 and sm_100; sm_89, sm_120 and older devices).
+# Device traits: `amd`; `tensor_memory` (sm_100: all warps of a block compute one matrix product, and with 4 warps each
+# thread owns a row, so row maxima and sums need no exchange); `large` and `small` shared memory (sm_90 and sm_100;
+# sm_89, sm_120 and older devices).
 TILES: dict[str, tuple[TileRow, ...]] = {
-    # `boxed`: keys and values come by descriptors, without registers for addresses; `masked`: a mask or a bias;
-    # `capped`: a softcap; `busy`: more registers for a score, for a padded head dimension or for a third loop.
+    # `boxed`: keys and values are loaded through TMA descriptors, without address registers; `masked`: a mask or a
+    # bias; `capped`: a softcap; `busy`: more registers per score, for a padded head dimension or a third loop.
     "forward": (
-        TileRow(4, 64, "amd", Tile(64, 32, 4, 2), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "fp32 products are unrolled: a small tile"),
+        TileRow(4, 64, "amd", Tile(64, 32, 4, 2), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "small tile, as fp32 products are unrolled"),
         TileRow(4, 64, "", Tile(64, 32, 8, 1), "64 keys spill 168 bytes on sm_80"),
         TileRow(4, 128, "", Tile(32, 16, 8, 1, 128), "without a limit ptxas takes 64 registers and spills 16 bytes"),
-        TileRow(4, 256, "", Tile(16, 16, 4, 1), "the least that a matrix product takes"),
+        TileRow(4, 256, "", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
         TileRow(2, 32, "amd", Tile(128, 64, 4, 1), "13.0; with 32 keys 15.2"),
         TileRow(2, 64, "amd !busy", Tile(128, 64, 4, 1, 256), "13.1, two blocks at 256 registers; 64 rows take 31.4"),
         TileRow(2, 128, "amd", Tile(128, 64, 4, 1), "17.2; with 32 keys 19.3; at 256 registers 388 bytes spill"),
@@ -68,24 +68,28 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(2, 128, "small", Tile(128, 64, 8, 2), "128 keys spill 8 bytes on sm_89, 112 on sm_120"),
         TileRow(2, 128, "entropy", Tile(128, 128, 8, 3), "14.7; 64 keys 16.6; two stages spill 16 bytes on sm_80"),
         TileRow(2, 128, "", Tile(128, 128, 8, 2), "13.5 without entropy; with 64 keys 15.0"),
-        TileRow(2, 256, "boxed !busy", Tile(128, 64, 8, 2), "64 rows: 4 to 6 % less, but keys copied twice as often"),
+        TileRow(
+            2, 256, "boxed !busy", Tile(128, 64, 8, 2), "64 rows: 4 to 6 % fewer, but keys are loaded twice as often"
+        ),
         TileRow(2, 256, "large", Tile(64, 32, 8, 2), "128 rows and 64 keys spill 136 bytes with a bias on sm_90"),
         TileRow(2, 256, "", Tile(32, 32, 4, 2), "55.5; 64 rows and 8 warps 87.3"),
     ),
-    # The gradient of queries: one product more than the forward. `busy`: softcap, or dβ, whose product of queries and
-    # gradients takes as many registers at the end as both; `biased`: an additive mask.
+    # dQ: one matrix product more than the forward pass. `busy`: softcap, or dβ, whose final product of queries and
+    # gradients takes as many registers as both; `biased`: an additive mask.
     "dQ": (
-        TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 64, "", Tile(32, 32, 8, 1), "fp32 products are unrolled: a small tile"),
+        TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 64, "", Tile(32, 32, 8, 1), "small tile, as fp32 products are unrolled"),
         TileRow(4, 128, "", Tile(16, 16, 4, 1, 168), "without a limit ptxas takes 72 registers and spills 16 bytes"),
-        TileRow(4, 256, "", Tile(16, 16, 4, 1), "the least that a matrix product takes"),
+        TileRow(4, 256, "", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
         TileRow(2, 64, "amd", Tile(128, 64, 4, 1), "12.9; with 32 keys 16.7"),
         TileRow(2, 128, "amd", Tile(128, 32, 4, 1), "16.9; with 64 rows 37.7"),
         TileRow(2, 256, "amd", Tile(64, 16, 4, 1), "48.5; 32 keys spill 8 bytes"),
         TileRow(2, 128, "boxed busy", Tile(128, 128, 8, 2), "6.5; 4 warps spill 8 bytes with softcap, 16 with dβ"),
         TileRow(2, 128, "boxed", Tile(128, 64, 4, 2, 255), "6.3; at the 168 registers of ptxas 16 bytes spill"),
         TileRow(2, 64, "dropout", Tile(128, 64, 8, 2), "128 keys spill 24 bytes on sm_90; this spills 8 on sm_80"),
-        TileRow(2, 128, "dropout large", Tile(128, 32, 8, 2), "64 keys take 254 registers before a mask or softcap"),
+        TileRow(
+            2, 128, "dropout large", Tile(128, 32, 8, 2), "64 keys take 254 registers even without mask or softcap"
+        ),
         TileRow(2, 128, "dropout", Tile(128, 16, 8, 2), "39.1; with 32 keys 42.0, at 255 registers"),
         TileRow(2, 64, "biased", Tile(128, 64, 8, 2), "128 keys spill 72 bytes on sm_90, 4 warps up to 40 on sm_100"),
         TileRow(2, 64, "tensor_memory", Tile(128, 64, 4, 2, 255), "5.6; 8 warps 7.8; at 168 registers 16 bytes spill"),
@@ -101,12 +105,12 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(2, 256, "tensor_memory", Tile(64, 32, 4, 1), "27.4; with 8 warps 48.0; with dβ 40 bytes spill"),
         TileRow(2, 256, "", Tile(32, 32, 4, 2), "37.1; with one stage 56 bytes spill"),
     ),
-    # The gradients of keys and values: two accumulators of n keys, steps of m rows. `busy`: a mask, a bias or softcap;
-    # `padded`: a head dimension is no power of two; `bounded`: rows have a table of bounds, or keys padding.
+    # dK and dV: two accumulators of n keys, steps of m rows. `busy`: a mask, a bias or softcap; `padded`: a head
+    # dimension is not a power of two; `bounded`: per-row bounds or padding.
     "dK dV": (
-        TileRow(4, 128, "amd", Tile(32, 16, 4, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 128, "", Tile(32, 16, 8, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 256, "", Tile(16, 16, 4, 1), "the least that a matrix product takes"),
+        TileRow(4, 128, "amd", Tile(32, 16, 4, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 128, "", Tile(32, 16, 8, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 256, "", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
         TileRow(2, 32, "amd", Tile(16, 128, 4, 1), "28.3, four blocks; with 32 rows 26.2, two"),
         TileRow(2, 64, "amd !padded !dropout !busy", Tile(32, 128, 4, 1, 256), "30.9, two blocks at 256 registers"),
         TileRow(2, 64, "amd", Tile(32, 128, 4, 1), "at 256 registers 136 bytes spill with softcap"),
@@ -131,46 +135,53 @@ TILES: dict[str, tuple[TileRow, ...]] = {
             2, 128, "!small !padded !dropout !busy !bounded", Tile(32, 64, 4, 2), "24.1, two blocks; bounds would spill"
         ),
         TileRow(2, 128, "padded", Tile(16, 128, 8, 1), "25.3 at 104 dimensions; with two stages 25.9"),
-        TileRow(2, 128, "", Tile(16, 128, 8, 2), "25.4; accumulators take half of the registers"),
+        TileRow(2, 128, "", Tile(16, 128, 8, 2), "25.4; accumulators take half the registers"),
         TileRow(2, 256, "", Tile(32, 32, 4, 1), "46.0; on sm_90 64 keys spill 752 bytes"),
     ),
-    # Few rows against many keys, where many keys in flight hide the latency of memory. `many_rows`: a group of heads
-    # has more than 16 rows. Shared memory decides how many blocks a multiprocessor has: 255 registers are free.
+    # Few rows, many keys: many keys in flight hide memory latency. `many_rows`: a group of heads has more than 16 rows.
+    # Shared memory limits the occupancy, so 255 registers cost nothing.
     "decode": (
-        TileRow(4, 64, "amd", Tile(16, 32, 4, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 64, "", Tile(16, 32, 4, 2), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 256, "amd", Tile(16, 16, 4, 1), "the least that a matrix product takes"),
-        TileRow(4, 128, "", Tile(16, 16, 4, 1), "the least that a matrix product takes"),
-        TileRow(4, 256, "", Tile(16, 16, 8, 1), "the same; the accumulator is shared by 8 warps"),
-        TileRow(2, 128, "amd many_rows", Tile(32, 64, 4, 1), "more rows share the keys that are loaded"),
-        TileRow(2, 128, "amd", Tile(16, 64, 4, 1), "no more rows than a matrix product takes"),
+        TileRow(4, 64, "amd", Tile(16, 32, 4, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 64, "", Tile(16, 32, 4, 2), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 256, "amd", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
+        TileRow(4, 128, "", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
+        TileRow(4, 256, "", Tile(16, 16, 8, 1), "as above, with the accumulator split over 8 warps"),
+        TileRow(2, 128, "amd many_rows", Tile(32, 64, 4, 1), "more rows share each loaded key"),
+        TileRow(2, 128, "amd", Tile(16, 64, 4, 1), "smallest number of rows of a matrix product"),
         TileRow(2, 256, "amd", Tile(16, 32, 4, 1), "as many bytes in flight as 64 keys of 128 dimensions"),
-        TileRow(2, 128, "many_rows", Tile(32, 64, 8, 3, 255), "more rows share the keys that are loaded"),
-        TileRow(2, 64, "", Tile(16, 128, 4, 3, 255), "no more rows than a matrix product takes"),
+        TileRow(2, 128, "many_rows", Tile(32, 64, 8, 3, 255), "more rows share each loaded key"),
+        TileRow(2, 64, "", Tile(16, 128, 4, 3, 255), "smallest number of rows of a matrix product"),
         TileRow(2, 128, "", Tile(16, 64, 4, 3, 255), "as many bytes in flight as 128 keys of 64 dimensions"),
         TileRow(2, 256, "", Tile(16, 32, 4, 3, 255), "as many bytes in flight as 128 keys of 64 dimensions"),
     ),
-    # No accumulator; a byte counts the keys of a tile: 128 at most. `biased`: an additive mask.
+    # No accumulator. A byte counts the keys of a tile, so at most 128 keys. `biased`: an additive mask.
     "gaps": (
-        TileRow(4, 64, "amd", Tile(64, 32, 4, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 256, "amd", Tile(16, 16, 4, 1), "the least that a matrix product takes"),
-        TileRow(4, 64, "", Tile(32, 32, 8, 1), "fp32 products are unrolled: a small tile"),
-        TileRow(4, 256, "", Tile(16, 16, 8, 1), "the least that a matrix product takes; spills above 128"),
-        TileRow(2, 128, "amd", Tile(128, 64, 4, 1), "the tile of a forward"),
-        TileRow(2, 256, "amd", Tile(64, 32, 4, 1), "the tile of a busy forward"),
-        TileRow(2, 64, "", Tile(128, 64, 8, 2), "the tile of a busy forward"),
-        TileRow(2, 128, "biased", Tile(128, 32, 8, 2), "a bias is a tile more, which wide heads leave no room for"),
-        TileRow(2, 128, "", Tile(128, 64, 8, 2), "the tile of a busy forward"),
-        TileRow(2, 256, "", Tile(64, 64, 8, 2), "the bytes of a tile of queries at 128 dimensions"),
+        TileRow(4, 64, "amd", Tile(64, 32, 4, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 256, "amd", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
+        TileRow(4, 64, "", Tile(32, 32, 8, 1), "small tile, as fp32 products are unrolled"),
+        TileRow(4, 256, "", Tile(16, 16, 8, 1), "smallest tile of a matrix product; spills above 128"),
+        TileRow(2, 128, "amd", Tile(128, 64, 4, 1), "tile of the forward kernel"),
+        TileRow(2, 256, "amd", Tile(64, 32, 4, 1), "tile of a busy forward kernel"),
+        TileRow(2, 64, "", Tile(128, 64, 8, 2), "tile of a busy forward kernel"),
+        TileRow(2, 128, "biased", Tile(128, 32, 8, 2), "wide heads leave no room for a tile of bias"),
+        TileRow(2, 128, "", Tile(128, 64, 8, 2), "tile of a busy forward kernel"),
+        TileRow(2, 256, "", Tile(64, 64, 8, 2), "a query tile has as many bytes as at 128 dimensions"),
     ),
 }
 
 
-# Cached: a backward pass chooses two tiles in every call, among few combinations.
+# Cached: every backward pass selects two tiles, among few combinations.
 @functools.cache
 def tile_for(kernel: str, widest: int, size: int, resources: Resources, **options: bool) -> Tile:
-    """The tile of a kernel for the largest padded head dimension, bytes of an element, a device, and options.
+    """Return the tile of a kernel.
+
+    Args:
+        kernel: A key of `TILES`.
+        widest: The largest head dimension, padded to a power of two.
+        size: Bytes per element.
+        resources: The target device.
+        options: The launch options that the table of the kernel distinguishes.
 
     >>> from .launch import SM_90
     >>> tile_for("forward", 128, 2, SM_90, boxed=True)
@@ -181,7 +192,7 @@ def tile_for(kernel: str, widest: int, size: int, resources: Resources, **option
 
 
 def traits_of(resources: Resources) -> list[str]:
-    """What rows of the tables distinguish devices by."""
+    """Return the device traits that the tables distinguish."""
     traits = {
         "amd": resources.warp_size == 64,
         "tensor_memory": resources.has_tensor_memory,
@@ -192,9 +203,10 @@ def traits_of(resources: Resources) -> list[str]:
 
 
 def sums_first(value_dim: int, size: int, tile: Tile, resources: Resources, *, boxed: bool, entropy: bool) -> bool:
-    """Whether the sums of a tile are made before its second product, so that nothing of it waits in registers.
+    """Whether row sums are computed before the second matrix product, so that p and x do not stay live in registers.
 
-    CUDA's assembler puts them behind it, and spills up to 240 bytes; where it need not, that takes 2 to 6 % less.
+    ptxas schedules the sums after the product and spills up to 240 bytes. Where it does not spill, the default order
+    takes 2 to 6 % fewer instructions.
     """
     if resources.has_tensor_memory:
         return size == 2
@@ -206,46 +218,46 @@ def sums_first(value_dim: int, size: int, tile: Tile, resources: Resources, *, b
 
 
 def parts_of_sums(first: bool, size: int, resources: Resources, entropy: bool) -> int:
-    """Parts that the sums of a row are kept in, given `sums_first`; see sum_in_parts of device.py."""
+    """Return the number of partial sums per row, given `sums_first`; see `sum_in_parts` in device.py."""
     if resources.has_tensor_memory:
         return 2 if size == 2 else 1
     return 8 if resources.warp_size == 64 or (entropy and not first) else 1
 
 
 def backward_takes_boxes(widest: int, size: int, resources: Resources, *, busy: bool) -> bool:
-    """Whether the gradient of queries takes keys and values by descriptors, where their layout allows it.
+    """Whether the dQ kernel loads keys and values through TMA descriptors, if their layout allows it.
 
-    At 128 dimensions that takes 2 to 6 % fewer instructions in the same tile on sm_100; at 64, pointers take 4 % fewer.
-    Where a mask is read or more is computed for a score (`busy`) there is no room: softcap alone would spill 432 bytes.
-    sm_90 would spill up to 40.
+    On sm_100 with the same tile, descriptors take 2 to 6 % fewer instructions at 128 dimensions; at 64, pointers take 4
+    % fewer. With a mask or more work per score (`busy`) registers run out: softcap alone would spill 432 bytes. sm_90
+    would spill up to 40 bytes.
     """
     return resources.has_tensor_memory and size == 2 and 64 < widest <= 128 and not busy
 
 
 def edge_stages(widest: int, resources: Resources, *, masked: bool) -> int | None:
-    """Steps in flight where the gradients of keys and values read a bool mask, if fewer than elsewhere.
+    """Return the pipeline stages of the dK/dV loop that reads a bool mask, or None for the default.
 
-    With two at 128 dimensions, sm_80 would spill 176 bytes.
+    Two stages at 128 dimensions would spill 176 bytes on sm_80.
     """
     return 1 if masked and widest > 64 and resources.shared_memory <= 200_000 else None
 
 
 def draws_fours(resources: Resources) -> bool:
-    """Whether the gradients of keys and values draw for four slots at once; see keep_by_slot of device.py.
+    """Whether the dK/dV kernel draws dropout for four slots at once; see `keep_by_slot` in device.py.
 
-    At 128 dimensions that takes 92 → 85 instructions a score on sm_90, and spills 80 bytes on sm_80.
+    At 128 dimensions this reduces 92 to 85 instructions per score on sm_90, and spills 80 bytes on sm_80.
     """
     return resources.shared_memory > 200_000 or resources.warp_size == 64
 
 
 def keeps_pointers(widest: int, tile: Tile, resources: Resources) -> bool:
-    """Whether the forward advances pointers to keys and values, which takes registers, or makes them anew each step."""
+    """Whether the forward kernel keeps key and value pointers in registers instead of recomputing them each step."""
     return resources.warp_size == 32 and tile.n * widest <= LARGE_TILE
 
 
 def works_in_pairs(size: int, resources: Resources) -> bool:
-    """Whether the forward and the gradient of queries work on two fp32 numbers at once; see pairs.py.
+    """Whether the forward and dQ kernels use packed fp32 instructions; see `PAIRS` in device.py.
 
-    The gradients of keys and values would take 5 % more instructions: what is subtracted there differs between the two.
+    The dK/dV kernel would take 5 % more instructions, because the subtrahends of a pair differ there.
     """
     return resources.has_tensor_memory and size == 2

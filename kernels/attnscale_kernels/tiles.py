@@ -1,7 +1,7 @@
-"""Device functions for tiles: which of them a loop visits in which of its phases, and reading and writing them.
+"""Device functions for tiles: loop phases, and loads and stores.
 
-Tiles of a phase lie side by side, by the rule alone, or are listed: see flash/mask_kernel.py. Tiles of tensors are read
-and written by pointers or by descriptors.
+The tiles of a phase are either contiguous, as given by the rule, or listed explicitly (flash/mask_kernel.py). Tensors
+are accessed through pointers or TMA descriptors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def key_range(rule, batch, tile, top, bottom, keys):
-    """For the rows [top, bottom): first slot that any sees, slots [clear_first, clear_end) that all see, the end."""
+    """For rows [top, bottom): slots [first, end) seen by any row, [clear_first, clear_end) seen by all."""
     if rule.table_ptr is not None:
         first, clear_first, clear_end, end = _load_four(rule.table_ptr + batch * rule.stride_table + tile * 4)
     else:
@@ -33,7 +33,7 @@ def key_range(rule, batch, tile, top, bottom, keys):
 
 @triton.jit
 def query_range(rule, batch, tile, left_key, right_key, queries):
-    """For the slots [left_key, right_key): the rows that see any of them, and those that see all, as `key_range`."""
+    """For slots [left_key, right_key): the rows that see any of them and those that see all, as in `key_range`."""
     if rule.table_ptr is not None:
         first, clear_first, clear_end, end = _load_four(rule.table_ptr + batch * rule.stride_table + tile * 4)
     else:
@@ -60,10 +60,10 @@ def _load_four(ptr):
 
 @triton.jit
 def phase_edges(rule, ranges, BLOCK: tl.constexpr):
-    """Where the three phases of a loop over tiles begin, and where the last ends, given `key_range` or `query_range`.
+    """Return the boundaries of the three phases of a tile loop, given `key_range` or `query_range`.
 
-    Phase 0 is the left edge, phase 1 the tiles that every row sees completely, phase 2 the right edge. With a mask no
-    tile is known to be seen completely, and all of them belong to phase 2.
+    Phase 0 is the left edge, phase 1 the fully visible tiles, phase 2 the right edge. With a mask no tile is known to
+    be fully visible, and all tiles belong to phase 2.
     """
     first, clear_first, clear_end, end = ranges
     low = first // BLOCK * BLOCK
@@ -78,16 +78,16 @@ def phase_edges(rule, ranges, BLOCK: tl.constexpr):
 
 @triton.jit
 def all_edge(rule):
-    """Whether slots may be hidden inside the interval of a row, and no table or list says in which tiles none is."""
+    """Whether keys inside the interval of a row may be hidden without a table or list of the fully visible tiles."""
     PADDED: tl.constexpr = rule.padding_ptr is not None and rule.table_ptr is None
     return rule.list_ptr is None and (PADDED or rule.mask_ptr is not None or rule.bias_ptr is not None)
 
 
 @triton.jit
 def first_phase(rule, BY_KEYS: tl.constexpr = False):
-    """The first phase of a loop over keys, or over rows for a tile of keys.
+    """Return the first phase of a loop over keys, or over rows if BY_KEYS.
 
-    There is a left edge only where the first that is visible moves; in a list, the tiles seen whole come first.
+    A left edge exists only if the first visible slot moves. In tile lists the fully visible tiles come first.
     """
     MOVES: tl.constexpr = BY_KEYS or rule.table_ptr is not None or rule.start_ptr is not None or rule.left is not None
     return 2 if all_edge(rule) else 0 if MOVES and rule.list_ptr is None else 1
@@ -95,7 +95,7 @@ def first_phase(rule, BY_KEYS: tl.constexpr = False):
 
 @triton.jit
 def end_phase(rule):
-    """One past the last phase: where keys inside a tile can be hidden, what reached an output has to be repaired."""
+    """Return one past the last phase. The repair phase (3) is needed where keys inside a tile can be hidden."""
     BOUNDED: tl.constexpr = rule.start_ptr is not None or rule.left is not None or rule.right is not None
     MASKED: tl.constexpr = rule.list_ptr is not None or rule.padding_ptr is not None
     return 4 if BOUNDED or MASKED or all_edge(rule) else 3
@@ -103,7 +103,7 @@ def end_phase(rule):
 
 @triton.jit
 def is_broken(acc):
-    """Whether an accumulator [rows, columns] holds something that is not finite, or so large that its sum is not."""
+    """Whether an accumulator [rows, columns] contains a non-finite element, or its row sums overflow."""
     row = tl.sum(acc, axis=1)
     whole = tl.sum(tl.reshape(row - row, [1, acc.shape[0]]), axis=1)
     return tl.reshape(whole, []) != 0
@@ -111,7 +111,7 @@ def is_broken(acc):
 
 @triton.jit
 def phase_range(edges, PHASE: tl.constexpr):
-    """[low, high) of a phase, given `phase_edges`."""
+    """Return [low, high) of a phase, given `phase_edges`."""
     if PHASE == 1:
         low, high = edges[1], edges[2]
     elif PHASE == 2:
@@ -125,19 +125,19 @@ def phase_range(edges, PHASE: tl.constexpr):
 
 @triton.jit
 def tile_list(rule, batch, head, tile):
-    """The list of the tiles that a program visits: numbers of tiles, those of phase 1 before those of phase 2."""
+    """Return a pointer to the tile list of a program: tile indices, those of phase 1 before those of phase 2."""
     return rule.list_ptr + batch * rule.stride_list[0] + head * rule.stride_list[1] + tile * rule.stride_list[2]
 
 
 @triton.jit
 def listed_edges(tiles_at, tiles):
-    """`phase_edges` as places in a list of so many tiles, which ends with how many to visit in phase 1, and in all."""
+    """`phase_edges` as indices into a tile list, which ends with the tile counts of phase 1 and of both phases."""
     return 0, 0, tl.load(tiles_at + tiles), tl.load(tiles_at + tiles + 1)
 
 
 @triton.jit
 def head_strides(x, ALIGN: tl.constexpr):
-    """Strides of the first three axes of a `View`, as numbers that the compiler knows to be multiples of ALIGN."""
+    """Return the first three strides of a `View`, known to the compiler as multiples of ALIGN."""
     if ALIGN == 1:
         return x.strides[0], x.strides[1], x.strides[2]
     return x.strides[0] // ALIGN * ALIGN, x.strides[1] // ALIGN * ALIGN, x.strides[2] // ALIGN * ALIGN
@@ -145,38 +145,38 @@ def head_strides(x, ALIGN: tl.constexpr):
 
 @triton.jit
 def row_pointers(x, batch, head, rows, columns, ALIGN: tl.constexpr):
-    """Pointers to [rows, columns] of one head of a `View`, whose last axis is contiguous."""
+    """Return pointers to [rows, columns] of one head of a `View`; its last axis is contiguous."""
     of_batch, of_head, of_row = head_strides(x, ALIGN)
     return x.ptr + batch * of_batch + head * of_head + rows[:, None].to(tl.int64) * of_row + columns[None, :]
 
 
 @triton.jit
 def load_rows(x, batch, head, rows, count, columns, width, ALIGN: tl.constexpr = 1):
-    """[rows, columns] of one head, 0 from row `count` and column `width` on."""
+    """Load [rows, columns] of one head; 0 from row `count` and column `width` on."""
     inside = (rows < count)[:, None] & (columns < width)[None, :]
     return tl.load(row_pointers(x, batch, head, rows, columns, ALIGN), mask=inside, other=0.0)
 
 
 @triton.jit
 def store_rows(x, batch, head, rows, count, columns, width, values, ALIGN: tl.constexpr = 1):
-    """Stores [rows, columns] of one head, up to row `count` and column `width`."""
+    """Store [rows, columns] of one head, up to row `count` and column `width`."""
     inside = (rows < count)[:, None] & (columns < width)[None, :]
     tl.store(row_pointers(x, batch, head, rows, columns, ALIGN), values.to(x.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_block(x, batch, head, top, count, columns, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """BLOCK rows from `top` on, as `load_rows` gives them, at the end of a program; see `store_block`."""
+    """`load_rows` of BLOCK rows from `top` on, for the end of a program; see `store_block`."""
     at, inside = _block(x, batch, head, top, count, columns, width, BLOCK, ALIGN)
     return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_block(x, batch, head, top, count, columns, width, values, ALIGN: tl.constexpr = 1):
-    """Stores rows from `top` on, as `store_rows` does, at the end of a program.
+    """`store_rows` from row `top` on, for the end of a program.
 
-    By their places in the block: the numbers that rows were loaded by at the beginning would be the same ones, and be
-    kept in registers until the end, which spilled 48 bytes on sm_80.
+    Addresses are computed from offsets in the block. The row indices used for the loads at the start would otherwise
+    stay live in registers until here, which spilled 48 bytes on sm_80.
     """
     at, inside = _block(x, batch, head, top, count, columns, width, values.shape[0], ALIGN)
     tl.store(at, values.to(x.ptr.dtype.element_ty), mask=inside)
@@ -184,7 +184,7 @@ def store_block(x, batch, head, top, count, columns, width, values, ALIGN: tl.co
 
 @triton.jit
 def _block(x, batch, head, top, count, columns, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to [BLOCK, columns] of one head from row `top` on, and which of them exist."""
+    """Return pointers to [BLOCK, columns] of one head from row `top` on, and their bounds mask."""
     of_batch, of_head, of_row = head_strides(x, ALIGN)
     places = tl.arange(0, BLOCK)
     inside = (places < count - top)[:, None] & (columns < width)[None, :]
@@ -194,21 +194,21 @@ def _block(x, batch, head, top, count, columns, width, BLOCK: tl.constexpr, ALIG
 
 @triton.jit
 def load_beta(beta, batch, head, rows, exists):
-    """β of each row; 1 for rows that do not exist."""
+    """Load β of each row; 1 for rows past the end."""
     at = beta.ptr + batch * beta.strides[0] + head * beta.strides[1] + rows.to(tl.int64) * beta.strides[2]
     return tl.load(at, mask=exists, other=1.0)
 
 
 @triton.jit
 def load_box(box, batch, head, row):
-    """Rows [BN, BD] of one head from `row` on, through a descriptor: 0 where there is no row or column."""
+    """Load rows [BN, BD] of one head from `row` on through a TMA descriptor; out-of-bounds elements are 0."""
     tile = box.load([batch.to(tl.int32), head.to(tl.int32), row, 0])
     return tl.reshape(tile, [tile.shape[2], tile.shape[3]])
 
 
 @triton.jit
 def load_tile(at, inside, exists, PADDED: tl.constexpr, EDGE: tl.constexpr):
-    """A tile whose head dimension may be padded and, at an edge, some of whose keys may not exist."""
+    """Load a tile with a possibly padded head dimension; at an edge, keys past the end are masked too."""
     if EDGE:
         return tl.load(at, mask=inside & exists, other=0.0)
     if PADDED:
@@ -218,10 +218,11 @@ def load_tile(at, inside, exists, PADDED: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def load_whole(at, inside, exists, PADDED: tl.constexpr, PHASE: tl.constexpr):
-    """A tile [BN, columns] of keys or values whose weights of 0 must not meet a NaN, and per key 0 or NaN.
+    """Load a tile [BN, columns] of keys or values, and 0 or NaN per key.
 
-    0·NaN reaches every row of a product. So where one shows, the phase that repairs loads what is not finite as 0 and
-    says which keys have it: added to their scores, it reaches the rows that see them and no others.
+    A weight of 0 times NaN would contaminate every row of the product. In the repair phase, keys with non-finite
+    elements are therefore loaded as 0 and marked with NaN. Added to the scores, the mark reaches the rows that see the
+    key, and no others.
     """
     tile = load_tile(at, inside, exists, PADDED, PHASE != 1)
     broken = 0.0
@@ -234,7 +235,7 @@ def load_whole(at, inside, exists, PADDED: tl.constexpr, PHASE: tl.constexpr):
 
 @triton.jit
 def load_whole_box(box, batch, head, row, PHASE: tl.constexpr):
-    """The same through a descriptor."""
+    """`load_whole` through a TMA descriptor."""
     tile = load_box(box, batch, head, row)
     broken = 0.0
     if PHASE == 3:

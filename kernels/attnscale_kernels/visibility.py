@@ -1,4 +1,4 @@
-"""Which keys the rows of a launch may see, in the form kernels take it: intervals of slots, padding, and a mask."""
+"""Visibility of keys as kernels take it: intervals of slots, padding, and a mask."""
 
 from __future__ import annotations
 
@@ -12,30 +12,44 @@ from .launch_cache import layout
 
 
 class Rule(NamedTuple):
-    """A `Visibility` as kernels take it: what is None is compiled out, and broadcast axes have a stride of 0."""
+    """A `Visibility` as kernel argument: None fields are compiled out, and broadcast axes have stride 0."""
 
     start_ptr: Tensor | None  # [B|1, Tq], int32
     stop_ptr: Tensor | None  # [B|1, Tq], int32
     table_ptr: Tensor | None  # [B|1, tiles, 4], int32: `key_ranges` or `query_ranges`
     padding_ptr: Tensor | None  # [B|1, Tk], uint8
     mask_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], uint8
-    bias_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], in place of the mask
+    bias_ptr: Tensor | None  # [B|1, H|1, Tq, Tk], instead of the mask
     list_ptr: Tensor | None  # [B|1, H|1, tiles, steps + 2], int32: `tile_list` of flash/mask.py
-    stride_bound: int  # from sequence to sequence, and so the next two
+    stride_bound: int  # batch stride, as are the next two
     stride_table: int
     stride_padding: int
-    stride_mask: tuple[int, ...]  # of the four axes of mask or bias
-    stride_list: tuple[int, ...]  # of the first three axes
+    stride_mask: tuple[int, ...]  # the four strides of mask or bias
+    stride_list: tuple[int, ...]  # the first three strides
     slot: int
     left: int | None
     right: int | None
 
 
 class Visibility(NamedTuple):
-    """Row i may see the slots [start, stop) less the padded and the masked ones.
+    """The slots, or key indices, that each query row may see.
 
-    Where the rule is the same for all sequences, row i lies at slot `slot + i`, sees `left` slots before its own and
-    `right` after it (None: all), and nothing has to be loaded. Otherwise `start` and `stop` hold the intervals.
+    Row i sees the slots [start, stop) without padded and masked keys. If the rule is the same for all sequences, row i
+    has slot `slot + i` and sees `left` slots before and `right` slots after its own; nothing is loaded from memory.
+    Otherwise `start` and `stop` hold one interval per row.
+
+    Attributes:
+        slot: The slot of the first query, for example the number of cached keys.
+        left: Visible slots before the own one; None means all.
+        right: Visible slots after the own one; None means all, 0 is causal.
+        start: First visible slot, [B|1, Tq] in int32. Requires `stop`; excludes `left` and `right`.
+        stop: End of the visible slots, [B|1, Tq] in int32.
+        padding: [B|1, Tk] bool, True for hidden keys.
+        mask: [B|1, H|1, Tq|1, Tk|1], bool (True: visible) or additive (at or below −10⁴: hidden).
+
+    Example:
+        >>> Visibility(slot=100, right=0).is_plain  # causal, with 100 cached keys
+        True
     """
 
     slot: int = 0
@@ -48,7 +62,7 @@ class Visibility(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the same for all sequences and heads, so that there are no tensors in it."""
+        """Whether the rule is the same for all sequences and heads, and therefore contains no tensors."""
         return self.start is None and self.padding is None and self.mask is None
 
     @property
@@ -57,26 +71,24 @@ class Visibility(NamedTuple):
         return self.mask is not None and self.mask.dtype != torch.bool
 
     def linear_in_products(self, softcap: float | None) -> bool:
-        """Whether raw scores are the products q·k times the scale."""
+        """Whether raw scores are scale·q·k, without softcap or bias."""
         return softcap is None and not self.biased
 
     def layout(self) -> tuple[Any, ...]:
-        """All that can be told without looking into tensors, for the signature of a call."""
+        """Return the part of a call signature that describes the visibility, without reading tensor elements."""
         slot, left, right, start, stop, padding, mask = self
         if (
             type(slot) is not int
             or (left is not None and type(left) is not int)
             or (right is not None and type(right) is not int)
         ):
-            return object(), object()  # like no other: they may have no hash, and 1.0 is equal to 1
+            return object(), object()  # equal to no other: values may be unhashable, and 1.0 == 1
         if start is None and stop is None and padding is None and mask is None:
             return slot, left, right
         return slot, left, right, layout(start), layout(stop), layout(padding), layout(mask)
 
     def rule(self, table: Tensor | None = None, listed: Tensor | None = None, slot: int | None = None) -> Rule:
-        """What kernels are given: with the `key_ranges` or `query_ranges` of a launch, the tiles it visits, or another
-        slot.
-        """
+        """Return the kernel argument, given the range table, the tile lists and the slot of a launch."""
         slot = self.slot if slot is None else slot
         if self.is_plain:
             return _plain_rule(slot, self.left, self.right)
@@ -102,18 +114,18 @@ class Visibility(NamedTuple):
         )
 
 
-# Of most calls: to make one takes as long as an allocation.
+# The rule of most calls; building one takes as long as an allocation.
 @functools.lru_cache(maxsize=64)
 def _plain_rule(slot: int, left: int | None, right: int | None) -> Rule:
     return Rule(None, None, None, None, None, None, None, 0, 0, 0, (0, 0, 0, 0), (0, 0, 0), slot, left, right)
 
 
 def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Tensor | None:
-    """For tiles of `rows` query rows: slots that some row and that every row may see, by bounds and padding.
+    """For tiles of `rows` query rows: the slots visible to some row and to every row, from bounds and padding.
 
-    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them. A sequence
-    whose keys have padding between them has none that all rows see for certain. No entry lies outside of [0, keys],
-    whatever the bounds: tiles that all rows see are read without a comparison.
+    Returns [B|1, tiles, 4] in int32 as (first, first clear, end of clear, end), or None where kernels compute the
+    ranges themselves. A sequence with padding between its keys has no slots known to be visible to all rows. All
+    entries are clamped to [0, keys], because fully visible tiles are loaded without bounds checks.
     """
     if visibility.start is not None and visibility.stop is not None:
         tiles = -(-queries // rows)
@@ -136,11 +148,11 @@ def key_ranges(visibility: Visibility, queries: int, keys: int, rows: int) -> Te
 
 
 def query_ranges(visibility: Visibility, queries: int, keys: int, columns: int) -> Tensor | None:
-    """For tiles of `columns` keys: rows that may see some of it, and rows that see all of it, by bounds and padding.
+    """For tiles of `columns` keys: the rows that see some of the tile and those that see all of it.
 
-    [B|1, tiles, 4] in int32, as (first, first clear, end of clear, end); None where kernels compute them. Rows in
-    between that see none are included: running extremes make it right for bounds in any order, and tight for those
-    that never decrease.
+    Returns [B|1, tiles, 4] in int32 as (first, first clear, end of clear, end), or None where kernels compute the
+    ranges themselves. Rows in between that see nothing are included. Running extrema make the ranges correct for bounds
+    in any order, and tight for non-decreasing bounds.
     """
     given = visibility.start if visibility.start is not None else visibility.padding
     if given is None:
@@ -170,12 +182,12 @@ def query_ranges(visibility: Visibility, queries: int, keys: int, columns: int) 
 
 
 def _edge(place: Tensor, reach: int | None, sign: int, without: int) -> Tensor:
-    """How far something is visible from a place on, or to, or `without` a limit everywhere."""
+    """Return the end of visibility from each place in the direction `sign`, `without` if the reach is unlimited."""
     return torch.full_like(place, without) if reach is None else place + sign * reach
 
 
 def _shown(padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sequence the first key that is shown, the one after the last, and whether all between are, [B, 1]."""
+    """Return, per sequence [B, 1]: the first shown key, the end of shown keys, and whether they are contiguous."""
     place = torch.arange(padding.shape[1], device=padding.device)
     low = place.masked_fill(padding, padding.shape[1]).amin(1, keepdim=True)
     high = (place + 1).masked_fill(padding, 0).amax(1, keepdim=True)
@@ -187,17 +199,17 @@ def _table(*columns: Tensor) -> Tensor:
 
 
 def _least_to_come(bound: Tensor) -> Tensor:
-    """For each row of [B|1, Tq] the smallest value from there on; it never decreases."""
+    """Return the running minimum from the end of each row of [B|1, Tq]; it never decreases."""
     return bound.flip(1).cummin(1).values.flip(1)
 
 
 def _stride(x: Tensor | None, axis: int) -> int:
-    """The stride along an axis, 0 where the axis is broadcast."""
+    """Return the stride along an axis, 0 if the axis is broadcast."""
     return 0 if x is None or x.shape[axis] == 1 else x.stride(axis)
 
 
 def _in_tiles(bound: Tensor, tiles: int, rows: int) -> Tensor:
-    """[B|1, T] as [B|1, tiles, rows], the last one repeated."""
+    """Reshape [B|1, T] to [B|1, tiles, rows], repeating the last element as padding."""
     missing = tiles * rows - bound.shape[1]
     padded = torch.cat([bound, bound[:, -1:].expand(-1, missing)], dim=1) if missing else bound
     return padded.reshape(bound.shape[0], tiles, rows)

@@ -1,1 +1,1 @@
-"""What this package costs on a CPU, against what a user would call instead: ratios in one interleaved run."""
+"""CPU cost of attnscale relative to its alternatives, measured interleaved in one run."""

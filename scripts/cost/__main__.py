@@ -1,4 +1,4 @@
-"""Measure on this machine and write one CSV, with every target beside its figure: `python -m scripts.cost`."""
+"""Measure CPU costs on this machine, write one CSV, and print all results with targets: `python -m scripts.cost`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from scripts.cost.plan import Plan, cases, summarise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code is 2 for a plan or a file that is not accepted."""
+    """Return the exit code: 2 for an invalid plan or file."""
     parser = argparse.ArgumentParser(prog="python -m scripts.cost", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench.csv"), help="CSV to write (default: %(default)s)")
-    parser.add_argument("--config", type=Path, help="YAML with lengths and rounds (default: built in)")
+    parser.add_argument("--config", type=Path, help="YAML file with lengths and rounds (default: built-in plan)")
     options = parser.parse_args(arguments)
     try:
         measure(Console(), options.output, options.config)
@@ -32,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(console: Console, output: Path, config: Path | None) -> None:
-    """Measure every case of a plan, write the rows and print them."""
+    """Measure all cases of a plan, write the rows and print them."""
     if output.is_dir():
         reject("output", str(output), "a CSV file, not a directory")
     work = list(cases(Plan.read(config)))
     rows = [row for case in track(work, "measuring", console=console, transient=True) for row in case.measure()]
     write_rows(output, rows)
-    table = Table("metric", "n", "mode", "policy", "ratio", "half of runs", "target", title=escape(str(output)))
+    table = Table("metric", "n", "mode", "policy", "ratio", "quartiles", "target", title=escape(str(output)))
     for line in summarise(rows):
         table.add_row(*line)
     console.print(table)

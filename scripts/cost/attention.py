@@ -1,4 +1,4 @@
-"""What attention costs with statistics and under `gap_adaptive`, and what compiled FlexAttention costs instead."""
+"""Cost of attention with statistics and with `gap_adaptive`, and of compiled FlexAttention as the alternative."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from scripts.cost.measuring import causal_step, interleaved_ratio, label, peak_b
 PROVIDERS = ("stats_all_rows", "stats_64_rows", "gap_adaptive")
 
 LAW = "log"
-TOLERANCE = 1e-4  # of an output of order one, in fp32
+TOLERANCE = 1e-4  # for outputs of order one in fp32
 
 
 def provider(name: str) -> Callable[..., Tensor]:
-    """The function that is measured under a name."""
+    """Return the function measured under a name."""
     if name == "gap_adaptive":
         return functools.partial(scaled_dot_product_attention, policy=build_policy("gap_adaptive"))
     request = StatsRequest(rows=64 if name == "stats_64_rows" else None)
@@ -35,7 +35,7 @@ def provider(name: str) -> Callable[..., Tensor]:
 
 
 def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-    """The same statistics with all weights in memory."""
+    """The same statistics from a materialised weight matrix."""
     logits = query @ key.mT * query.shape[-1] ** -0.5
     if is_causal:
         logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)
@@ -47,7 +47,7 @@ def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) 
 
 @dataclass(frozen=True)
 class TimeRatio:
-    """The time of one function over that of another, at one length; both make the same causal step."""
+    """Time of one function relative to another, at one length, on the same causal step."""
 
     kernel: str
     name: str
@@ -71,7 +71,7 @@ class TimeRatio:
 
 @dataclass(frozen=True)
 class StatisticsMemory:
-    """What all-row statistics add to the peak of torch's SDPA, in megabytes."""
+    """Additional peak memory of all-row statistics over torch's SDPA, in megabytes."""
 
     heads: int
     head_dim: int
@@ -89,7 +89,7 @@ class StatisticsMemory:
 
 @dataclass(frozen=True)
 class FlexAttentionCost:
-    """Causal FlexAttention under β = ln n over torch's SDPA, forward only: on a CPU it has no backward."""
+    """Causal FlexAttention with β = ln n relative to torch's SDPA. Forward only: it has no backward pass on CPU."""
 
     heads: int
     head_dim: int
@@ -97,14 +97,14 @@ class FlexAttentionCost:
     rounds: int
 
     def measure(self) -> list[Row]:
-        """One row; none, with a logged reason, where it cannot be compiled or its output is not the reference's."""
+        """Return one row; none, with a logged reason, if compilation fails or the output is wrong."""
         reason = why_not_compiled()
         if reason is None:
             attend = flex_attention(self.length)
             try:
                 error = largest_error(attend, self.heads, self.length, self.head_dim)
                 reason = None if error <= TOLERANCE else f"its error is {error:.1e}, more than {TOLERANCE:.0e}"
-            except RuntimeError as failure:  # the base of what torch.compile and inductor raise
+            except RuntimeError as failure:  # base class of torch.compile and inductor errors
                 reason = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
         if reason is not None:
             logging.getLogger(__name__).warning("FlexAttention was not measured at %d keys: %s", self.length, reason)
@@ -115,18 +115,18 @@ class FlexAttentionCost:
 
 
 def why_not_compiled() -> str | None:
-    """The reason why torch.compile has no code for this CPU, if there is one: inductor writes C++."""
+    """Return the reason why inductor, which generates C++, cannot compile for this CPU; None if it can."""
     compiler = os.environ.get("CXX", "g++")
-    return None if shutil.which(compiler) else f"there is no C++ compiler {compiler!r}"
+    return None if shutil.which(compiler) else f"no C++ compiler {compiler!r} found"
 
 
 def flex_attention(length: int) -> Callable[..., Tensor]:
-    """FlexAttention for this length, compiled at its first call."""
+    """Return FlexAttention for this length, compiled on its first call."""
     from torch.nn.attention import flex_attention as flex  # imports inductor, which takes seconds
 
     beta = build_policy(LAW)(torch.arange(1, length + 1, device="cpu"))  # [Tq]
     causal = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
-    torch.compiler.reset()  # a second length would otherwise be compiled for any length, which is slower
+    torch.compiler.reset()  # otherwise a second length triggers slower dynamic-shape code
     compiled = torch.compile(flex.flex_attention, dynamic=False)
 
     def sharpen(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def flex_attention(length: int) -> Callable[..., Tensor]:
 
 @torch.no_grad()
 def largest_error(attend: Callable[..., Tensor], heads: int, length: int, head_dim: int) -> float:
-    """The largest difference from the reference in fp64, which takes one head at a time: it holds all weights."""
+    """Return the largest deviation from the fp64 reference, computed per head to limit its memory."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator, device=generator.device) for _ in range(3))
     out = attend(q, k, v)

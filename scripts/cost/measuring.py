@@ -1,4 +1,4 @@
-"""How a figure is measured: ratios on a noisy machine, one causal step, and the peak of allocations."""
+"""Measurement of time ratios on a noisy machine, a causal step, and peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from attnscale._util.scratch import forget
+from attnscale._util import state
 from attnscale.bench.rows import Quartiles
 
 
@@ -26,11 +26,11 @@ def interleaved_ratio(
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     pairs: int = 1,
 ) -> Quartiles:
-    """Time of `candidate` over time of `baseline`: both run in each round, in random order, after a warm-up.
+    """Return the time of `candidate` relative to `baseline`. Both run in each round, in random order, after a warm-up.
 
-    What disturbs the machine for longer than a round disturbs both; the median drops what disturbs one. Each time the
-    candidate runs `around` something that is not part of its time. In a round both run `pairs` times, in turn, and
-    their sums are compared.
+    Disturbances longer than a round affect both, and the median removes those that affect one. Each run of the
+    candidate is wrapped in `around`, which is not timed. In each round both run `pairs` times alternately, and the sums
+    are compared.
     """
     shuffle = random.Random(0)
 
@@ -57,9 +57,9 @@ def interleaved_ratio(
 
 
 def in_both_roles(ratio: Callable[[Any, Any], Quartiles], one: Any, other: Any) -> Quartiles:
-    """The mean of a ratio of two models and of the same with roles exchanged.
+    """Return the geometric mean of the ratio of two models and the ratio with exchanged roles.
 
-    Where a model lies in memory is worth several per cent, round after round: as much for one role as for the other.
+    The placement of a model in memory changes its time by several per cent. Exchanging the roles cancels this effect.
     """
     first, second = ratio(one, other), ratio(other, one)
     return Quartiles(*(math.sqrt(a * b) for a, b in zip(first, second, strict=True)))
@@ -81,9 +81,9 @@ def causal_step(
     beta: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[], object]:
-    """A function that runs attention once on fixed random inputs, with backward or without gradients at all.
+    """Return a function that runs attention once on fixed random inputs, with a backward pass or without gradients.
 
-    β [Tq], where given, multiplies the queries beforehand.
+    `beta` [Tq], if given, multiplies the queries in advance.
     """
     shape = (1, heads, length, head_dim)
     generator = torch.Generator().manual_seed(length)
@@ -102,25 +102,25 @@ def causal_step(
 
 
 def label(heads: int, head_dim: int, dtype: str = "fp32") -> tuple[str, str, str]:
-    """Configuration, device and version of a row."""
+    """Return configuration, device and version of a row."""
     version: Any = torch.__version__
     config = f"H={heads} D={head_dim} {dtype} causal threads={torch.get_num_threads()}"
     return config, f"cpu {platform.machine()}", f"torch {version}"
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The largest sum of CPU allocations alive at once, from the profiler's record of every one.
+    """Return the peak of CPU allocations alive at once, from the profiler's allocation records.
 
     >>> import torch
     >>> peak_bytes(lambda: torch.empty(1024, dtype=torch.float32))
     4096
     """
     function()
-    forget()  # buffers that inference keeps from call to call belong to its memory
+    state.SCRATCH.clear()  # buffers kept between inference calls count as its memory
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     if record.profiler is None or record.profiler.kineto_results is None:
-        raise RuntimeError("the profiler kept no record")
+        raise RuntimeError("the profiler recorded no allocations")
     held = peak = 0
     events = record.profiler.kineto_results.events()
     for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):

@@ -1,4 +1,4 @@
-"""What a policy costs in a transformers model: prefill and one token of decoding, against stock sdpa."""
+"""Cost of a policy in a transformers model: prefill and one decode step, relative to stock sdpa."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnscale._util.optional import need
 from attnscale.bench.rows import Quartiles, Row
 from scripts.cost.measuring import in_both_roles, interleaved_ratio, label
 
-# Layers as in SmolLM2-135M; fewer of them for prefill, which would take minutes.
+# Layer shapes of SmolLM2-135M. Prefill uses fewer layers, as it would take minutes.
 SHAPE: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -26,7 +26,7 @@ LAYERS = {"prefill": 6, "decode": 30}
 
 @dataclass(frozen=True)
 class ModelCost:
-    """A forward over `length` tokens (prefill), or of one token after them (decode), with a length law over without."""
+    """A prefill of `length` tokens, or a decode step after them, with a length law relative to without."""
 
     mode: str
     length: int
@@ -53,7 +53,7 @@ class ModelCost:
 
 
 def prefill(transformers: Any, model: Any, length: int, padded: bool) -> Callable[[], object]:
-    """A forward over all tokens; the logits of the last one."""
+    """A forward pass over all tokens; logits of the last one only."""
     inputs = _inputs(length, length, padded)
 
     def step() -> None:
@@ -64,7 +64,7 @@ def prefill(transformers: Any, model: Any, length: int, padded: bool) -> Callabl
 
 
 def decode(transformers: Any, model: Any, length: int, padded: bool) -> Callable[[], object]:
-    """A forward of one token behind a cache of random keys and values."""
+    """A forward pass of one token after a cache of random keys and values."""
     cache = transformers.DynamicCache(config=model.config)
     generator = torch.Generator().manual_seed(length)
     for layer in range(model.config.num_hidden_layers):
@@ -81,7 +81,7 @@ def decode(transformers: Any, model: Any, length: int, padded: bool) -> Callable
 
 
 def _inputs(tokens: int, keys: int, padded: bool) -> dict[str, Any]:
-    """Tokens, and where asked for a mask that hides the first ten keys."""
+    """Tokens and, if padded, a mask that hides the first ten keys."""
     mask = torch.ones(1, keys, dtype=torch.int64, device="cpu")
     mask[:, :10] = 0
     generator = torch.Generator().manual_seed(0)

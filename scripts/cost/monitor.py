@@ -1,4 +1,4 @@
-"""The cost of a monitor: training steps of a small GPT with one, without, and with n × n matrices of weights."""
+"""Cost of a monitor: training steps of a small GPT with a monitor, without, and with n × n weight matrices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from attnscale.statistics.gaps import bracket_accumulation, count_gaps
 from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
 from scripts.cost.measuring import interleaved_ratio, label, peak_bytes
 
-# Per case: `every` of the monitor, and how many steps are summed: a monitor listens to one of them.
+# Per case: `every` of the monitor, and the number of summed steps, one of which is monitored.
 CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "every_50": (50, 50), "not_this_step": (10**9, 1)}
 
 
 @dataclass(frozen=True)
 class MonitorCost:
-    """A training step with forward, backward and optimizer under a monitor of 64 rows, over the same without one."""
+    """A training step (forward, backward, optimizer) with a monitor of 64 rows relative to one without."""
 
     name: str
     length: int
@@ -37,23 +37,23 @@ class MonitorCost:
         every, steps = CADENCES[self.name]
         monitored = TemporaryMonitor(model, every)
         step = training(model, self.length, monitored.step)
-        # The same model with and without: the place of a model in memory changes the time by several per cent.
+        # The same model is used for both: the placement of a model in memory changes its time by several per cent.
         ratio = interleaved_ratio(step, step, self.rounds, monitored.attached, pairs=steps)
         return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *label(4, 64))]
 
 
 class TemporaryMonitor:
-    """A monitor that is attached while the candidate is timed; `step` does nothing at other times."""
+    """A monitor that is attached only while the candidate is timed; otherwise `step` does nothing."""
 
     def __init__(self, model: Gpt, every: int) -> None:
         self._model = model
         self._every = every
         self._monitor: Monitor | None = None
-        self._done = 0  # steps under a monitor
+        self._done = 0  # monitored steps so far
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach a monitor that goes on where the last one was, so that it listens to every `every`-th step."""
+        """Attach a monitor that continues the step count, so that every `every`-th step is monitored."""
         with Monitor(self._model, every=self._every, rows=64, alerts=None) as self._monitor:
             self._monitor.step(self._done)
             yield
@@ -68,7 +68,7 @@ class TemporaryMonitor:
 
 @dataclass(frozen=True)
 class MonitorMemory:
-    """How far the peak of a training step rises under a monitor of 64 rows, in MB, on one layer of a long context."""
+    """Additional peak memory in MB of a training step with a monitor of 64 rows, on one layer and a long context."""
 
     length: int
 
@@ -83,7 +83,7 @@ class MonitorMemory:
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """How many times more the same quantities cost through matrices of all weights than through the monitor."""
+    """Cost of the same quantities computed from full weight matrices, as a multiple of the monitor's cost."""
 
     length: int
     rounds: int
@@ -92,12 +92,12 @@ class MatrixCost:
         watched, matrices, plain = build_gpt(), build_gpt(), build_gpt()
         monitor = Monitor(watched, every=1, rows=64, alerts=None)
         for block in matrices.blocks:
-            block.attention = MatrixAttention(build_policy("log"))  # the policy of the other two
+            block.attention = MatrixAttention(build_policy("log"))  # same policy as the other models
         baseline = training(plain, self.length)
         with_matrices = interleaved_ratio(training(matrices, self.length), baseline, self.rounds)
         with_monitor = interleaved_ratio(training(watched, self.length, monitor.step), baseline, self.rounds)
         monitor.close()
-        # Both ratios are over the same plain step; their quartiles cannot be combined.
+        # Both ratios refer to the same plain step; their quartiles cannot be combined.
         times = (with_matrices.median - 1) / max(with_monitor.median - 1, 1e-3)
         labels = label(4, 64)
         return [
@@ -106,9 +106,9 @@ class MatrixCost:
 
 
 class MatrixAttention(nn.Module):
-    """Attention that computes its statistics from the n × n matrix, as one would with `output_attentions`.
+    """Attention that computes its statistics from the n × n matrix, as with `output_attentions`.
 
-    Of all rows, but in forward only and without angles.
+    Covers all rows, but only the forward pass and no angles.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -116,7 +116,7 @@ class MatrixAttention(nn.Module):
         self.policy = policy
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        """Causal attention [B, H, T, D]; the statistics are computed, and dropped."""
+        """Causal attention [B, H, T, D]; the statistics are computed and discarded."""
         weights = attention_weights(query, key, is_causal=is_causal, policy=self.policy)
         with torch.no_grad():
             seen = weights.detach()
@@ -129,7 +129,7 @@ class MatrixAttention(nn.Module):
 
 
 def training(model: Gpt, length: int, after: Callable[[int], object] | None = None) -> Callable[[], None]:
-    """A function that makes one training step on the same tokens and then calls `after` with its number."""
+    """Return a function that makes one training step on fixed tokens and then calls `after` with the step number."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(0), device="cpu")
     done = [0]
@@ -146,7 +146,7 @@ def training(model: Gpt, length: int, after: Callable[[int], object] | None = No
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before and a residual around."""
+    """Pre-norm attention and MLP with residual connections."""
 
     def __init__(self, width: int, heads: int, policy: PolicySpec) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Blocks over a small vocabulary."""
+    """A small GPT."""
 
     def __init__(
         self, policy: PolicySpec = "log", layers: int = 6, width: int = 256, heads: int = 4, vocabulary: int = 256
@@ -184,17 +184,17 @@ class Gpt(nn.Module):
         return logits
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """One block; where checkpointing would go."""
+        """Run one block; overridden for activation checkpointing."""
         out: Tensor = block(x)
         return out
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Of predicting the next token."""
+        """Next-token cross-entropy."""
         return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def build_gpt(seed: int = 0, **arguments: object) -> Gpt:
-    """The same weights for the same seed."""
+    """Build a `Gpt`; the same seed gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Gpt(**arguments)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the benchmark on a CPU measures: the plan, the cost of policies and of the import, and the targets."""
+"""Plan of the CPU benchmark: cases, cost of policies and of the import, and targets."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from scripts.cost.monitor import MatrixCost, MonitorCost, MonitorMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# From this β on so many weights underflow that it shows in the time.
+# Above this β, underflowing weights affect the time.
 SHARP = 16.0
 
-# Metrics of which more is better, with their targets.
+# Metrics where higher is better, with their targets.
 AT_LEAST = {"times_slower": 6.0, "times_cheaper": 10.0}
 
-# Providers that are not of this package: measured for comparison, without a target.
+# Alternatives to this package, measured for comparison and without a target.
 RIVALS = ("flex_attention",)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: the rounds are numbers of interleaved rounds for each of the lengths beside them."""
+    """The measurements: each `rounds` tuple gives the interleaved rounds for the lengths in the corresponding tuple."""
 
     lengths: tuple[int, ...] = (512, 2048, 8192)
     policies: tuple[str, ...] = ("constant", "sqrt_log", "log", "log_squared")
@@ -61,7 +61,7 @@ class Plan:
     imports: int = 11
 
     def __post_init__(self) -> None:
-        """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
+        """Reject invalid values before minutes of measuring. Quartiles need at least two measurements."""
         for name, least in (("heads", 1), ("head_dim", 1), ("imports", 2)):
             read_length(name, getattr(self, name), least=least)
         more = (
@@ -81,15 +81,15 @@ class Plan:
         for name in ("policies", "half_policies"):
             for policy in getattr(self, name):
                 if not isinstance(policy, str):
-                    reject_type(name, policy, "names of policies")
+                    reject_type(name, policy, "a list of policy names")
                 build_policy(policy)
         for rounds, lengths in (("rounds", "lengths"), ("statistics_rounds", "statistics_lengths")):
             if len(getattr(self, rounds)) != len(getattr(self, lengths)):
-                reject(rounds, getattr(self, rounds), f"as many as {lengths}={getattr(self, lengths)}")
+                reject(rounds, getattr(self, rounds), f"the length of {lengths}={getattr(self, lengths)}")
 
     @classmethod
     def read(cls, path: Path | None) -> Plan:
-        """The plan in a YAML file, or the built-in one."""
+        """Read the plan from a YAML file; None gives the built-in plan."""
         if path is None:
             return cls()
         content = read_yaml(path)
@@ -104,13 +104,13 @@ class Plan:
 
 
 class Case(Protocol):
-    """Something to measure."""
+    """A measurement."""
 
     def measure(self) -> list[Row]: ...
 
 
 def cases(plan: Plan) -> Iterator[Case]:
-    """Everything a plan measures, in the order it is measured."""
+    """Yield all cases of a plan in measurement order."""
     for length, rounds in zip(plan.lengths, plan.rounds, strict=True):
         for dtype, policies in (("fp32", plan.policies), ("bf16", plan.half_policies)):
             for policy in policies:
@@ -134,7 +134,7 @@ def cases(plan: Plan) -> Iterator[Case]:
             yield MonitorCost(name, length, rounds)
         yield MatrixCost(length, rounds=3)
         yield MonitorMemory(8 * length)
-    # Left out without transformers.
+    # Skipped if transformers is not installed.
     for length in plan.model_lengths if importlib.util.find_spec("transformers") else ():
         for padded in (False, True):
             yield ModelCost("prefill", length, rounds=3, padded=padded)
@@ -145,14 +145,14 @@ def cases(plan: Plan) -> Iterator[Case]:
 def _ratio(
     plan: Plan, kernel: str, name: str, candidate: Callable[..., Tensor], length: int, mode: str, rounds: int
 ) -> TimeRatio:
-    """A function's time over that of torch's attention."""
+    """Return the case of a function relative to torch's attention."""
     baseline = F.scaled_dot_product_attention
     return TimeRatio(kernel, name, "time_ratio", candidate, baseline, plan.heads, plan.head_dim, length, mode, rounds)
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """One policy at one length, forward or with backward: causal, on the CPU, over torch in the same dtype."""
+    """One policy at one length, causal, with or without backward pass, relative to torch in the same dtype."""
 
     plan: Plan
     policy: str
@@ -175,7 +175,7 @@ class AttentionCost:
         baseline = step(F.scaled_dot_product_attention)
         rows = [self._row("time_ratio", *interleaved_ratio(candidate, baseline, self.rounds))]
         if isinstance(policy, LengthPolicy) and policy.longest_beta() > SHARP:
-            # Torch's own time for logits as sharp as these: denormal numbers are slow on some CPUs.
+            # Baseline with equally sharp logits: denormal numbers are slow on some CPUs.
             sharp = step(F.scaled_dot_product_attention, beta=policy(torch.arange(1, self.length + 1, device="cpu")))
             rows.append(self._row("time_ratio_same_logits", *interleaved_ratio(candidate, sharp, self.rounds)))
         copy = dtype.itemsize * self.plan.heads * self.length * self.plan.head_dim
@@ -190,9 +190,9 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class ImportCost:
-    """What `import attnscale` adds to `import torch`, in milliseconds, each time in a new process.
+    """Milliseconds that `import attnscale` adds to `import torch`, in fresh processes.
 
-    As in an installed package, Python finds the bytecode of an earlier process.
+    Bytecode is cached, as for an installed package.
     """
 
     times: int
@@ -213,7 +213,7 @@ class ImportCost:
 
 
 def summarise(rows: list[Row]) -> Iterator[tuple[str, ...]]:
-    """Lines for a table: what was measured, the quartiles, and the target with a mark where it is missed."""
+    """Yield table lines: case, quartiles, and the target, marked if missed."""
     for row in rows:
         digits = 0 if row.metric in ("added_ms", "extra_mb") else 3
         spread = "" if row.low == row.high else f"{row.low:.{digits}f} – {row.high:.{digits}f}"
@@ -221,21 +221,21 @@ def summarise(rows: list[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def verdict(row: Row) -> str:
-    """The target of a row, marked where it is missed; empty for rivals."""
+    """Return the target of a row, marked if missed; empty for alternatives."""
     if row.provider in RIVALS:
         return ""
     target = target_of(row)
     if row.metric in AT_LEAST:
         met, sign = row.y >= target, "≥"
     else:
-        # Memory includes n and β, a few numbers per row: less than a hundredth of the query.
+        # Memory includes n and β, a few numbers per row: less than 1 % of the query.
         met, sign = row.y <= target + 0.05 * (row.metric == "extra_query_copies"), "≤"
     return f"{sign} {target:g}" + ("" if met else " missed")
 
 
 def target_of(row: Row) -> float:
-    """The largest value that a row should have, or the least for metrics in `AT_LEAST`."""
-    if row.provider.endswith("_bf16"):  # computed in fp32: q, k, v and the output are copied, twice as wide
+    """Return the largest acceptable value of a row, or the smallest for metrics in `AT_LEAST`."""
+    if row.provider.endswith("_bf16"):  # computed in fp32: q, k, v and output are copied at twice the width
         return {"extra_query_copies": 14.0}.get(row.metric, 1.2 if row.mode == "forward" else 1.5)
     by_metric = {"added_ms": 150.0, "extra_query_copies": 1.0, "extra_mb": 256.0, **AT_LEAST}
     if row.kernel == "monitor" and row.metric == "extra_mb":

@@ -1,11 +1,11 @@
-"""Train a tiny model to find one token among 32, then let it search in up to 4096, under several temperature laws.
+"""Train a tiny model to find one token among 32, then test it on up to 4096 tokens under several temperature laws.
 
 python scripts/examples/extend_a_context.py
 python scripts/examples/extend_a_context.py --length 64 --contexts 64 1024 16384
 
-Each token has a key and a value; the query names one of the keys, and the answer is that token's value. With β = 1 the
-other tokens drown the right one as their number grows. A law anchored at the trained length leaves the model as it is
-there and sharpens it beyond; `floor=True` also keeps it as it is below. Nothing is trained again.
+Each token has a key and a value; the query is one of the keys, the answer is the value of that token. With β = 1 the
+weight of the right token vanishes as the number of tokens grows. A law anchored at the trained length is 1 there and
+sharpens attention beyond it; `floor=True` keeps β = 1 below. The model is not retrained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEYS, VALUES, WIDTH, HEADS = 64, 16, 32, 2
 
 
 class Finder(nn.Module):
-    """One attention of a query over tokens, without positions: it can read any number of them."""
+    """Attention of one query over tokens without positions, for any number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class Finder(nn.Module):
         self.head = nn.Linear(WIDTH, VALUES)
 
     def forward(self, asked: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Logits [B, VALUES] for the asked keys [B], from tokens [B, T]."""
+        """Return logits [B, VALUES] for the queried keys [B], given tokens [B, T]."""
         tokens = self.key(keys) + self.value(values)
         found, _ = self.attention(self.key(asked)[:, None], tokens, tokens, need_weights=False)
         return self.head(found[:, 0])
 
 
 def task(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Asked keys, the keys and values of all tokens, and the answers: each asked key is there exactly once."""
+    """Return queried keys, keys and values of all tokens, and answers. Each queried key occurs exactly once."""
     asked, values = torch.randint(KEYS, (batch,)), torch.randint(VALUES, (batch, length))
     keys = (asked[:, None] + torch.randint(1, KEYS, (batch, length))) % KEYS
     place = torch.randint(length, (batch, 1))
@@ -45,12 +45,12 @@ def task(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train once, then print the accuracy for each law and context."""
+    """Train once, then print the accuracy of each law and context length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=32, help="tokens in training (default: %(default)s)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[16, 32, 128, 512, 2048, 4096])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--samples", type=int, default=512, help="questions per number (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=512, help="questions per cell (default: %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = Finder()
@@ -61,7 +61,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"trained at {options.length} tokens, loss {loss.item():.3f}; answers that are right:")
+    print(f"trained at {options.length} tokens, loss {loss.item():.3f}; accuracy by context length:")
     laws = ("constant", "sqrt_log", "log", "log_squared")
     print(f"{'':12s}" + "".join(f"{context:>8d}" for context in options.contexts))
     for law in laws:

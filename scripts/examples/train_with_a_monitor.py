@@ -1,8 +1,8 @@
-"""Train a tiny GPT under a monitor, to see in a minute or two what a temperature law does to its attention.
+"""Train a tiny GPT under a monitor, and watch the effect of a temperature law on its attention, in a minute or two.
 
 python scripts/examples/train_with_a_monitor.py                           # (ln n)²: the loss stays near 3.9
-python scripts/examples/train_with_a_monitor.py --policy log --gamma 0.2  # 0.2·ln n: the loss goes to 0.5
-attnscale watch runs/tiny/log_squared.jsonl                               # meanwhile; `report` writes a page of it
+python scripts/examples/train_with_a_monitor.py --policy log --gamma 0.2  # 0.2·ln n: the loss falls to 0.5
+attnscale watch runs/tiny/log_squared.jsonl                               # live view; `report` writes an HTML page
 """
 
 import argparse
@@ -19,7 +19,7 @@ VOCABULARY, LENGTH, PERIOD, BATCH = 64, 128, 16, 8
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and added to what came in."""
+    """Pre-norm attention and feed-forward layer with residual connections."""
 
     def __init__(self, width: int, heads: int, policy: attnscale.Policy) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Embeddings, blocks, and one logit per token of the vocabulary."""
+    """Embeddings, blocks, and a linear head."""
 
     def __init__(self, policy: attnscale.Policy, width: int = 64, heads: int = 8, layers: int = 6) -> None:
         super().__init__()
@@ -48,23 +48,23 @@ class TinyGPT(nn.Module):
 
 
 def main() -> None:
-    """Train, and print the loss now and then."""
+    """Train, and print the loss every 50 steps."""
     parser = argparse.ArgumentParser(description="Train a tiny GPT under a monitor.")
     parser.add_argument("--policy", default="log_squared", help="temperature law (default: %(default)s)")
-    parser.add_argument("--gamma", type=float, default=1.0, help="its factor (default: %(default)s)")
+    parser.add_argument("--gamma", type=float, default=1.0, help="factor of the law (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", type=int, default=5, help="steps from report to report (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=5, help="steps between monitored steps (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSONL to write (default: runs/tiny/POLICY.jsonl)")
     options = parser.parse_args()
     output = options.output or Path("runs", "tiny", f"{options.policy}.jsonl")
     output.unlink(missing_ok=True)
-    logging.getLogger("attnscale").setLevel(logging.ERROR)  # alerts are in the file; here they would hide the loss
+    logging.getLogger("attnscale").setLevel(logging.ERROR)  # alerts go to the file; printed, they would hide the loss
     torch.manual_seed(0)
     model = TinyGPT(attnscale.build_policy(options.policy, gamma=options.gamma))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with attnscale.Monitor(model, every=options.every, sinks=[JsonlSink(output)]) as monitor:
         for step in range(options.steps):
-            # Random tokens that come again and again: to predict them, attention must look one period back.
+            # Periodic random tokens: predicting them requires attention to one period back.
             tokens = torch.randint(VOCABULARY, (BATCH, PERIOD)).repeat(1, LENGTH // PERIOD + 1)[:, : LENGTH + 1]
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
             optimizer.zero_grad()
@@ -73,7 +73,7 @@ def main() -> None:
             monitor.step(step)
             if step % 50 == 0 or step == options.steps - 1:
                 print(f"step {step:4d}  loss {loss.item():.3f}")
-    print(f"wrote {output}: read it with `attnscale report {output}`")
+    print(f"wrote {output}; view it with `attnscale report {output}`")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What can be known of the kernels without a GPU: compiled ahead of time, and counted beside a plain kernel."""
+"""Static analysis of the kernels without a GPU: ahead-of-time compilation and instruction counts."""

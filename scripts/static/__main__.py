@@ -1,4 +1,4 @@
-"""Compile the kernels and say where they got worse than the table, or write it: `python -m scripts.static`."""
+"""Compile the kernels and report regressions against the table, or write the table: `python -m scripts.static`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scripts.static.table import FILE, differences, read_table, static_table, wr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code is 1 where a kernel got worse than the table says."""
+    """Return the exit code: 1 if a kernel is worse than in the table."""
     parser = argparse.ArgumentParser(prog="python -m scripts.static", description=__doc__)
     parser.add_argument("--write", type=Path, nargs="?", const=FILE, help=f"write the table (default: {FILE.name})")
-    parser.add_argument("--quick", action="store_true", help="each variant for one of the targets in turn")
-    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--print", action="store_true", help=f"only print {FILE.name}")
-    parser.add_argument("--misses", action="store_true", help=f"only print which goals {FILE.name} misses")
+    parser.add_argument("--quick", action="store_true", help="compile each variant for one target in turn")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: %(default)s)")
+    parser.add_argument("--print", action="store_true", help=f"print {FILE.name} and exit")
+    parser.add_argument("--misses", action="store_true", help=f"print the goals that {FILE.name} misses and exit")
     options = parser.parse_args(arguments)
     if options.print:
         print_table(static_table())
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(misses(static_table()), indent=1, ensure_ascii=False))
         return 0
     if options.write == FILE and options.quick:
-        parser.error(f"--quick leaves rows out: it does not write {FILE.name}")
+        parser.error(f"--quick compiles only some rows and cannot write {FILE.name}")
     found = build_table(jobs(all_targets=not options.quick), options.workers)
     if options.write is not None:
         write_table(found, options.write)

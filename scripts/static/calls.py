@@ -1,7 +1,7 @@
-"""How many tiles a call of attention runs in each phase of a kernel, by its rule of visibility and its length.
+"""Number of tiles that an attention call runs in each loop phase, by visibility rule and length.
 
-As the kernels do it (attnscale_kernels/tiles.py, and flash/mask_kernel.py for masks), for one head and as many queries
-as keys: a program takes a block of rows, or of keys, and steps through tiles of the other.
+Mirrors the kernels (attnscale_kernels/tiles.py, and flash/mask_kernel.py for masks) for one head and equal numbers of
+queries and keys: a program owns a block of rows, or of keys, and steps through tiles of the other.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 LENGTHS = (1024, 4096, 16384)
-WINDOW = 1024  # keys that a row sees under the rule "window", its own included
-BLOCK = 512  # rows and keys of a block under the rule "block-sparse"
+WINDOW = 1024  # visible keys of a row under "window", its own included
+BLOCK = 512  # block size of the rule "block-sparse"
 RULES = ("everything", "causal", "window", "bounds", "padding", "bool mask", "block-sparse", "bias")
-MASKED = ("bool mask", "block-sparse", "bias")  # rules that kernels are told by a mask
+MASKED = ("bool mask", "block-sparse", "bias")  # rules given as a mask
 
 
 class Sequence(NamedTuple):
-    """Of `length` tokens: row i sees the keys [start(i), stop(i)), neither of which ever decreases."""
+    """A sequence of `length` tokens. Row i sees the keys [start(i), stop(i)); both bounds are non-decreasing."""
 
     length: int
-    window: int | None = None  # keys a row sees; None: all before it
-    document: int | None = None  # tokens of one document; None: there is only one
-    keys: int | None = None  # keys that are no padding; None: all
+    window: int | None = None  # visible keys per row; None: unlimited
+    document: int | None = None  # tokens per document; None: a single document
+    keys: int | None = None  # keys without padding; None: all
     causal: bool = True
 
     def start(self, row: int) -> int:
-        """The first key that a row sees."""
+        """First visible key of a row."""
         first = 0 if self.window is None else max(0, row + 1 - self.window)
         return first if self.document is None else max(first, row // self.document * self.document)
 
     def stop(self, row: int) -> int:
-        """The key after the last that a row sees."""
+        """End of the visible keys of a row."""
         document = self.document or self.length
         last = row + 1 if self.causal else min(row // document * document + document, self.length)
         return last if self.keys is None else min(last, self.keys)
 
     @property
     def visible(self) -> int:
-        """Scores that count."""
+        """Number of visible scores."""
         return sum(max(0, self.stop(row) - self.start(row)) for row in range(self.length))
 
 
 class Passes(NamedTuple):
-    """Tiles of one head by the phase of the loop that they run in, and how many of them hold a score that counts."""
+    """Tiles of one head per loop phase, and the number of tiles with at least one visible score."""
 
     before: int
     hot: int
@@ -53,9 +53,9 @@ class Passes(NamedTuple):
 
 
 def sequences(rule: str, length: int) -> tuple[Sequence, ...]:
-    """What stands for a rule: two documents of equal length, a padded sequence beside a full one, a causal mask.
+    """Return the example sequences of a rule, such as two documents, or a padded and a full sequence.
 
-    A block-sparse mask is one that shows the blocks on its diagonal: each of its tiles is seen whole, or not at all.
+    The block-sparse mask shows the diagonal blocks: each of its tiles is either fully visible or hidden.
 
     >>> sequences("padding", 1024)[1].keys
     512
@@ -74,7 +74,7 @@ def sequences(rule: str, length: int) -> tuple[Sequence, ...]:
 
 @functools.cache
 def visible_scores(rule: str, length: int) -> int:
-    """Scores of a call that count.
+    """Return the number of visible scores of a call.
 
     >>> visible_scores("causal", 4)
     10
@@ -84,10 +84,10 @@ def visible_scores(rule: str, length: int) -> int:
 
 @functools.cache
 def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = False, classified: bool = True) -> Passes:
-    """Tiles [rows, keys] of a call, where a program takes a block of rows or, `by_keys`, of keys.
+    """Count the tiles [rows, keys] of a call; a program owns a block of rows or, `by_keys`, of keys.
 
-    A kernel that has not `classified` the tiles of a mask goes through all of them, as if each were at an edge; one
-    that has goes through those at an edge after the others.
+    A kernel that has not `classified` the tiles of a mask visits all of them as edge tiles. Otherwise edge tiles come
+    after the fully visible ones.
 
     >>> passes("causal", 1024, (128, 64))
     Passes(before=0, hot=56, after=16, needed=72)
@@ -108,13 +108,13 @@ def passes(rule: str, length: int, tile: tuple[int, int], *, by_keys: bool = Fal
 
 
 def _range(sequence: Sequence, first: int, end: int, by_keys: bool) -> tuple[int, int, int, int]:
-    """Of a block of rows, keys that any and that all see: the first, [clear_first, clear_end), the end; or of keys."""
+    """Return first, [clear_first, clear_end) and end of the keys seen by a block of rows; if `by_keys`, of rows."""
     if not by_keys:
         first_key, clear_first = sequence.start(first), sequence.start(end - 1)
         clear_end, end_key = sequence.stop(first), sequence.stop(end - 1)
         return first_key, clear_first, max(clear_first, clear_end), max(first_key, end_key)
     rows = range(sequence.length)
-    first_row = bisect_right(rows, first, key=sequence.stop)  # the first whose stop is beyond the first key
+    first_row = bisect_right(rows, first, key=sequence.stop)  # first row with stop beyond the first key
     end_row = max(first_row, bisect_left(rows, end, key=sequence.start))
     clear_first = min(bisect_left(rows, end, key=sequence.stop), end_row)
     clear_end = min(max(clear_first, bisect_right(rows, first, key=sequence.start)), end_row)
@@ -122,7 +122,7 @@ def _range(sequence: Sequence, first: int, end: int, by_keys: bool) -> tuple[int
 
 
 def _phases(found: tuple[int, int, int, int], step: int, *, whole: bool) -> tuple[int, int, int]:
-    """Tiles before, within and after those that are seen whole; if none is known to be, all come after."""
+    """Return the tiles before, within and after the fully visible range; if unknown, all tiles come after."""
     first, clear_first, clear_end, end = found
     low = first // step * step
     clear_low = -(-clear_first // step) * step if whole else low

@@ -1,6 +1,6 @@
-"""Rows of the table: every variant compiled for every target, as triton would compile it there, in several processes.
+"""Compilation of every variant for every target, as Triton would compile it there, in several processes.
 
-Triton decides between compiling and interpreting when it is imported, so workers are processes of their own.
+Triton chooses between compiler and interpreter when it is imported, so workers are separate processes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from scripts.static.table import KernelRow, Table
 from scripts.static.targets import TARGETS, Target
 from scripts.static.variants import Variant, variants
 
-Job = tuple[int, str]  # a variant by its place in the list (functions do not travel), and a target
+Job = tuple[int, str]  # index of a variant (functions cannot be pickled), and a target
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes of a device, and its loops."""
+    """Resources and loops of a compiled kernel."""
 
-    registers: int  # of a thread; on gfx942 vector and accumulation registers together
-    spills: int  # bytes of a thread that do not fit into registers
-    shared_memory: int  # bytes of a block
+    registers: int  # per thread; on gfx942 vector plus accumulation registers
+    spills: int  # bytes per thread
+    shared_memory: int  # bytes per block
     phases: Phases
-    tensor_columns: int = 0  # of tensor memory, which sm_100 has
+    tensor_columns: int = 0  # tensor memory of sm_100
 
 
 def compile_launch(launch: Launch, target: Target, structure: Structure) -> Compiled:
-    """Compile for a target and look at the result."""
+    """Compile for a target and analyse the result."""
     kernel = _compile(launch, target)
     shared = int(kernel.metadata.shared)
     if target.backend == "hip":
@@ -51,7 +51,7 @@ def compile_launch(launch: Launch, target: Target, structure: Structure) -> Comp
 
 
 def versions() -> dict[str, str]:
-    """Of what decides about the result: triton (with its LLVM) and the two assemblers that it brings."""
+    """Return the versions that determine the result: triton (with its LLVM) and its two assemblers."""
     import triton
 
     return {
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def gcn_usage(text: str) -> tuple[int, int]:
-    """Registers and bytes spilled, from the metadata at the end of the listing."""
+    """Return registers and spilled bytes from the metadata at the end of the listing."""
     spilled = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
     return _number(r"\.vgpr_count:\s+(\d+)", text), max(
         spilled, _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
@@ -70,12 +70,12 @@ def gcn_usage(text: str) -> tuple[int, int]:
 
 
 def cubin_usage(text: str) -> tuple[int, int]:
-    """Registers and bytes spilled, as `cuobjdump -res-usage` says: kernels of triton use the stack for nothing else."""
+    """Return registers and spilled bytes from `cuobjdump -res-usage`. Triton kernels use the stack for spills only."""
     return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
 
 
 def _compile(launch: Launch, target: Target) -> Any:
-    """With the very functions that triton specialises the arguments of a launch by."""
+    """Compile with the functions that Triton itself uses to specialise the arguments of a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -95,9 +95,9 @@ def _compile(launch: Launch, target: Target) -> Any:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """The listing of a cubin and its use of registers.
+    """Return the listing of a cubin and its resource usage.
 
-    Without the analysis of data flow, which finds where indirect jumps lead: there are none.
+    Data-flow analysis, which resolves indirect jumps, is disabled: there are none.
     """
     from triton import knobs
 
@@ -123,12 +123,12 @@ def _output(*command: object) -> str:
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise ValueError(f"nothing like {pattern!r} in what the assembler reports")
+        raise ValueError(f"pattern {pattern!r} not found in the assembler output")
     return int(found[1])
 
 
 def jobs(*, all_targets: bool = True) -> list[Job]:
-    """What to compile: every variant for all targets, or each for one of them in turn."""
+    """Return the jobs: every variant for all targets, or each variant for one target in turn."""
     names = list(TARGETS)
     return [
         (index, target)
@@ -138,7 +138,7 @@ def jobs(*, all_targets: bool = True) -> list[Job]:
 
 
 def build_table(wanted: Iterable[Job], workers: int = 2) -> Table:
-    """Compile in worker processes of their own, which have triton as a compiler and not as an interpreter."""
+    """Compile in worker processes that use Triton's compiler instead of its interpreter."""
     os.environ.pop("TRITON_INTERPRET", None)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return Table(pool.submit(versions).result(), list(pool.map(build_row, wanted)))
@@ -151,13 +151,13 @@ def build_row(job: Job) -> KernelRow:
 
 
 def compile_variant(variant: Variant, target: str) -> Compiled:
-    """What compiling a variant for a target gives."""
+    """Return the compilation result of a variant for a target."""
     launch = variant.launch(TARGETS[target].resources)
     return compile_launch(launch, TARGETS[target], variant.structure)
 
 
 def row_of(variant: Variant, target: str, compiled: Compiled) -> KernelRow:
-    """The row of a variant and a target: how it is launched there, and what compiling it has given."""
+    """Return the table row of a variant and a target: launch parameters and compilation result."""
     launch = variant.launch(TARGETS[target].resources)
     return KernelRow(
         variant.family, variant.name, variant.dtype, variant.dim, target, _tile(launch), launch.warps, launch.stages,
@@ -172,13 +172,13 @@ def _tile(launch: Launch) -> tuple[int, int]:
 
 
 def _matrix_flops(variant: Variant, launch: Launch) -> int:
-    """Of the products of one tile; values are as wide as keys in all variants."""
+    """Return the FLOPs of one tile; values are as wide as keys in all variants."""
     m, n = _tile(launch)
     return 2 * variant.products * m * n * block_of(variant.dim) if variant.products else 0
 
 
 def _tile_bytes(variant: Variant, launch: Launch) -> int:
-    """Two operands of a step: keys and values, or queries and gradients; gap counting reads keys twice."""
+    """Return the bytes of both operands of a step: keys and values, queries and gradients, or keys twice (gaps)."""
     m, n = _tile(launch)
     size = 4 if variant.dtype == "fp32" else 2
     if not variant.products:

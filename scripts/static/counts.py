@@ -1,7 +1,4 @@
-"""How many instructions of which kind each loop of a compiled kernel has, and which loop is which.
-
-Tiles seen whole, tiles at an edge, and what runs around and besides.
-"""
+"""Instruction counts of each loop of a compiled kernel by kind, and identification of the loops."""
 
 from __future__ import annotations
 
@@ -14,33 +11,33 @@ from scripts.static.loops import Block, Instruction, Loop, loop_nest
 
 
 class Counts(NamedTuple):
-    """Instructions of one warp in one pass of a loop, by the pipe that they keep busy."""
+    """Instructions of one warp in one iteration of a loop, by execution pipe."""
 
     mma: int = 0  # matrix products
     ex2: int = 0  # powers of two
-    special: int = 0  # the other functions of the same unit: 1/x, log2, tanh
+    special: int = 0  # other functions of the same unit: 1/x, log2, tanh
     fp32: int = 0  # multiply, add, fused
-    fp32_pairs: int = 0  # the same on two numbers at once
-    alu: int = 0  # integers, comparisons, selections, maxima, conversions, moves
-    shared: int = 0  # to and from shared memory
-    memory: int = 0  # to and from global memory, asynchronous copies included
-    local: int = 0  # to and from where registers are spilled
-    shuffle: int = 0  # between lanes
-    other: int = 0  # control, barriers, what a uniform or scalar unit does
+    fp32_pairs: int = 0  # packed fp32
+    alu: int = 0  # integer, compare, select, max, convert, move
+    shared: int = 0  # shared memory
+    memory: int = 0  # global memory, asynchronous copies included
+    local: int = 0  # register spills
+    shuffle: int = 0  # lane exchange
+    other: int = 0  # control flow, barriers, uniform or scalar unit
     total: int = 0
     shared_bytes: int = 0  # per lane, through shared memory
-    mma_flops: int = 0  # of a warp, where the name of the instruction tells; else 0
+    mma_flops: int = 0  # per warp, if the opcode encodes the shape; else 0
 
 
 class Structure(NamedTuple):
-    """The loops over tiles in the text of a kernel, in the order they run.
+    """The tile loops in the source of a kernel, in execution order.
 
-    `phases` are those of one sweep over the tiles, and there may be several `sweeps`. Loops after these repair what is
-    seldom broken, where `repairs` says that a kernel has such. `heads_around`: each stands in a loop over heads.
-    `trips_inside`: passes of a loop inside a loop over tiles, each of which loads one number.
+    `phases` are those of one sweep over the tiles, repeated `sweeps` times. If `repairs` is set, further loops belong
+    to the repair phase. `heads_around`: each loop is nested in a loop over heads. `trips_inside`: iterations of a loop
+    inside a tile loop, each of which loads one number.
     """
 
-    phases: tuple[str, ...] = ()  # of "before", "hot" and "after", by `Phases`
+    phases: tuple[str, ...] = ()  # "before", "hot", "after", see `Phases`
     sweeps: int = 1
     repairs: bool = False
     heads_around: bool = False
@@ -48,14 +45,14 @@ class Structure(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """Instructions of a warp for one tile in each phase, over all sweeps; zeros where a kernel has no such loop."""
+    """Instructions of a warp per tile in each phase, over all sweeps; zeros if a kernel has no such loop."""
 
-    before: Counts = Counts()  # an edge tile before those seen whole
-    hot: Counts = Counts()  # a tile that every row sees whole
-    after: Counts = Counts()  # an edge tile after those seen whole
-    repair: Counts = Counts()  # a tile where something is broken: no call is expected to run it
-    around: Counts = Counts()  # a head, outside of its tiles
-    once: int = 0  # outside of all loops
+    before: Counts = Counts()  # edge tile before the fully visible ones
+    hot: Counts = Counts()  # fully visible tile
+    after: Counts = Counts()  # edge tile after the fully visible ones
+    repair: Counts = Counts()  # tile of the repair phase, which does not normally run
+    around: Counts = Counts()  # per head, outside of the tile loops
+    once: int = 0  # outside all loops
 
 
 _SASS_KINDS = {
@@ -79,12 +76,12 @@ _GCN_SHARED_BYTES = re.compile(r"^ds_(?:read|write|load|store)(?P<two>2)?(?:st64
 
 
 def classify(opcode: str) -> str:
-    """The field of `Counts` that an instruction falls under."""
+    """Return the field of `Counts` for an instruction."""
     return _classify_gcn(opcode) if opcode[0].islower() else _classify_sass(opcode)
 
 
 def count(instructions: tuple[Instruction, ...]) -> Counts:
-    """The instructions by kind; a `nop` is none."""
+    """Count instructions by kind, without `nop`."""
     opcodes = [step.opcode for step in instructions if step.opcode not in ("NOP", "s_nop")]
     kinds = Counter(classify(opcode) for opcode in opcodes)
     return Counts(
@@ -96,7 +93,7 @@ def count(instructions: tuple[Instruction, ...]) -> Counts:
 
 
 def total_of(parts: Iterable[Counts]) -> Counts:
-    """The counts of several loops together.
+    """Sum the counts of several loops.
 
     >>> total_of([Counts(mma=8, total=20), Counts(mma=8, total=30)])[:1], total_of([]).total
     ((16,), 0)
@@ -105,12 +102,12 @@ def total_of(parts: Iterable[Counts]) -> Counts:
 
 
 def times(counts: Counts, passes: int) -> Counts:
-    """The counts of several passes of one loop."""
+    """Multiply the counts of a loop by its number of iterations."""
     return Counts(*(passes * number for number in counts))
 
 
 def find_phases(blocks: list[Block], structure: Structure) -> Phases:
-    """The loops of a kernel, named by the order in which they run."""
+    """Identify the loops of a kernel by their execution order."""
     kernel = loop_nest(blocks)
     around = Counts()
     tiles = list(kernel.inner)
@@ -120,7 +117,7 @@ def find_phases(blocks: list[Block], structure: Structure) -> Phases:
     expected = structure.phases * structure.sweeps
     if len(tiles) < len(expected) or (len(tiles) > len(expected) and not structure.repairs):
         lengths = [count(loop.instructions).total for loop in tiles]
-        raise ValueError(f"found loops over tiles of {lengths} instructions: expected {list(expected)}")
+        raise ValueError(f"found tile loops of {lengths} instructions, expected the loops {list(expected)}")
     names = expected + ("repair",) * (len(tiles) - len(expected))
     found = {
         name: total_of(
@@ -132,7 +129,7 @@ def find_phases(blocks: list[Block], structure: Structure) -> Phases:
 
 
 def _one_tile(loop: Loop, trips: int) -> Counts:
-    """One pass, with all passes of the loops inside; an assembler that unrolls one makes it load more numbers."""
+    """Count one iteration including inner loops; an unrolled inner loop loads several numbers per iteration."""
     parts = [count(loop.own)]
     for inner in loop.inner:
         counts = count(inner.instructions)
@@ -170,7 +167,7 @@ def _classify_gcn(opcode: str) -> str:
 
 
 def _shared_bytes(opcode: str) -> int:
-    """Bytes of a lane: a bank is four wide, so that less takes no less time."""
+    """Return bytes per lane; a shared memory bank is four bytes wide, so narrower accesses are not faster."""
     if found := _GCN_SHARED_BYTES.match(opcode):
         return max(4, int(found["bits"]) // 8) * (2 if found["two"] else 1)
     parts = opcode.split(".")
@@ -182,11 +179,11 @@ def _shared_bytes(opcode: str) -> int:
 
 
 def _mma_flops(opcode: str) -> int:
-    """Operations of one instruction for one warp, a multiply and an add being two."""
+    """Return the FLOPs of one instruction for one warp; a multiply-add counts as two."""
     parts = opcode.split(".")
     if parts[0] == "HMMA" and parts[1] in _HMMA_SHAPE:
         return 2 * _HMMA_SHAPE[parts[1]]
     if found := re.match(r"(?:HGMMA\.|v_mfma_f32_)(\d+)x(\d+)x(\d+)", opcode):
         m, n, k = (int(extent) for extent in found.groups())
-        return 2 * m * n * k // (4 if parts[0] == "HGMMA" else 1)  # four warps issue one together
+        return 2 * m * n * k // (4 if parts[0] == "HGMMA" else 1)  # issued jointly by four warps
     return 0

@@ -1,6 +1,6 @@
-"""Assembly as a graph of blocks, and its loops by their back edges: which lie inside which, and in what order they run.
+"""Control-flow graph of assembly, and its natural loops: nesting and execution order.
 
-SASS as nvdisasm prints it, GCN as LLVM does.
+Input is SASS as printed by nvdisasm, or GCN as printed by LLVM.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _SASS_TARGET = re.compile(r"\(?(\.L_x_\w+)\)?")
 _GCN = re.compile(r"^\s+(?P<opcode>[a-z][a-z0-9]*_[a-z0-9_]+)(?P<rest>[^;]*)")
 _GCN_LABEL = re.compile(r"^(\.LBB\w+):")
 
-# A wait for a barrier is a loop of a few instructions, and part of what stands around it.
+# Barrier waits are loops of a few instructions and are counted as part of the surrounding code.
 LONGEST_WAIT = 16
 
 
 class Instruction(NamedTuple):
-    """One instruction, and where control may go from it."""
+    """One instruction and its control flow."""
 
     opcode: str
-    target: str | None = None  # the label of a branch
+    target: str | None = None  # branch target
     falls_through: bool = True
 
 
 class Block(NamedTuple):
-    """Instructions that run one after the other, and the blocks that may follow."""
+    """A basic block and its successors."""
 
     instructions: tuple[Instruction, ...]
     successors: tuple[int, ...]
 
 
 def parse_sass(text: str) -> list[Block]:
-    """The blocks of a kernel as `nvdisasm -c` prints it."""
+    """Parse a kernel listing of `nvdisasm -c` into basic blocks."""
     lines: list[str | Instruction] = []
     for line in text.splitlines():
         if label := _SASS_LABEL.match(line):
@@ -47,11 +47,11 @@ def parse_sass(text: str) -> list[Block]:
 
 
 def parse_gcn(text: str) -> list[Block]:
-    """The blocks of a kernel as triton keeps it in `asm["amdgcn"]`."""
+    """Parse a kernel listing of Triton's `asm["amdgcn"]` into basic blocks."""
     lines: list[str | Instruction] = []
     for line in text.splitlines():
         if line.startswith(".Lfunc_end"):
-            break  # not at `s_endpgm`: blocks may be laid out behind it
+            break  # not at `s_endpgm`: blocks may follow it
         if label := _GCN_LABEL.match(line):
             lines.append(label[1])
         elif found := _GCN.match(line):
@@ -67,14 +67,14 @@ def _sass_instruction(opcode: str, rest: str, predicated: bool) -> Instruction:
     if name in ("BRA", "CALL", "BRX", "JMP"):
         target = _SASS_TARGET.search(rest)
         conditional = predicated or bool(re.match(r"\s*!?U?P\d", rest))
-        # A call of a label of the kernel itself is a jump that ptxas writes so; any other comes back.
+        # ptxas emits some jumps as calls of labels in the same kernel; other calls return.
         falls = conditional or target is None
         return Instruction(opcode, None if target is None else target[1], falls)
     return Instruction(opcode, None, predicated or name not in ("EXIT", "RET"))
 
 
 def _blocks(lines: list[str | Instruction]) -> list[Block]:
-    """Blocks from labels and instructions in order: one ends before a label and after a branch."""
+    """Split labels and instructions into basic blocks, before labels and after branches."""
     starts: dict[str, int] = {}
     bodies: list[list[Instruction]] = [[]]
     for line in lines:
@@ -98,19 +98,19 @@ def _blocks(lines: list[str | Instruction]) -> list[Block]:
 
 
 class Loop(NamedTuple):
-    """A natural loop: its instructions outside of inner loops, and those loops in the order they run."""
+    """A natural loop: its instructions outside inner loops, and the inner loops in execution order."""
 
     own: tuple[Instruction, ...]
     inner: tuple[Loop, ...]
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """All of one pass in which every inner loop runs once."""
+        """All instructions of one iteration, with each inner loop running once."""
         return sum((loop.instructions for loop in self.inner), self.own)
 
 
 def loop_nest(blocks: list[Block]) -> Loop:
-    """The whole kernel as if it were a loop that runs once, so that its `inner` are the outermost loops."""
+    """Return the kernel as a pseudo-loop that runs once; its `inner` are the outermost loops."""
     order = _reverse_postorder(blocks)
     bodies = {
         header: body
@@ -129,10 +129,10 @@ def loop_nest(blocks: list[Block]) -> Loop:
 
 
 def _natural_loops(blocks: list[Block], order: list[int]) -> dict[int, frozenset[int]]:
-    """Blocks of each loop by its header: those of back edges, whose target every way to their source passes.
+    """Return the blocks of each natural loop by its header, from back edges to a dominator.
 
-    A branch upwards alone is no sign of a loop: ptxas puts the wait for a barrier behind the end of the kernel, from
-    where it jumps back into the middle of the loop that it belongs to.
+    A backward branch alone does not imply a loop: ptxas places barrier waits after the end of the kernel and jumps back
+    from there into the middle of the enclosing loop.
     """
     before = _predecessors(blocks, order)
     dominators = _dominators(order, before)
@@ -152,9 +152,9 @@ def _natural_loops(blocks: list[Block], order: list[int]) -> dict[int, frozenset
 
 
 def _reverse_postorder(blocks: list[Block]) -> list[int]:
-    """Blocks that can be reached, each before those it leads to but for ways back: the order in which loops run.
+    """Return reachable blocks in reverse postorder, which is the execution order of loops.
 
-    Addresses are no such order, since assemblers lay blocks out as they like.
+    Addresses do not give this order, because assemblers reorder blocks.
     """
     finished: list[int] = []
     seen = {0}
@@ -180,7 +180,7 @@ def _predecessors(blocks: list[Block], order: list[int]) -> dict[int, list[int]]
 
 
 def _dominators(order: list[int], before: dict[int, list[int]]) -> dict[int, frozenset[int]]:
-    """For each block those that every way from the entry to it passes."""
+    """Return the dominators of each block."""
     dominators = dict.fromkeys(order, frozenset(order))
     dominators[order[0]] = frozenset(order[:1])
     changed = True

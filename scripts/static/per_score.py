@@ -1,4 +1,4 @@
-"""Instructions of a kernel for each score, by phase and of whole calls, and which goals they miss."""
+"""Instructions per score of a kernel, by phase and for whole calls, and missed goals."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from scripts.static.counts import Counts
 from scripts.static.table import REFERENCE, KernelRow, baseline
 from scripts.static.targets import TARGETS
 
-BY_KEYS = "backward dK dV"  # the family whose programs take keys, and step through rows
-GROUP = 4  # query heads of a key head in the variants of the table
+BY_KEYS = "backward dK dV"  # programs of this family own keys and step through rows
+GROUP = 4  # query heads per key head in the table
 
 HOT_OVER_REFERENCE = 1.05
 ENTROPY_OVER_PLAIN = 1.12
-CALL_OVER_HOT = 1.10  # of a causal call with 1024 keys
+CALL_OVER_HOT = 1.10  # for a causal call with 1024 keys
 CAUSAL = ("causal, plain", "causal, entropy", "causal", "causal, dbeta")
 
 
 def per_score(row: KernelRow, counts: Counts) -> float:
-    """Of the threads of a block together, for each score of a tile."""
+    """Return the instructions of all threads of a block per score of a tile."""
     return counts.total * row.warps * row.lanes / (row.tile[0] * row.tile[1])
 
 
 def edge(row: KernelRow) -> Counts:
-    """The longer of the loops for tiles at an edge."""
+    """Return the longer of the edge loops."""
     return max(row.phases.before, row.phases.after, key=lambda counts: counts.total)
 
 
 def per_visible_score(row: KernelRow, length: int) -> float | None:
-    """Of all loops of a call, for each score that counts; None for kernels without a rule of visibility."""
+    """Return the loop instructions of a call per visible score; None for kernels without a visibility rule."""
     if not row.rule:
         return None
     return _of_call(row, length) * row.warps * row.lanes / visible_scores(row.rule, length)
 
 
 def with_the_rest(row: KernelRow, length: int) -> float | None:
-    """At most as many instructions for each score that counts if those outside of the loops over tiles are added.
+    """Return an upper bound of instructions per visible score, including those outside the tile loops.
 
-    At most: compilers write the first and last tiles of a loop outside of it, which are counted in both places, and all
-    branches as if they were taken. A program of dK and dV serves `GROUP` heads.
+    It is an upper bound because compilers peel the first and last iterations of a loop, which are then counted twice,
+    and because all branches count as taken. A dK/dV program serves `GROUP` heads.
     """
     of_loops = per_visible_score(row, length)
     if of_loops is None:
@@ -51,10 +51,9 @@ def with_the_rest(row: KernelRow, length: int) -> float | None:
 
 
 def over_all_hot(row: KernelRow, rows: list[KernelRow], length: int) -> float | None:
-    """Instructions of a call over those if every tile with a score that counts ran in the hot loop.
+    """Return the instructions of a call relative to a call with all visible tiles in the hot loop.
 
-    Where a kernel has none, the hot loop is that of the same kernel under the causal rule. None where there is none
-    either.
+    If the kernel has no hot loop, the hot loop of the causal variant is used. None if there is none either.
     """
     hot = next((other for other in (row, *_causal(row, rows)) if other.phases.hot.total), None)
     if not row.rule or hot is None:
@@ -64,7 +63,7 @@ def over_all_hot(row: KernelRow, rows: list[KernelRow], length: int) -> float | 
 
 
 def over_reference(row: KernelRow, rows: list[KernelRow]) -> float | None:
-    """Instructions for a score in most tiles of a forward, over those of the plain kernel at its best tile."""
+    """Return the instructions per score of a forward kernel relative to the plain kernel at its best tile."""
     wanted = row._replace(family=REFERENCE, name="causal, plain").key
     plain = next((other for other in rows if other.key == wanted), None)
     if row.family != "forward" or plain is None:
@@ -78,7 +77,7 @@ def _causal(row: KernelRow, rows: list[KernelRow]) -> list[KernelRow]:
 
 
 def _of_call(row: KernelRow, length: int) -> int:
-    """Instructions of a warp in all tiles of one head."""
+    """Return the instructions of a warp in all tiles of one head."""
     tiles, phases = _tiles(row, length), row.phases
     return sum(getattr(tiles, name) * getattr(phases, name).total for name in ("before", "hot", "after"))
 
@@ -88,7 +87,7 @@ def _tiles(row: KernelRow, length: int) -> Passes:
 
 
 def misses(rows: list[KernelRow]) -> dict[str, str]:
-    """What is missed, by goal and kernel, with the figure that should be lower."""
+    """Return missed goals by goal and kernel, with the value that should be lower."""
     return {
         f"{goal}: {row.family} {row.dtype} D{row.dim} {row.name} {row.target}": figure
         for row in rows
@@ -117,7 +116,7 @@ def _hot(row: KernelRow, rows: list[KernelRow]) -> float | None:
 
 
 def over_plain(row: KernelRow, rows: list[KernelRow]) -> float | None:
-    """Instructions for a score of a kernel with statistics, over those of the same without; None where it has none."""
+    """Return the instructions per score with statistics relative to without; None without statistics."""
     plain = baseline(row, rows)
     return None if plain is None else per_score(row, row.loop) / per_score(plain, plain.loop)
 

@@ -1,4 +1,4 @@
-"""The printed table: what compilation tells of every kernel on every target."""
+"""The printed table of compilation results for every kernel and target."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ HEADER = (
     "hot", "edge", *(f"n={length // 1024}k" for length in LENGTHS), "≤ n=1k", "over hot", "over plain", "+ statistics",
 )  # fmt: skip
 ABOUT = (
-    "Nothing here was timed. blocks: of a multiprocessor or compute unit at once; KB, MFLOP: what a block reads and "
-    "multiplies for one tile; hot, edge: instructions for each score of a tile that every row sees whole, and of one "
-    "that some see in part, over all passes of the kernel; n=1k…: of all loops of a call, for each score that counts; "
-    "≤ n=1k: with what stands outside of the loops, at most; over hot: of the loops at n=1k, over a call whose tiles "
-    "all run in the hot loop; over plain: hot over that of a plain kernel without temperature and statistics, at its "
-    "own best tile; + statistics: instructions of the hot loop over those of the same kernel without statistics."
+    "Nothing was timed. blocks: resident blocks per multiprocessor or compute unit; KB, MFLOP: bytes read and FLOPs "
+    "per block and tile; hot, edge: instructions per score in a fully and a partially visible tile, over all sweeps; "
+    "n=1k…: loop instructions of a call per visible score; ≤ n=1k: upper bound including code outside the loops; "
+    "over hot: relative to a call with all tiles in the hot loop, at n=1k; over plain: hot loop relative to a plain "
+    "kernel without temperature and statistics, at its best tile; + statistics: hot loop relative to the same kernel "
+    "without statistics."
 )
 
 
 def print_table(rows: list[KernelRow]) -> None:
-    """All rows, and what their columns mean."""
+    """Print all rows and an explanation of the columns."""
     console = Console()
     print_tables(console, "compiled ahead of time, not run", HEADER, static_lines(rows), heading=4)
     console.print(ABOUT, highlight=False)
 
 
 def static_lines(rows: list[KernelRow]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table for each kernel and target."""
+    """Yield the table cells of each kernel and target."""
     for row in rows:
         dim, target = f"D={row.dim}" if row.dim else "", f"{row.target} {TARGETS[row.target].card}"
         yield row.family, row.name, row.dtype, dim, target, *_resources(row), *_instructions(row, rows)
@@ -56,7 +56,7 @@ def _resources(row: KernelRow) -> tuple[str, ...]:
 
 
 def _instructions(row: KernelRow, rows: list[KernelRow]) -> Iterator[str]:
-    """For each score, by phase and for calls; where a tile has none, as the merge of parts, nothing."""
+    """Yield instructions per score, by phase and for calls; empty for kernels without a score tile."""
     yield from (_of_tile(row, counts) for counts in (row.phases.hot, edge(row)))
     yield from (_number(per_visible_score(row, length), 1) for length in LENGTHS)
     yield _number(with_the_rest(row, LENGTHS[0]), 1)

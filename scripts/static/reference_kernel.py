@@ -1,7 +1,7 @@
-"""A plain causal attention forward, as lean as the algorithm allows: what our kernels are held against.
+"""A plain causal attention forward kernel, the baseline of the static table.
 
-FlashAttention-2 (Dao, 2023, algorithm 1) with powers of two, and nothing else: no temperature, no statistics but the
-log-sum-exp, no rule but the causal one, no care for NaN, lengths that are multiples of the tile.
+FlashAttention-2 (Dao, 2023, algorithm 1) with exp2: no temperature, no statistics except the log-sum-exp, causal
+masking only, no NaN handling, and lengths in multiples of the tile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _load(x, first, BLOCK: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """BLOCK rows of a matrix [rows, D] that is contiguous."""
+    """Load BLOCK rows of a contiguous matrix [rows, D]."""
     if DESCRIPTORS:
         tile = x.load([first, 0])
     else:
@@ -23,7 +23,7 @@ def _load(x, first, BLOCK: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.conste
 
 @triton.jit
 def _load_transposed(x, first, BLOCK: tl.constexpr, D: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """The same as [D, BLOCK]."""
+    """`_load` transposed to [D, BLOCK]."""
     if DESCRIPTORS:
         tile = x.load([first, 0]).T
     else:
@@ -34,13 +34,13 @@ def _load_transposed(x, first, BLOCK: tl.constexpr, D: tl.constexpr, DESCRIPTORS
 
 @triton.jit
 def reference_forward_kernel(
-    q,  # [B·H·T, D], and so the next three: pointers, or descriptors of blocks
+    q,  # [B·H·T, D], as are the next three; pointers or TMA descriptors
     k,
     v,
     out,
     lse_ptr,  # [B·H·T] fp32, in units of ln 2
     length,  # T
-    edge_keys,  # BLOCK_M, and not known when compiling: else a single tile at the edge is no loop to be counted
+    edge_keys,  # BLOCK_M as a run-time value; otherwise a single edge tile is not compiled as a loop
     c,  # scale·log2(e)
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -49,7 +49,7 @@ def reference_forward_kernel(
     PRECISION: tl.constexpr,
 ):
     blocks = length // BLOCK_M
-    top = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows first
+    top = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # longest rows first
     base = tl.program_id(0) // blocks * length
     rows = top + tl.arange(0, BLOCK_M)
     q_tile = _load(q, base + top, BLOCK_M, D, DESCRIPTORS)

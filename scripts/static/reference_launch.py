@@ -1,4 +1,4 @@
-"""Launching the plain reference kernel: its best tile on each target, and its descriptors where a device has them."""
+"""Launch of the plain reference kernel: its best tile on each target, with TMA descriptors where supported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scripts.static.reference_kernel import reference_forward_kernel
 
 
 def reference_tile(dim: int, resources: Resources) -> Tile:
-    """Of those that spill nothing, the one with the fewest instructions for a score.
+    """Return the tile with the fewest instructions per score among those without spills.
 
-    At 128 dimensions and with 99 KB of shared memory 128 keys would take 12.9 instructions and not 14.7, but sm_89 then
+    At 128 dimensions and 99 KB of shared memory, 128 keys would take 12.9 instead of 14.7 instructions, but sm_89
     spills 24 bytes.
     """
     if resources.warp_size == 64:
@@ -23,7 +23,7 @@ def reference_tile(dim: int, resources: Resources) -> Tile:
 
 
 def has_descriptors(resources: Resources) -> bool:
-    """Whether tiles are copied by descriptors: on cards with the shared memory of sm_90 and sm_100."""
+    """Whether tiles are loaded through TMA descriptors: on devices with the shared memory of sm_90 and sm_100."""
     return resources.warp_size == 32 and resources.shared_memory > 200_000
 
 
@@ -36,7 +36,7 @@ def reference_launches(
     tile: Tile | None = None,
     descriptors: bool | None = None,
 ) -> tuple[tuple[Launch], Tensor]:
-    """Causal attention of contiguous tensors [B, H, T, D] in one dtype, T a multiple of the tile, D a power of two."""
+    """Build causal attention of contiguous tensors [B, H, T, D]; T is a multiple of the tile, D a power of two."""
     batch, heads, length, dim = query.shape
     resources = resources_of(query.device)
     tile = tile or reference_tile(dim, resources)

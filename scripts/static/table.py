@@ -1,4 +1,4 @@
-"""The table of what every kernel takes on every target: how it is read, written and compared."""
+"""The resource table of every kernel and target: reading, writing and comparison."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from scripts.static.counts import Counts, Phases
 from scripts.static.targets import TARGETS, blocks_per_unit
 
 FILE = Path(__file__).parent / "resources.json"
-REFERENCE = "reference"  # the family of the plain kernel that the forward is held against
+REFERENCE = "reference"  # family of the plain baseline kernel
 REGISTER_SLACK, LOOP_SLACK = 8, 0.03
 
 
 class KernelRow(NamedTuple):
-    """One kernel, compiled for one target."""
+    """One kernel compiled for one target."""
 
     family: str
     name: str
     dtype: str
-    dim: int  # the head dimension; 0 where there is none
+    dim: int  # head dimension; 0 if there is none
     target: str
     tile: tuple[int, int]
     warps: int
@@ -29,30 +29,30 @@ class KernelRow(NamedTuple):
     registers: int
     spills: int
     shared_memory: int
-    tensor_columns: int  # of tensor memory, which sm_100 has
-    matrix_flops: int  # of a block for one tile, multiply and add being two, dimensions as padded
-    tile_bytes: int  # that a block reads for one tile
+    tensor_columns: int  # tensor memory of sm_100
+    matrix_flops: int  # FLOPs per block and tile, with padded dimensions
+    tile_bytes: int  # bytes read per block and tile
     phases: Phases
 
     @property
     def key(self) -> tuple[str, str, str, int, str]:
-        """What tells rows apart."""
+        """Identity of a row."""
         return self.family, self.name, self.dtype, self.dim, self.target
 
     @property
     def rule(self) -> str:
-        """What rows see, which the name begins with; empty where there is no such rule."""
+        """The visibility rule at the start of the name; empty if there is none."""
         first = self.name.split(", ")[0]
         return first if first in RULES else ""
 
     @property
     def lanes(self) -> int:
-        """Of a warp."""
+        """Threads per warp."""
         return TARGETS[self.target].resources.warp_size
 
     @property
     def blocks(self) -> int:
-        """On a multiprocessor or compute unit at once; 0 where one does not fit."""
+        """Resident blocks per multiprocessor or compute unit; 0 if none fits."""
         return blocks_per_unit(
             TARGETS[self.target].limits,
             registers=self.registers,
@@ -63,24 +63,24 @@ class KernelRow(NamedTuple):
 
     @property
     def loop(self) -> Counts:
-        """What most tiles run: the hot loop, or the edge's where there is none."""
+        """The loop of most tiles: the hot loop, or the edge loop if there is no hot loop."""
         return self.phases.hot if self.phases.hot.total else self.phases.after
 
 
 class Table(NamedTuple):
-    """Rows, and the versions of the compilers that they hold for."""
+    """Rows, and the compiler versions they were produced with."""
 
     versions: dict[str, str]
     rows: list[KernelRow]
 
 
 def static_table(path: Path = FILE) -> list[KernelRow]:
-    """The rows that are checked in. Needs neither triton nor a GPU."""
+    """Return the committed rows. Requires neither triton nor a GPU."""
     return read_table(path).rows
 
 
 def read_table(path: Path = FILE) -> Table:
-    """A table as `write_table` leaves it."""
+    """Read a table written by `write_table`."""
     held = json.loads(path.read_text())
     rows = [
         KernelRow(**{**row, "tile": tuple(row["tile"]), "phases": _phases(row["phases"])})
@@ -90,7 +90,7 @@ def read_table(path: Path = FILE) -> Table:
 
 
 def write_table(table: Table, path: Path = FILE) -> None:
-    """One row on a line, so that a change of one kernel is a change of its lines."""
+    """Write one row per line, so that diffs show the changed kernels."""
     lines = []
     for row in table.rows:
         lines.append("  " + json.dumps([*row[:-1], _without_zeros(row.phases)]))
@@ -113,7 +113,7 @@ def _phases(held: dict[str, Any]) -> Phases:
 
 
 def baseline(row: KernelRow, rows: list[KernelRow]) -> KernelRow | None:
-    """The same kernel without statistics, if `row` has some: same flags, dtype, dimension and target."""
+    """Return the same kernel without statistics, if `row` has statistics: same flags, dtype, dimension and target."""
     if row.family != "forward" or not row.name.endswith(", entropy"):
         return None
     wanted = row._replace(name=row.name.removesuffix("entropy") + "plain").key
@@ -121,10 +121,10 @@ def baseline(row: KernelRow, rows: list[KernelRow]) -> KernelRow | None:
 
 
 def differences(known: KernelRow, found: KernelRow) -> list[str]:
-    """Where a kernel got worse than the table says, in words: empty if it did not.
+    """Describe regressions of a kernel relative to the table; empty if there are none.
 
-    Compilers make small moves: registers may grow by 8 and each loop by 3 %. What is decided by the kernel's text may
-    not change at all: which loops there are, shared memory, matrix products, powers of two. Spills may only go down.
+    Small compiler changes are tolerated: registers may grow by 8 and each loop by 3 %. Properties determined by the
+    source must not change: loops, shared memory, matrix products, powers of two. Spills must not increase.
     """
     exact = {
         "tile": (known.tile, found.tile),

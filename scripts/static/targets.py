@@ -1,6 +1,7 @@
-"""The devices that kernels are compiled for without having one, and how many blocks of a kernel fit on a unit of each.
+"""Compilation targets, and the occupancy of a kernel on each.
 
-A unit is a multiprocessor (SM) or compute unit (CU). It has four partitions; a warp or wavefront lives in one of them.
+A unit is a multiprocessor (SM) or compute unit (CU). It has four partitions; a warp or wavefront resides in one of
+them.
 """
 
 from __future__ import annotations
@@ -9,23 +10,23 @@ from typing import NamedTuple
 
 from attnscale_kernels.launch import GFX_942, SM_80, SM_90, SM_100, Resources
 
-PARTITIONS = 4  # of a unit; the warps of a block are spread over them
+PARTITIONS = 4  # per unit; the warps of a block are distributed over them
 
 
 class Limits(NamedTuple):
-    """What the blocks that are on a unit at once share."""
+    """Resources shared by the resident blocks of a unit."""
 
-    warps: int  # of a partition, at most
-    blocks: int  # at most
+    warps: int  # maximum per partition
+    blocks: int  # maximum
     shared_memory: int  # bytes
-    reserved: int  # bytes of it that each block takes for the system
-    registers: int = 512  # of a lane in a partition; 32 lanes of CUDA have 16384, 64 of CDNA have 32768
-    register_step: int = 8  # they are given to a warp in multiples of it
-    tensor_columns: int = 0  # of 128 lanes of 4 bytes: where matrix products stay outside of registers
+    reserved: int  # bytes reserved by the system per block
+    registers: int = 512  # per lane and partition; 32 lanes of CUDA have 16384, 64 of CDNA have 32768
+    register_step: int = 8  # allocation granularity per warp
+    tensor_columns: int = 0  # tensor memory in columns of 128 lanes × 4 bytes
 
 
 class Target(NamedTuple):
-    """A device as triton names it, what tiles are chosen by on it, the limits of a unit, and a card that has it."""
+    """A device by its Triton name, with the resources that determine tiles, unit limits, and an example GPU."""
 
     backend: str
     arch: int | str
@@ -34,14 +35,15 @@ class Target(NamedTuple):
     card: str
 
 
-# Cards for desktops and for inference have 99 KB of shared memory for a block.
+# Desktop and inference GPUs have 99 KB of shared memory per block.
 SM_89 = SM_80._replace(shared_memory=101_376, capability=89)
 SM_120 = SM_89._replace(capability=120)
 
-# Another target is one line here and `make resources`; tiles of its own go into attnscale_kernels/tile_rules.py.
-# CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and the tuning guides: resident
-# warps and blocks, shared memory of an SM, of which a block takes 1 KB for the system; PTX manual: tensor memory.
-# CDNA3 ISA guide: vector and accumulation registers are one file of 512, 8 wavefronts of a vector unit, 64 KB of LDS.
+# To add a target, add a line here and run `make resources`; tiles go into attnscale_kernels/tile_rules.py. Sources:
+# CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and the tuning guides for
+# resident warps and blocks and shared memory of an SM (a block reserves 1 KB for the system); PTX manual for tensor
+# memory. CDNA3 ISA guide: vector and accumulation registers share one file of 512, 8 wavefronts per SIMD unit, 64 KB of
+# LDS.
 TARGETS = {
     "sm_80": Target("cuda", 80, SM_80, Limits(16, 32, 164 * 1024, 1024), "A100"),
     "sm_89": Target("cuda", 89, SM_89, Limits(12, 24, 100 * 1024, 1024), "L40S"),
@@ -55,9 +57,9 @@ TARGETS = {
 def blocks_per_unit(
     limits: Limits, *, registers: int, warps: int, shared_memory: int = 0, tensor_columns: int = 0
 ) -> int:
-    """Blocks of `warps` warps, each thread with `registers`, that a unit has room for; 0 if not for one.
+    """Return the number of resident blocks of `warps` warps with `registers` per thread; 0 if none fits.
 
-    A thread of 255 registers gets 256, so that two warps fill a partition, and 8 an SM:
+    255 registers per thread are allocated as 256, so two warps fill a partition and 8 an SM:
 
     >>> blocks_per_unit(TARGETS["sm_80"].limits, registers=255, warps=8)
     1

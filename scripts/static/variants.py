@@ -1,4 +1,4 @@
-"""All kernels that can be launched, by family, each on tensors without storage: what the table has rows for."""
+"""All launchable kernels by family, on tensors without storage: the rows of the table."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Variant(NamedTuple):
-    """A kernel, and how to make the launch of one case."""
+    """A kernel, and a function that builds its launch for one case."""
 
     family: str
-    name: str  # of the case
+    name: str  # case name
     dtype: str
     dim: int
-    products: int  # matrix products of a tile, over all sweeps
+    products: int  # matrix products per tile, over all sweeps
     structure: Structure
     build: Callable[[], Launch]
 
     @property
     def key(self) -> str:
-        """Its name in the table."""
+        """Name in the table."""
         return f"{self.family} {self.dtype} D{self.dim} {self.name}"
 
     def launch(self, resources: Resources) -> Launch:
-        """As it would be launched on a device with these resources."""
+        """Return the launch for a device with these resources."""
         with assuming(resources):
             return self.build()
 
 
 def phases_of(rule: str, *, listed: bool = True) -> tuple[str, ...]:
-    """The phases that a loop over keys is compiled to, as `first_phase` of attnscale_kernels/tiles.py has it.
+    """Return the compiled phases of a loop over keys, as in `first_phase` of attnscale_kernels/tiles.py.
 
-    Kernels that do not have the tiles of a mask `listed` take each of them for an edge.
+    Kernels without tile lists (`listed`) treat each tile of a mask as an edge.
     """
     if rule in ("window", "bounds", "padding"):
         return ("before", "hot", "after")
@@ -53,12 +53,12 @@ def phases_of(rule: str, *, listed: bool = True) -> tuple[str, ...]:
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that has a shape and no storage."""
+    """Return a tensor without storage."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def heads_of(dim: int, dtype: torch.dtype, queries: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys (and so values) and β of grouped-query attention."""
+    """Return queries, keys (also used as values) and β of grouped-query attention."""
     return (
         meta(BATCH, HEADS, queries, dim, dtype=dtype),
         meta(BATCH, KV_HEADS, LENGTH, dim, dtype=dtype),
@@ -67,7 +67,7 @@ def heads_of(dim: int, dtype: torch.dtype, queries: int = LENGTH) -> tuple[Tenso
 
 
 def seen_by(rule: str) -> Visibility:
-    """What rows see, by the name of a rule; all but `everything`, `bounds` and masks are causal."""
+    """Return the visibility of a rule; all except `everything`, `bounds` and masks are causal."""
     table = meta(BATCH, LENGTH, dtype=torch.int32)
     mask = meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     return {
@@ -83,7 +83,7 @@ def seen_by(rule: str) -> Visibility:
 
 
 def mask_variants() -> Iterator[Variant]:
-    """What finds the tiles of a mask before the forward and, by keys, before dK and dV."""
+    """Mask classification before the forward pass and, by keys, before dK/dV."""
     for name, dtype in (("bool", "bool"), ("additive", "bf16")):
         yield _mask("mask squares", name, dtype, Structure(), 0)
     for name, place in (("for rows", 1), ("for keys", 2)):
@@ -102,7 +102,7 @@ def _mask(family: str, name: str, dtype: str, structure: Structure, place: int) 
 
 
 def forward_variants() -> Iterator[Variant]:
-    """The forward with and without entropy, and with each flag."""
+    """The forward kernel with and without entropy, and with each flag."""
     half, full = torch.bfloat16, torch.float32
     for dim in (64, 128):
         for level in ("plain", "entropy"):
@@ -121,7 +121,7 @@ def forward_variants() -> Iterator[Variant]:
 
 
 def forward_variant(dim: int, dtype: torch.dtype, rule: str, level: str, *extras: str) -> Variant:
-    """The forward under a rule."""
+    """The forward kernel under a rule."""
 
     def build() -> Launch:
         from attnscale_kernels.flash.launch import forward_launches
@@ -139,7 +139,7 @@ def forward_variant(dim: int, dtype: torch.dtype, rule: str, level: str, *extras
 
 
 def backward_variants() -> Iterator[Variant]:
-    """The three kernels of the backward, dQ also with dβ."""
+    """The three backward kernels; dQ also with dβ."""
     half, full = torch.bfloat16, torch.float32
     yield backward_variant(0, 128, half, "causal")
     for dim in (64, 128):
@@ -157,7 +157,7 @@ def backward_variants() -> Iterator[Variant]:
 
 
 def backward_variant(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extras: str) -> Variant:
-    """A kernel of the backward: what is said of each row (0), dQ (1), dK and dV (2)."""
+    """A backward kernel: row preprocessing (0), dQ (1), dK and dV (2)."""
 
     def build() -> Launch:
         from attnscale_kernels.flash.launch import backward_launches
@@ -180,13 +180,13 @@ def backward_variant(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extr
 
 
 def variants() -> list[Variant]:
-    """All of them, in the order of the table."""
+    """All variants in table order."""
     flash = [*forward_variants(), *_reference(), *backward_variants(), *mask_variants()]
     return [*flash, *_softmax(), *_gaps(), *_decode()]
 
 
 def _reference() -> Iterator[Variant]:
-    """The plain kernel that the forward is held against."""
+    """The plain baseline kernel."""
     for dim in (64, 128):
         yield Variant(REFERENCE, "causal, plain", "bf16", dim, 2, Structure(("hot", "after")), _plain_forward(dim))
 
@@ -202,7 +202,7 @@ def _plain_forward(dim: int) -> Callable[[], Launch]:
 
 
 def _softmax() -> Iterator[Variant]:
-    """Rows in one block and in many, with each flag."""
+    """Rows in one block and in several, with each flag."""
     yield _softmax_forward(torch.bfloat16, 1024)
     yield _softmax_forward(torch.bfloat16, 1024, "mask", "bias", "gaps")
     yield _softmax_forward(torch.bfloat16, 65536)
@@ -241,7 +241,7 @@ def _softmax_backward(dtype: torch.dtype, keys: int, *extras: str) -> Variant:
 
 
 def _two_sweeps(keys: int) -> Structure:
-    """Of a row that is too long for one block; a shorter one has no loop."""
+    """Loop structure of the softmax; rows that fit into one block have no loop."""
     return Structure(("hot",), sweeps=2) if keys > 8192 else Structure()
 
 
@@ -272,7 +272,7 @@ def _gap_count() -> Launch:
 
 
 def _decode() -> Iterator[Variant]:
-    """One query against a cache, and the merge of its parts."""
+    """One query against a cache, and the merge of its splits."""
     for dim, level in ((64, "plain"), (128, "plain"), (128, "entropy"), (256, "entropy")):
         yield _decode_kernel(0, dim, level)
     yield _decode_kernel(1, 128, "entropy")

@@ -1,1 +1,1 @@
-"""Trains the models of the README's tables: the embedded model, and one head that finds the largest of n items."""
+"""Training of the models in the README tables: the embedded model and max retrieval."""

@@ -1,4 +1,4 @@
-"""Train models, and measure some of them, by a YAML file: `python -m scripts.training FILE key=value …`."""
+"""Train models from a YAML file, and evaluate max retrieval: `python -m scripts.training FILE key=value …`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXPERIMENTS: Experiments = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code is 2 for a file or a value that is not accepted."""
+    """Return the exit code: 2 for an invalid file or value."""
     parser = argparse.ArgumentParser(prog="python -m scripts.training", description=__doc__)
     parser.add_argument(
         "file", type=Path, metavar="FILE", help=f"YAML with the key `experiment`: {', '.join(EXPERIMENTS)}"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="instead of what the file says; lists: [0,1]")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a value of the file; lists: [0,1]")
     options = parser.parse_args(arguments)
     try:
         experiment, function = read_experiment(options.file, options.overrides, EXPERIMENTS)

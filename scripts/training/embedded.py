@@ -1,7 +1,7 @@
-"""Trains the embedded model: a byte-level decoder of two layers that finds values by their keys in English verse.
+"""Training of the embedded model: a two-layer byte-level decoder that retrieves values by their keys in English verse.
 
-The first layer sees four tokens through rotary embedding, the second all of them without positions, so that what length
-does to the second layer's attention is not mixed up with what it does to a position embedding.
+The first layer sees four tokens through a rotary embedding, the second all tokens without positions. The effect of
+length on the second layer's attention is therefore not confounded with that on a position embedding.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from attnscale.lab.sequences import BYTES
 
 Progress = Callable[[int, int, str], None]
 
-NEEDLE_BYTES = 4  # \x01, two bytes of key, one of value
+NEEDLE_BYTES = 4  # \x01, two key bytes, one value byte
 
 
 @dataclass(frozen=True)
 class Training:
-    """Which models to train, and how.
+    """The models to train, and the training recipe.
 
     Args:
-        output: folder that gets one model folder per policy and seed.
-        policies: what the models are trained with: "constant", "log", "ssmax", "gap_adaptive".
-        seeds: of weights and data.
-        steps: of AdamW, with a warm-up of 50 and a cosine.
-        length: of the longest sequence. Over the first half of the steps the longest one grows from 32 to it.
-        batch: sequences a step.
-        learning_rate: at its peak.
+        output: Folder that receives one model folder per policy and seed.
+        policies: The policies to train with: "constant", "log", "ssmax", "gap_adaptive".
+        seeds: Seeds of weights and data.
+        steps: AdamW steps, with 50 warm-up steps and a cosine schedule.
+        length: The longest sequence. Over the first half of the steps the maximum grows from 32 to this value.
+        batch: Sequences per step.
+        learning_rate: The peak learning rate.
     """
 
     output: str
@@ -57,7 +57,7 @@ class Training:
 
 
 def run(training: Training, progress: Progress | None = None) -> Path:
-    """Train every model that its folder lacks; a model is written whole or not at all."""
+    """Train all models missing in the output folder; each model is written atomically."""
     output = Path(training.output)
     jobs = [(policy, seed) for policy in training.policies for seed in training.seeds]
     for number, (policy, seed) in enumerate(jobs):
@@ -71,7 +71,7 @@ def run(training: Training, progress: Progress | None = None) -> Path:
                 progress(number * training.steps + step, len(jobs) * training.steps, label)
 
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums in fp32 depend on it, and a seed is to give one model
+        torch.set_num_threads(1)  # fp32 sums depend on it; a seed must give one model
         try:
             model = train(training, policy, seed, report)
         finally:
@@ -85,7 +85,7 @@ def run(training: Training, progress: Progress | None = None) -> Path:
 
 
 def build_model(length: int, seed: int) -> nn.Module:
-    """The untrained model. Biases let the first layer attend by position alone, which random embeddings do not."""
+    """Return the untrained model. Biases let the first layer attend by position alone; random embeddings do not."""
     transformers = need("transformers", "the embedded model", "hf")
     config = transformers.SmolLM3Config(
         vocab_size=256,
@@ -115,7 +115,10 @@ def build_model(length: int, seed: int) -> nn.Module:
 
 
 def train(training: Training, policy: str, seed: int, report: Callable[[int], None] = lambda step: None) -> nn.Module:
-    """A trained model in eval mode, without its policy: β is part of what it learned, but not of its weights."""
+    """Return a trained model in eval mode.
+
+    The policy stays applied, except for "constant".
+    """
     import attnscale.hf
 
     model = build_model(training.length, seed)
@@ -134,7 +137,7 @@ def train(training: Training, policy: str, seed: int, report: Callable[[int], No
         tokens = sample_batch(text, training.batch, length, needles, generator)
         logits = model(tokens[:, :-1]).logits.transpose(1, 2)
         losses = cross_entropy(logits, tokens[:, 1:], reduction="none")  # [B, T − 1]
-        asked = needles * NEEDLE_BYTES  # the last tokens; losses[:, i] is that of token i + 1
+        asked = needles * NEEDLE_BYTES  # the last tokens; losses[:, i] belongs to token i + 1
         loss = losses[:, :-asked].mean() + losses[:, NEEDLE_BYTES - 1 - asked :: NEEDLE_BYTES].mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -148,15 +151,15 @@ def train(training: Training, policy: str, seed: int, report: Callable[[int], No
 
 
 def read_text(part: str) -> Tensor:
-    """The bytes [N] of Paradise Lost (1667): "train", or "held_out", the end of it, which no model was trained on."""
+    """Return the bytes [N] of Paradise Lost (1667): "train", or "held_out", its end, which no model was trained on."""
     content = files("attnscale.lab").joinpath("embedded", f"{part}.txt").read_bytes()
     return torch.tensor(list(content), device="cpu")
 
 
 def sample_batch(text: Tensor, batch: int, length: int, needles: int, generator: Generator) -> Tensor:
-    """Sequences [B, length]: verse with needles written over it, then all of them again in another order.
+    """Return sequences [B, length]: verse overwritten with needles, followed by all needles in another order.
 
-    Each repetition asks for its last byte. The same as `hide_needles` in the format `BYTES`, a batch at a time.
+    The last byte of each repeated needle is the answer. Batched version of `hide_needles` in the format `BYTES`.
     """
     body, symbols = length - NEEDLE_BYTES * needles, torch.tensor(list(BYTES.alphabet.encode()), device="cpu")
     start = torch.randint(len(text) - body, (batch, 1), generator=generator, device=generator.device)
@@ -177,7 +180,7 @@ def sample_batch(text: Tensor, batch: int, length: int, needles: int, generator:
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:
-    """Write the files with which `AutoTokenizer.from_pretrained(folder)` reads and writes UTF-8 bytes."""
+    """Write the files of a UTF-8 byte tokenizer for `AutoTokenizer.from_pretrained(folder)`."""
     tokenizers, transformers = (need(name, "the byte tokenizer", "hf") for name in ("tokenizers", "transformers"))
     vocabulary = {symbol: byte for byte, symbol in _symbols().items()}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -187,7 +190,7 @@ def save_byte_tokenizer(folder: str | Path) -> None:
 
 
 def _symbols() -> dict[int, str]:
-    """The printable symbol that `ByteLevel` has for each byte: itself where it is printable, else one from 256 on."""
+    """Return the symbol of each byte in `ByteLevel`: the byte itself if printable, else a code point from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}

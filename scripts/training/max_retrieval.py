@@ -1,10 +1,10 @@
-"""Max retrieval: a head trained to find the largest of 16 items, and how often it does among up to 16384.
+"""Max retrieval: a head trained to find the largest of 16 items, tested on up to 16384 items.
 
-The setting is that of Veličković et al., "softmax is not enough" (arXiv:2410.01104). An item has a priority, uniform in
+The setting follows Veličković et al., "softmax is not enough" (arXiv:2410.01104). An item has a priority, uniform in
 [0, 1], and one of ten classes; the answer is the class of the item with the largest priority. The two largest of n
-priorities are about 1/n apart, so the scores that β has to separate close up as n grows. The model is trained with
-β = 1, and each policy is swapped into the same trained model. The recipe was chosen by the accuracy of β = 1 at 16
-items, on seeds 100 and 101.
+priorities are about 1/n apart, so the score gap that β must resolve shrinks as n grows. The model is trained with β =
+1, and each policy is swapped into the same trained model. The recipe was chosen by the accuracy of β = 1 at 16 items,
+on seeds 100 and 101.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from attnscale.report.drawing import png
 
 BATCH = 128
 LEARNING_RATE = 3e-3
-# Items encoded at once: 2^17 of them are 32 MB for each activation of width 64, so that a test fits in 1 GB.
+# Items encoded at once: 2^17 take 32 MB per activation of width 64, so a test fits into 1 GB.
 ITEMS = 2**17
 LONGEST = 2**20
-LARGEST_SEED = 4093  # the seeds of test batches stay in 32 bits and apart from those of training
+LARGEST_SEED = 4093  # keeps test seeds within 32 bits and distinct from training seeds
 
-# None of these was tuned on this task. r = 4 is what another experiment of the package uses, √n is the demonstration's,
-# and 1e6 leaves a weight to the largest score only.
+# None of these was tuned on this task. r = 4 comes from another experiment of the package, √n from the demonstration; β
+# = 1e6 leaves weight on the largest score only.
 POLICIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "constant": {"name": "constant"},
@@ -59,7 +59,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class MaxRetrieval:
-    """What is trained and measured.
+    """Configuration of the experiment.
 
     >>> MaxRetrieval(policies=["constant", "logs"])
     Traceback (most recent call last):
@@ -90,17 +90,17 @@ class MaxRetrieval:
             object.__setattr__(self, name, number)
 
     def _listed(self, name: str) -> tuple[object, ...]:
-        """A field that YAML gives as a list, made a tuple."""
+        """Return a list field as a tuple, checked for duplicates."""
         values = getattr(self, name)
         if not isinstance(values, (list, tuple)):
             reject_type(name, values, "a list")
         if not values or any(values.count(value) > 1 for value in values):
-            reject(name, values, "a list of at least one value, none of them twice")
+            reject(name, values, "a non-empty list without duplicates")
         object.__setattr__(self, name, tuple(values))
         return tuple(values)
 
     def policy(self, name: str) -> Policy:
-        """A policy by its name here; length laws are anchored at the trained length and never below β = 1.
+        """Return a policy by name. Length laws are anchored at the trained length, with floor β = 1.
 
         >>> MaxRetrieval().policy("log")(256).item()
         2.0
@@ -111,7 +111,7 @@ class MaxRetrieval:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The share of right answers of one trained model under one policy, among `samples` questions."""
+    """Share of correct answers of one trained model under one policy, over `samples` questions."""
 
     seed: int
     policy: str
@@ -121,7 +121,7 @@ class Accuracy:
 
 
 def train(seed: int, config: MaxRetrieval) -> MaxFinder:
-    """A model trained with β = 1 on batches of 2 to `train_length` items; the caller's generators stay as they are.
+    """Return a model trained with β = 1 on batches of 2 to `train_length` items. Global random state is unchanged.
 
     >>> train(0, MaxRetrieval(steps=1, width=8)).query.shape
     torch.Size([1, 1, 1, 8])
@@ -146,7 +146,7 @@ def train(seed: int, config: MaxRetrieval) -> MaxFinder:
 
 @torch.inference_mode()
 def measure(model: MaxFinder, seed: int, config: MaxRetrieval) -> list[Accuracy]:
-    """Accuracy for each policy and length. All policies answer the same questions, from the same keys and values."""
+    """Return the accuracy per policy and length. All policies answer the same questions."""
     policies = {name: config.policy(name) for name in config.policies}
     right = {(name, length): 0 for name in policies for length in config.lengths}
     for length in config.lengths:
@@ -163,11 +163,11 @@ def measure(model: MaxFinder, seed: int, config: MaxRetrieval) -> list[Accuracy]
 
 
 def run(config: MaxRetrieval, progress: Callable[[int, int, str], None] | None = None) -> Path:
-    """Train and measure every seed, write `max_retrieval.csv` and `.png` into `config.output`, return the CSV's path.
+    """Train and measure all seeds, write `max_retrieval.csv` and `.png` to `config.output`, and return the CSV path.
 
-    Each finished seed is kept in `cells/`: an interrupted run continues, and repeats no seed of an equal config.
+    Finished seeds are stored in `cells/`: an interrupted run resumes, and seeds with an equal configuration are reused.
     """
-    need("matplotlib.figure", "the picture of an experiment", "report")  # before minutes of training, not after
+    need("matplotlib.figure", "the picture of an experiment", "report")  # fail before minutes of training
     output = Path(config.output)
     (output / "cells").mkdir(parents=True, exist_ok=True)
     rows: list[Accuracy] = []
@@ -187,7 +187,7 @@ def run(config: MaxRetrieval, progress: Callable[[int, int, str], None] | None =
 
 
 def accuracy_chart(rows: Sequence[Accuracy], config: MaxRetrieval) -> Chart:
-    """Right answers against the number of items, a line per policy: mean over seeds and its standard error."""
+    """Accuracy against the number of items, one line per policy: mean over seeds with standard error."""
     series = []
     for place, policy in enumerate(config.policies):
         line = []
@@ -203,7 +203,7 @@ def accuracy_chart(rows: Sequence[Accuracy], config: MaxRetrieval) -> Chart:
 
 
 def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Accuracy]:
-    """The rows of a seed, from its file if that was made by the same configuration."""
+    """Return the rows of a seed, read from its file if the configuration matches."""
     made_by = {key: value for key, value in asdict(config).items() if key not in ("seeds", "output")}
     made_by |= {"policies": [[name, dict(POLICIES[name])] for name in config.policies], "lengths": list(config.lengths)}
     if path.is_file():
@@ -211,7 +211,7 @@ def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Accuracy]:
         if cell["config"] == made_by:
             return [Accuracy(**row) for row in cell["rows"]]
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in fp32 depend on it, and training amplifies that: a seed is to give one model
+    torch.set_num_threads(1)  # fp32 sums depend on it; a seed must give one model
     try:
         rows = measure(train(seed, config), seed, config)
     finally:
@@ -221,7 +221,7 @@ def _cell(path: Path, seed: int, config: MaxRetrieval) -> list[Accuracy]:
 
 
 class Projected(NamedTuple):
-    """What the head attends with; the number of heads is 1."""
+    """Query, keys and values of the single head."""
 
     query: Tensor  # [B, 1, 1, width]
     key: Tensor  # [B, 1, n, width]
@@ -229,7 +229,7 @@ class Projected(NamedTuple):
 
 
 class MaxFinder(nn.Module):
-    """An MLP per item, one attention head with a learned query, an MLP for the answer. It reads any number of items."""
+    """An MLP per item, one attention head with a learned query, and an MLP for the answer; for any number of items."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -239,18 +239,18 @@ class MaxFinder(nn.Module):
         self.decode = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, CLASSES))
 
     def project(self, items: Tensor) -> Projected:
-        """Query, keys and values of items [B, n, 1 + CLASSES]."""
+        """Return query, keys and values of items [B, n, 1 + CLASSES]."""
         encoded = self.encode(items)[:, None]
         return Projected(self.query.expand(len(items), 1, 1, -1), self.key(encoded), self.value(encoded))
 
     def answer(self, projected: Projected, policy: Policy) -> Tensor:
-        """Logits [B, CLASSES] of the answer."""
+        """Return logits [B, CLASSES] of the answer."""
         logits: Tensor = self.decode(scaled_dot_product_attention(*projected, policy=policy)[:, 0, 0])
         return logits
 
 
 def draw_items(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Items [batch, length, 1 + CLASSES], a priority and a one-hot class each, and the answers [batch]."""
+    """Return items [batch, length, 1 + CLASSES], each a priority and a one-hot class, and the answers [batch]."""
     priorities = torch.rand(batch, length, generator=generator, device=generator.device)
     classes = torch.randint(CLASSES, (batch, length), generator=generator, device=generator.device)
     items = torch.cat([priorities[..., None], one_hot(classes, CLASSES).to(priorities.dtype)], dim=-1)

@@ -149,7 +149,7 @@ def test_a_second_backward_is_refused_and_the_reference_has_it(call):
         (first,) = torch.autograd.grad(attention(call, backend=backend)(q, K, V).square().sum(), q, create_graph=True)
         found[backend] = first.detach()
         if backend == "auto":
-            with pytest.raises(BackendError, match="no second derivative: ask for backend='reference'"):
+            with pytest.raises(BackendError, match="backend='reference'"):
                 torch.autograd.grad(first.square().sum(), q)
         else:
             assert (torch.autograd.grad(first.square().sum(), q)[0] != 0).any()

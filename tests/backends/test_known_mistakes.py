@@ -126,6 +126,6 @@ def test_k_is_never_scaled_so_cached_keys_stay_valid(monkeypatch):
 def test_a_model_that_already_scales_is_not_scaled_twice():
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     convert(model, "log")
-    with pytest.raises(ArgumentError, match="converted already"):
+    with pytest.raises(ArgumentError, match="already converted"):
         convert(model, "log")
     assert isinstance(model.self_attn, MultiheadAttention)

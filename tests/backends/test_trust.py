@@ -297,9 +297,9 @@ def test_doctor_shows_what_is_remembered_and_repeats_the_check(
     lines = {subject: value for topic, subject, value in doctor.doctor().findings if topic == "triton"}
     before = "passed" if remembered is None else rf"failed ({FAULT})"
     assert lines["cuda:0 float16"].startswith("check passed on 2")
-    assert f"before: {before} on 2" in lines["cuda:0 float16"]
-    assert lines["cuda:0 bfloat16"].endswith("for the first time")
-    assert lines["outcomes are kept in"] == str(cache_folder())
+    assert f"previous result: {before} on 2" in lines["cuda:0 float16"]
+    assert lines["cuda:0 bfloat16"].endswith("no previous result")
+    assert lines["cache folder"] == str(cache_folder())
     assert card.checks == [torch.float16, torch.bfloat16, torch.float16, torch.float32]
 
 

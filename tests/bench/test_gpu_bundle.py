@@ -1,4 +1,4 @@
-"""What `attnscale bench gpu` writes and prints for others: the file to attach to an issue, and tables that fit."""
+"""Output of `attnscale bench gpu`: the bundle to attach to an issue, and the width of tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of `attnscale bench gpu` on a pretended device with a timeline of its own; it has not run on a GPU."""
+"""The clock of `attnscale bench gpu` on a simulated device with its own timeline. Not run on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles of cards: which one is chosen, what it measures, and what is refused."""
+"""Profiles of GPUs: selection, contents and errors."""
 
 from __future__ import annotations
 

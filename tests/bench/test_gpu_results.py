@@ -1,4 +1,4 @@
-"""From seconds to rows, tables and pictures, and the rivals that ratios are over."""
+"""From seconds to rows, tables and plots, and the baselines of ratios."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_matrix_of_scores_is_not_tried_where_it_does_not_fit(monkeypatch: py
     fits = Problem(16, 16, 16, 1024, 1024, 64, torch.bfloat16, torch.device("cuda"), "log")
     assert providers.EAGER.why_not(fits, True) is None
     large = replace(fits, batch=1, queries=16384, keys=16384)
-    assert providers.EAGER.why_not(large, True) == "a matrix of scores takes 16 GiB"
+    assert "16 GiB" in providers.EAGER.why_not(large, True)
 
 
 def test_the_table_of_a_gpu_shows_speeds_and_leaves_an_unknown_roofline_empty() -> None:

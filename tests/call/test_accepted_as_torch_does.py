@@ -142,7 +142,7 @@ def test_jagged_queries_and_keys_may_have_different_lengths():
         torch.testing.assert_close(
             got, scaled_dot_product_attention(one[None], keys[None], keys[None], policy="log")[0]
         )
-    with pytest.raises(AttnScaleError, match="whose alignment is not known"):
+    with pytest.raises(AttnScaleError, match="is_causal"):
         scaled_dot_product_attention(q, k, k, policy="log", is_causal=True)
 
 
@@ -158,11 +158,11 @@ def test_nested_tensors_that_cannot_be_taken_are_refused_in_words():
     strided = torch.nested.nested_tensor([torch.randn(4, 5, 8), torch.randn(4, 2, 8)])
     with pytest.raises(ArgumentTypeError, match=r"layout=torch.jagged"):
         scaled_dot_product_attention(strided, strided, strided, policy="log")
-    with pytest.raises(ArgumentTypeError, match=r"key as a torch.strided tensor is not accepted beside nested"):
+    with pytest.raises(ArgumentTypeError, match=r"key as a torch.strided tensor"):
         scaled_dot_product_attention(x, dense, dense, policy="log")
     with pytest.raises(ArgumentTypeError, match="key as a nested tensor is not accepted here"):
         scaled_dot_product_attention(dense, x, x, policy="log")
-    with pytest.raises(ArgumentTypeError, match="attn_mask is not accepted beside nested"):
+    with pytest.raises(ArgumentTypeError, match="attn_mask"):
         scaled_dot_product_attention(x, x, x, torch.ones(5, 5) > 0, policy="log")
     with pytest.raises(ArgumentTypeError, match="query as a nested tensor is not accepted here"):
         attention_with_stats(x, x, x)

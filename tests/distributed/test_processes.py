@@ -176,9 +176,10 @@ def test_heads_that_are_spread_unsaid_are_right_or_refused_with_what_to_pass(ran
             assert "attnscale.distributed.HeadParallel() in the plan" in found[policy, "unsaid"]
         torch.testing.assert_close(found["log", "unsaid"], right, rtol=0, atol=1e-10)
         said, taps = found["monitor"]
-        assert "HeadParallel() in the plan of parallelize_module, or the monitor the process_group" in said
+        assert "HeadParallel" in said
+        assert "process_group" in said
         assert taps == [None]
-        assert "the heads of this process" in found["dtensor"]
+        assert "query as a DTensor" in found["dtensor"]
         assert found["shape"] == [1, 2, 8, 4]
 
 
@@ -222,7 +223,7 @@ def test_listening_to_a_spread_sequence_sends_no_byte_more(ranks):
 
 def test_estimates_of_different_layers_are_not_added_up_where_a_process_skips_one(ranks):
     for rank in ranks:
-        assert "let every process call every layer (no LayerDrop)" in rank["skipped"]["shared"]
+        assert "no LayerDrop" in rank["skipped"]["shared"]
     first, second = (rank["skipped"]["own"] for rank in ranks)
     assert not torch.equal(first, second)
 
@@ -320,7 +321,7 @@ def test_modules_with_projections_of_their_own_are_refused_where_they_cannot_be_
         with split, pytest.raises(BackendError, match="under context parallelism"):
             module(x, x, x, is_causal=True, need_weights=need_weights)
     parallelize_module(module, mesh, {"out_proj": RowwiseParallel()})
-    with pytest.raises(BackendError, match="cannot be spread over processes by tensor parallelism"):
+    with pytest.raises(BackendError, match="tensor parallelism"):
         module(x, x, x, is_causal=True)
 
 

@@ -158,7 +158,7 @@ def test_spread_heads_have_the_policy_and_the_records_of_the_whole(ranks):
 def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
     for rank in ranks:
         masked, packed = rank["refused"]
-        assert "let accelerate prepare the model" in masked
+        assert "attention_mask" in masked
         assert "every place 0 … 15 of the sequence once" in packed
 
 

@@ -1,4 +1,4 @@
-"""Shared set-up of the tests with transformers' models."""
+"""Shared set-up of the tests with transformers models."""
 
 from __future__ import annotations
 

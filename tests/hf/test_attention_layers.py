@@ -1,4 +1,4 @@
-"""What `find_attention_layers` reads from models of many families, built small and never run."""
+"""`find_attention_layers` on small models of many families, without running them."""
 
 from __future__ import annotations
 

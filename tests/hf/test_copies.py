@@ -1,4 +1,4 @@
-"""Copies and loads by name have the policies that `apply` gave, at the modules it gave them to."""
+"""Copies, and models loaded by implementation name, have the policies of the original at the same modules."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 

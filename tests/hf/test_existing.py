@@ -1,4 +1,4 @@
-"""What a model's logits are scaled by already: found where it is, switched off exactly, put back to the bit."""
+"""Built-in scaling of logits: detected per layer, disabled exactly, restored bit for bit."""
 
 from __future__ import annotations
 

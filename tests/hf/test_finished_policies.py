@@ -1,4 +1,4 @@
-"""`hf.apply`: finished policies are taken as they are, with what they have learned, and a user's own too."""
+"""`hf.apply` with policy instances, including learned values and user-defined classes."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 
@@ -207,23 +207,23 @@ def test_a_registered_policy_has_a_name_and_a_checkpoint(policy, tmp_path):
 def test_another_number_of_heads_is_refused_by_both_numbers(policy):
     model = llama()
     before = logits(model)
-    with pytest.raises(ArgumentError, match=r"num_heads=3, and .*self_attn has num_heads=4"):
+    with pytest.raises(ArgumentError, match=r"num_heads=3, but .*self_attn has num_heads=4"):
         attnscale.hf.apply(model, policy())
     assert torch.equal(logits(model), before)
 
 
 def test_another_number_of_heads_in_a_range_is_refused_by_both_numbers():
-    with pytest.raises(ArgumentError, match=r"heads '0-1'.*num_heads=3, and these are 2"):
+    with pytest.raises(ArgumentError, match=r"heads '0-1'.*num_heads=3, but the range has 2"):
         attnscale.hf.apply(llama(), {"heads": {"0-1": ssmax([1.0] * 3)}})
-    with pytest.raises(ArgumentError, match=r"'default'.*num_heads=4, and these are 2"):
+    with pytest.raises(ArgumentError, match=r"'default'.*num_heads=4, but the range has 2"):
         attnscale.hf.apply(llama(), {"default": ssmax([1.0] * 4), "heads": {"0-1": "constant"}})
 
 
 def test_another_head_dimension_is_refused_by_both_numbers():
-    with pytest.raises(ArgumentError, match=r"head_dim=6, and .*self_attn has head_dim=8"):
+    with pytest.raises(ArgumentError, match=r"head_dim=6, but .*self_attn has head_dim=8"):
         attnscale.hf.apply(llama(), attnscale.build_policy("asentmax", num_heads=4, head_dim=6))
 
 
 def test_keywords_beside_a_finished_policy_are_refused():
-    with pytest.raises(ArgumentError, match="not accepted beside a finished policy"):
+    with pytest.raises(ArgumentError, match="not accepted together with a built policy"):
         attnscale.hf.apply(llama(), CubeRootLog(), gamma=2.0)

@@ -1,4 +1,4 @@
-"""Generation with a policy: every cache and every way to generate gives the tokens of the plain loop."""
+"""Generation with a policy: every cache and decoding method gives the tokens of the plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports inside `attnscale.hf` go the one way that its README draws; lazy imports count too."""
+"""Imports inside `attnscale.hf` follow the order in its README, lazy imports included."""
 
 from __future__ import annotations
 

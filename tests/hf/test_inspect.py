@@ -1,4 +1,4 @@
-"""`inspect` says what a model is and what `apply` would do with it, and does nothing."""
+"""`inspect` describes a model and the effect of `apply`, without changing the model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def lines(inspection):
     _, empty, titles, *rows = str(inspection).splitlines()
     assert empty == ""
     starts = [titles.index(title) for title in ("path", "part", "routed", "heads", "rope", "window", "sinks")]
-    starts = [0, *starts, titles.index("softcap"), titles.index("scaled already"), titles.rindex("apply"), None]
+    starts = [0, *starts, titles.index("softcap"), titles.index("own scaling"), titles.rindex("apply"), None]
     return [[row[a:b].strip() for a, b in itertools.pairwise(starts)] for row in rows]
 
 
@@ -86,8 +86,8 @@ def test_a_run_of_equal_layers_is_one_line():
     assert text.splitlines() == [
         "LlamaForCausalLM: 6 attention modules; log(reference_length=8192); β at n = 1024, 8192, 65536",
         "",
-        "layer  path                      part  routed  heads  rope  window  sinks  softcap  scaled already  apply",
-        "0-5    model.layers.*.self_attn  text  yes     4 × 8  RoPE  –       –      –        –               "
+        "layer  path                      part  routed  heads  rope  window  sinks  softcap  own scaling  apply",
+        "0-5    model.layers.*.self_attn  text  yes     4 × 8  RoPE  –       –      –        –            "
         "selected: β = 0.7692, 1, 1.231",
     ]
 
@@ -108,11 +108,11 @@ def test_what_is_left_alone_says_what_would_select_it():
     assert encoder[:3] == ["0-1", "encoder.block.*.layer.0.SelfAttention", "text"]
     assert decoder[-1].startswith("selected: β = ")
     assert cross[2] == "cross"
-    assert cross[-1] == "left alone: cross attention (cross=True selects it)"
+    assert cross[-1] == "left alone: cross-attention (cross=True selects it)"
     assert lines(inspect(t5(), "log", cross=True))[2][-1].startswith("selected")
     vision, text = lines(inspect(llava(), "log"))
     assert vision[2:4] == ["other", "yes"]
-    assert vision[-1] == "left alone: reads no text (towers='all' selects it)"
+    assert vision[-1] == "left alone: not text (towers='all' selects it)"
     assert text[-1].startswith("selected")
     assert lines(inspect(llama(), "log", layers="1"))[0][-1] == "left alone: not in layers='1'"
 
@@ -125,30 +125,28 @@ def test_positions_count_where_a_window_hides_them():
 
 
 @pytest.mark.parametrize(
-    ("on_existing", "then"), [("compose", "on top of its own"), ("replace", "in place of its own")]
+    ("on_existing", "then"), [("compose", "on top of its own scaling"), ("replace", "instead of its own scaling")]
 )
 def test_scaling_that_is_there_already(on_existing, then):
     (refused,) = lines(inspect(yarn(), "log", reference_length=8192))
     assert refused[-2] == "YaRN: logits × 1.459 = attention_scaling² (1.208²)"
-    assert refused[-1] == (
-        "refused: scaled already; on_existing='compose' scales on top of it, 'replace' switches it off"
-    )
+    assert refused[-1] == ("refused: already scaled; on_existing='compose' multiplies on top, 'replace' disables it")
     (selected,) = lines(inspect(yarn(), "log", reference_length=8192, on_existing=on_existing))
     assert selected[-1] == f"selected: β = 0.7692, 1, 1.231, {then}"
 
 
 def test_a_policy_that_is_there_already():
     model = llama()
-    assert [line[-1] for line in lines(inspect(model))] == ["takes a policy"]
+    assert [line[-1] for line in lines(inspect(model))] == ["supported"]
     plan = {"default": "constant", "layers": {"1": {"default": "constant", "heads": {"0": "log"}}}}
     with apply(model, plan):
         assert [line[-1] for line in lines(inspect(model, lengths=[8]))] == ["has β = 1", "has β = 1…2.079"]
-        assert lines(inspect(model, "log"))[0][-1] == "refused: has β = 1, 1, 1 already; handle.remove() first"
+        assert lines(inspect(model, "log"))[0][-1] == "refused: already has β = 1, 1, 1; call handle.remove() first"
 
 
 def test_policies_that_read_more_than_lengths_say_so():
-    assert lines(inspect(llama(), "gap_adaptive"))[0][-1] == "selected: β from its scores"
-    assert lines(inspect(llama(), "asentmax"))[0][-1] == "selected: β from its queries"
+    assert lines(inspect(llama(), "gap_adaptive"))[0][-1] == "selected: β computed from scores"
+    assert lines(inspect(llama(), "asentmax"))[0][-1] == "selected: β computed from queries"
 
 
 @pytest.mark.parametrize("build", [bloom, gptj, falcon])
@@ -156,7 +154,7 @@ def test_models_that_compute_attention_themselves(build):
     for policy in (None, "log"):
         (line,) = lines(inspect(build(), policy))
         assert line[3:5] == ["no", "4 × 8"]
-        assert line[-1].startswith("refused: computes attention itself; ")
+        assert line[-1].startswith("refused: computes attention without ")
         assert "attnscale.scaled_dot_product_attention" in line[-1]
 
 

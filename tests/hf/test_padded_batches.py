@@ -1,4 +1,4 @@
-"""Padded batches of transformers' models give the statistics of their sentences, each run alone."""
+"""Padded batches of transformers models give the statistics of their sequences run one at a time."""
 
 # ruff: noqa: E402  (there is no transformers for Python 3.10)
 

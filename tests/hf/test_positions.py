@@ -1,4 +1,4 @@
-"""Policies that read the position: in a sliding window n stays the same, and the position goes on."""
+"""Position-based policies: in a sliding window n saturates while the position grows."""
 
 from __future__ import annotations
 

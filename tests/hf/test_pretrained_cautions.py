@@ -1,4 +1,4 @@
-"""`apply` warns of laws that multiply the logits of a pretrained model, or soften its sliding layers for good."""
+"""`apply` warns about pretrained models with a large β, or with β < 1 in all sliding-window layers."""
 
 # ruff: noqa: E402  (there is no transformers for Python 3.10)
 
@@ -52,7 +52,7 @@ def warned(model, policy, **arguments):
 
 def assert_multiplied(texts, beta):
     (text,) = texts
-    assert f"multiplied by up to {beta:.3g} (β at n = {LENGTH})" in text
+    assert f"by up to {beta:.3g} (at n = {LENGTH})" in text
     assert f"reference_length={LENGTH}, floor=True" in text
 
 
@@ -65,15 +65,15 @@ def test_an_absolute_law_in_a_pretrained_model(pretrained):
     heads = {"0": "log", "1": "log_squared", "2": {"name": "log", "reference_length": LENGTH}}
     assert_multiplied(warned(model, {"default": "constant", "heads": heads}), 17.3)
     (text,) = warned(model, "log", layers=1)
-    assert "logits of 1 layers" in text
+    assert "in 1 layer(s)" in text
 
 
 @pytest.mark.parametrize(
     ("policy", "parameters"),
     [
         ("constant", {}),
-        ("constant", {"beta": 4.0}),  # not a law: somebody chose the number
-        ("log", {"gamma": 0.25}),  # scaled to about 1 by hand
+        ("constant", {"beta": 4.0}),  # not a law: an explicit choice
+        ("log", {"gamma": 0.25}),  # scaled to about 1 manually
         ("log", {"reference_length": LENGTH}),
         ("log", {"reference_length": LENGTH, "floor": True}),
         ("sqrt_log", {"reference_length": 32, "floor": True}),
@@ -93,8 +93,8 @@ def test_an_anchored_law_without_floor_in_sliding_layers(pretrained):
     model = pretrained(ministral, **HALF_SLIDING)
     (text,) = warned(model, "log", reference_length=LENGTH)
     beta = attnscale.build_policy("log", reference_length=LENGTH)(WINDOW)
-    assert f"1 layers of a pretrained model see at most {WINDOW} keys" in text
-    assert f"β stays at {beta:.3g} or below" in text
+    assert f"in 1 sliding-window layer(s) β is at most {beta:.3g}" in text
+    assert f"n <= {WINDOW}" in text
     assert warned(model, "log", reference_length=LENGTH, floor=True) == []
     assert warned(model, "log", reference_length=LENGTH, layers="full") == []
     # These go by the position, which no window bounds.
@@ -108,7 +108,7 @@ def test_a_window_that_reaches_the_anchor(pretrained):
     assert len(warned(model, "log", reference_length=WINDOW + 1)) == 1
 
 
-def test_a_law_that_learns_is_not_soft_for_good(pretrained):
+def test_a_law_that_learns_is_not_warned_of(pretrained):
     model = pretrained(mistral)
     layers = find_attention_layers(model)
     policy = attnscale.build_policy("log", reference_length=LENGTH)
@@ -121,8 +121,8 @@ def test_both_at_once(pretrained):
     model = pretrained(mistral)
     plan = {"layers": {"0": {"name": "log", "gamma": 2.0}, "1": {"name": "log", "reference_length": LENGTH}}}
     multiplied, softened = warned(model, plan)
-    assert "(β at n = 5)" in multiplied
-    assert "softened for good" in softened
+    assert "(at n = 5)" in multiplied
+    assert "sliding-window" in softened
 
 
 def test_models_that_are_to_be_trained_are_not_warned_of(tmp_path):
@@ -136,7 +136,7 @@ def test_models_that_are_to_be_trained_are_not_warned_of(tmp_path):
 
 def test_the_warning_outlives_a_change_of_dtype_and_a_wrapper(pretrained):
     model = torch.nn.Sequential(pretrained(llama).to(torch.float64))
-    with pytest.warns(AttnScaleWarning, match="multiplied"):
+    with pytest.warns(AttnScaleWarning, match="reference_length="):
         apply(model, "log", probe=False).remove()
 
 

@@ -1,4 +1,4 @@
-"""The README's HuggingFace section: inspect as apply, anchored plans, YaRN for every layout of rope parameters."""
+"""Snippets of attnscale/hf/README.md: inspect and apply, anchored plans, YaRN for every layout of rope parameters."""
 
 # ruff: noqa: E402  (there is no transformers for Python 3.10)
 

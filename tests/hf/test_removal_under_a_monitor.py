@@ -1,4 +1,4 @@
-"""Taking a policy away from a watched model leaves no tap, in whichever order things are closed."""
+"""Removing a policy from a monitored model leaves no tap, in any order of closing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_transformers_model_is_plain_again(order):
     else:
         handle.remove()
         model(tokens)
-        assert len(monitor.step(0)) == 4  # what was heard before
+        assert len(monitor.step(0)) == 4  # recorded before the removal
         model(tokens)
         assert monitor.step(1) == []
         monitor.close()

@@ -1,4 +1,4 @@
-"""Policies in the checkpoints of a Trainer, and in training that is resumed from them."""
+"""Policies in Trainer checkpoints and in resumed training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_resumed_training_is_that_which_was_not_interrupted(stock_folder, policy
 def test_resuming_without_the_policy_of_the_checkpoint_warns(stock_folder, kind, resumed, tmp_path):
     train(build(stock_folder, LOG, kind), tmp_path, 2)
     model = build(stock_folder, resumed, kind)
-    with pytest.warns(AttnScaleWarning, match="'name': 'log'.* and the model has") as seen:
+    with pytest.warns(AttnScaleWarning, match="'name': 'log'.* but the model has") as seen:
         train(model, tmp_path, 3, resume=tmp_path / "checkpoint-2")
     assert len(seen) == 1
 
@@ -67,7 +67,7 @@ def test_resuming_without_the_policy_of_the_checkpoint_warns(stock_folder, kind,
 def test_resuming_a_checkpoint_without_a_policy_in_a_model_with_one_warns(stock_folder, kind, tmp_path):
     train(build(stock_folder, None, kind), tmp_path, 2)
     model = build(stock_folder, LOG, kind)
-    with pytest.warns(AttnScaleWarning, match="a checkpoint with no policy, and the model has .*'name': 'log'") as seen:
+    with pytest.warns(AttnScaleWarning, match="a checkpoint with no policy, but the model has .*'name': 'log'") as seen:
         train(model, tmp_path, 3, resume=tmp_path / "checkpoint-2")
     assert len(seen) == 1
     train(model, tmp_path / "fresh", 1)  # warns of nothing
@@ -78,7 +78,7 @@ def test_resuming_with_other_parameters_warns_before_the_optimizer_raises(stock_
     before, after = policies
     train(build(stock_folder, before, "model"), tmp_path, 2)
     with (
-        pytest.warns(AttnScaleWarning, match="training resumes from a checkpoint with .* and the model has"),
+        pytest.warns(AttnScaleWarning, match="a checkpoint with .* but the model has"),
         pytest.raises(ValueError, match="parameter group"),
     ):
         train(build(stock_folder, after, "model"), tmp_path, 3, resume=tmp_path / "checkpoint-2")

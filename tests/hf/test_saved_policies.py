@@ -1,6 +1,6 @@
-"""A policy travels with what is saved of a model: adapters, merged models, copies, repositories of the Hub.
+"""Policies are saved with a model: adapters, merged models, copies, Hub repositories.
 
-What is loaded without its policy warns or is refused, also where attnscale is not imported.
+Loading without the policy warns or raises, also if attnscale is not imported.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_an_adapter_loaded_beside_another_policy_warns(base, tmp_path):
     adapted(base).save_pretrained(tmp_path)
     others = [LOG | {"reference_length": 8}, SSMAX]
     for model in [*(applied(stock(base), other)[0] for other in others), applied(stock(base), layers="1")[0]]:
-        with pytest.warns(AttnScaleWarning, match="and the model has {"):
+        with pytest.warns(AttnScaleWarning, match="the model has {"):
             peft.PeftModel.from_pretrained(model, tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_a_further_adapter_that_replaces_what_was_learned_warns(base, tmp_path):
         handle.parameters()[0].mul_(2)
     adapt(other).save_pretrained(tmp_path / "other")
     model.load_adapter(tmp_path / "same", "same")
-    with pytest.warns(AttnScaleWarning, match="'other' has replaced .*one policy serves all adapters"):
+    with pytest.warns(AttnScaleWarning, match="'other' has replaced"):
         model.load_adapter(tmp_path / "other", "other")
 
 
@@ -246,7 +246,7 @@ def test_an_adapter_that_is_saved_after_the_policy_was_removed_has_none(base, tm
     assert "attnscale" not in (tmp_path / "adapter_config.json").read_text()
     assert not any("attnscale" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     assert torch.equal(logits(load_base_and_adapter(base, tmp_path)), expected)
-    with pytest.raises(ArgumentError, match="nor an adapter with a policy"):
+    with pytest.raises(ArgumentError, match="an adapter with a policy"):
         attnscale.hf.load(tmp_path)
 
 
@@ -383,7 +383,7 @@ def test_saving_a_model_that_computes_without_its_policy_warns(base, policy, tmp
     for one in (switched, never):
         assert torch.equal(logits(one), logits(stock(base)))
         for saved in (one, adapt(copy.deepcopy(one))):
-            with pytest.warns(AttnScaleWarning, match="attn_implementation='sdpa', without the policy") as seen:
+            with pytest.warns(AttnScaleWarning, match="attn_implementation='sdpa'") as seen:
                 saved.save_pretrained(tmp_path / "again")
             assert [warning.filename for warning in seen] == [__file__]
     # What the messages advise.
@@ -420,13 +420,13 @@ def test_an_adapter_whose_saving_fails_is_not_loaded_at_another_temperature(base
     model, fresh, old = adapted(base), tmp_path / "fresh", tmp_path / "old"
     adapt(stock(base)).save_pretrained(old)
     with monkeypatch.context() as patch:
-        patch.setattr(peft.LoraConfig, "save_pretrained", fail)  # comes after the weights
+        patch.setattr(peft.LoraConfig, "save_pretrained", fail)  # called after the weights are written
         for folder in (fresh, old):
             with pytest.raises(Full):
                 model.save_pretrained(folder)
     with pytest.raises(ValueError, match="adapter_config"):
         load_base_and_adapter(base, fresh)
-    assert "attnscale" in json.loads((old / "adapter_config.json").read_text())  # of which PEFT alone warns
+    assert "attnscale" in json.loads((old / "adapter_config.json").read_text())  # PEFT without attnscale warns about it
     assert torch.equal(logits(attnscale.hf.load(old).model), logits(model))
     assert "attnscale" not in model.peft_config["default"].to_dict()
 
@@ -446,7 +446,7 @@ def test_an_adapter_whose_saving_fails_before_the_weights_leaves_the_earlier_one
             model.save_pretrained(tmp_path, safe_serialization=safe)
     assert [(folder / "adapter_config.json").read_bytes() for folder in folders] == configs
     with monkeypatch.context() as patch:
-        patch.setattr(peft.LoraConfig, "save_pretrained", fail)  # the weights of the first are there, not the second's
+        patch.setattr(peft.LoraConfig, "save_pretrained", fail)  # the first weights are written, the second are not
         with pytest.raises(Full):
             model.save_pretrained(tmp_path, safe_serialization=safe)
     named = ["attnscale" in json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
@@ -527,7 +527,7 @@ def test_load_says_what_is_missing_for_an_adapter(base, tmp_path):
     file = tmp_path / "adapter/adapter_config.json"
     for name in (None, str(tmp_path / "gone")):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
-        with pytest.raises(ArgumentError, match=r"base model .* is not there.*load_policy"):
+        with pytest.raises(ArgumentError, match=r"base model .*load_policy"):
             attnscale.hf.load(tmp_path / "adapter", local_files_only=True)
 
 

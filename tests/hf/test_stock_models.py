@@ -1,4 +1,4 @@
-"""`observe` and `Monitor` look at transformers' models as they are: nobody has to call `apply` first."""
+"""`observe` and `Monitor` work on stock transformers models, without `apply`."""
 
 # ruff: noqa: E402  (there is no transformers for Python 3.10)
 
@@ -56,7 +56,7 @@ def test_a_stock_model_shows_what_it_shows_under_a_constant_policy(build):
         answer(model)
     assert_same(seen.records, applied.records, scalars=())
     assert {record.forward["beta"].mean for record in seen.records} == {1.0}
-    # The numbers of the model are its own, and nothing is left behind.
+    # The output is unchanged, and nothing remains in the model.
     assert torch.equal(during, before)
     assert torch.equal(answer(model), before)
     assert [name for name, _ in model.named_modules()] == names
@@ -114,7 +114,7 @@ def test_what_computes_in_another_way_is_told_of_apply():
 
 @pytest.mark.parametrize(
     ("build", "words"),
-    [(mamba, "no softmax attention"), (bloom, "computes attention itself"), (deepseek_sparse, "indexer picks")],
+    [(mamba, "no softmax attention"), (bloom, "AttentionInterface"), (deepseek_sparse, "selects its own keys")],
 )
 def test_what_cannot_be_heard_says_why(build, words):
     with pytest.raises(ArgumentError, match=words) as raised:
@@ -126,10 +126,10 @@ def test_what_cannot_be_heard_says_why(build, words):
 def test_a_listener_is_not_taken_for_a_policy():
     model = llama()
     monitor = Monitor(model)
-    with pytest.raises(ArgumentError, match="Monitor listens"):
+    with pytest.raises(ArgumentError, match="Monitor"):
         attnscale.hf.apply(model, "log")
-    assert "a Monitor listens to it" in str(attnscale.hf.inspect(model))
-    with pytest.raises(ArgumentError, match="no other monitor"):
+    assert "a Monitor is attached" in str(attnscale.hf.inspect(model))
+    with pytest.raises(ArgumentError, match="close the other monitor"):
         Monitor(model)
     monitor.close()
     with attnscale.hf.apply(model, "log"):

@@ -1,4 +1,4 @@
-"""A learned policy is applied before DDP or FSDP take the model over, and then learns alike everywhere."""
+"""A learned policy is applied before DDP or FSDP wrap the model, and then stays synchronised."""
 
 # ruff: noqa: E402  (transformers is not there for Python 3.10)
 
@@ -56,11 +56,11 @@ def test_after_ddp_a_learned_policy_is_refused(inner):
     model = llama().float()
     before = logits(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(ArgumentError, match=r"DistributedDataParallel holds it already.*attnscale\.hf\.apply first"):
+    with pytest.raises(ArgumentError, match=r"wrapped in DistributedDataParallel.*attnscale\.hf\.apply first"):
         attnscale.hf.apply(model if inner else wrapped, "ssmax")
     assert torch.equal(logits(model), before)
     assert not any("attnscale" in name for name, _ in model.named_modules())
-    # What learns nothing has nothing to synchronise, and another model is another matter.
+    # Policies without parameters need no synchronisation, and other models are not affected.
     attnscale.hf.apply(wrapped, "log", reference_length=4).remove()
     attnscale.hf.apply(llama(), "ssmax").remove()
     del wrapped
@@ -75,12 +75,12 @@ def test_after_sharding_a_learned_policy_is_refused():
     model = llama().float()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    with pytest.raises(ArgumentError, match=r"fully_shard holds it already"):
+    with pytest.raises(ArgumentError, match="wrapped in fully_shard"):
         attnscale.hf.apply(model, "ssmax")
     fully_shard(model, mesh=mesh)
     with pytest.raises(ArgumentError, match=r"first, then fully_shard"):
         attnscale.hf.apply(model, "ssmax")
-    with pytest.raises(ArgumentError, match=r"fully_shard holds it already"):
+    with pytest.raises(ArgumentError, match="wrapped in fully_shard"):
         attnscale.hf.apply(model.model, "ssmax")
 
 
@@ -89,12 +89,12 @@ def test_after_the_earlier_kind_of_sharding_a_learned_policy_is_refused():
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     model = llama().float()
-    whole = ShardingStrategy.NO_SHARD  # of one process there is one shard
+    whole = ShardingStrategy.NO_SHARD  # one process has one shard
     wrapped = FullyShardedDataParallel(
         model, sharding_strategy=whole, device_id=torch.device("cpu"), use_orig_params=True
     )
     for given in (wrapped, model):
-        with pytest.raises(ArgumentError, match=r"FullyShardedDataParallel holds it already"):
+        with pytest.raises(ArgumentError, match="wrapped in FullyShardedDataParallel"):
             attnscale.hf.apply(given, "ssmax")
 
 
@@ -116,5 +116,5 @@ def test_a_policy_that_is_loaded_comes_before_the_wrapper_too(tmp_path):
     with attnscale.hf.apply(model, "ssmax") as handle:
         handle.save(tmp_path)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(ArgumentError, match="DistributedDataParallel holds it already"):
+    with pytest.raises(ArgumentError, match="wrapped in DistributedDataParallel"):
         attnscale.hf.load_policy(wrapped, tmp_path)

@@ -1,4 +1,4 @@
-"""Every model type of the zoo: β = 1 is stock, β(n) acts, removing leaves no trace, and saving keeps it."""
+"""Every model type of the zoo: β = 1 equals stock, β(n) takes effect, removal is complete, saving keeps the policy."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def test_a_saved_model_comes_back_with_what_its_policy_learned(name, tmp_path):
         model.save_pretrained(tmp_path)
     assert (expected - fresh).abs().max() > 1e-3
     loaded = attnscale.hf.load(tmp_path, experts_implementation="eager")
-    # Not to the bit: what is loaded lies elsewhere in memory, and products of matrices depend on that.
+    # Not bit-identical: matrix products depend on the memory alignment of the loaded weights.
     torch.testing.assert_close(answer(loaded.model, **inputs), expected, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Every model type of the zoo that generates: a batch writes what its rows write alone, to the logit."""
+"""Every generating model type of the zoo: a batch gives the same logits as its rows alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_zoo import TOKENS, TRANSLATORS, WRITERS, ZOO, apply_log, left_padding, r
 # transformers scripts functions of GPT-BigCode when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-# What stock transformers gets wrong itself; β can then not get it right.
+# Cases that stock transformers computes incorrectly.
 STOCK_FAILS = {"llama4_text": "its own temperature counts slots of the cache, padding among them"}
 
 

@@ -1,4 +1,4 @@
-"""Every model type of the zoo with a temperature that follows n: whichever way a token gets there, the same logits."""
+"""Every model type of the zoo with a length-dependent β: the logits of a token do not depend on how it was computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 READERS = [*(name for name, species in ZOO.items() if species.family == "encoder"), "clip_text_model"]
 ROW = TOKENS[:1]
 
-# What stock transformers gets wrong itself; β can then not get it right.
+# Cases that stock transformers computes incorrectly.
 STOCK_FAILS = {
     ("llama4_text", "left padded"): "its own temperature counts slots of the cache, padding among them",
     ("llama4_text", "packed"): "its own temperature counts slots of the cache, not positions in a document",

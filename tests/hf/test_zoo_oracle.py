@@ -1,4 +1,4 @@
-"""Every model type of the zoo against attention written out: β(n) times the score, after softcap and position bias."""
+"""Every model type of the zoo against eager attention: β(n) times the score, after softcap and position bias."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_padded_logits_are_those_of_attention_written_out(name, monkeypatch):
     rows = torch.ones(found.shape[:2], dtype=torch.bool)
     if not model.config.is_encoder_decoder:
         rows = padding["attention_mask"].bool()
-    assert 0 in lengths or 7 in lengths  # padding was seen: it sees nothing in a decoder, and is not seen elsewhere
+    assert (
+        0 in lengths or 7 in lengths
+    )  # padding occurred: its rows see no key in a decoder, and it is hidden elsewhere
     torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=1e-9)
 
 

@@ -1,7 +1,7 @@
-"""What the public operators accept: anything else is refused by a typed error that names the argument, in every mode.
+"""Argument checks of the public operators: typed errors that name the argument, in every mode.
 
-A kernel has pointers and strides only: a tensor that is not refused here would be read beyond its end, or taken for one
-of another shape. Kernels run in triton's interpreter.
+Kernels receive raw pointers and strides, so an invalid tensor that passes the checks would be read out of bounds or
+with the wrong shape. Kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ GOOD: dict[str, Any] = {
     "bias": normal(1, HEADS, 1, KEYS),
     "is_causal": True,
 }
-# Rules of visibility, and the fields that are spoilt in each.
+# Visibility rules, and the fields to corrupt in each.
 RULES = {
     "distances": GOOD["visibility"],
     "bounds": Visibility(
@@ -131,12 +131,12 @@ def good(name: str, **changed: Any) -> dict[str, Any]:
 
 @functools.cache
 def call_once(name: str, rule: str | None) -> None:
-    """A good call, after which the plan of its signature is known."""
+    """Make a valid call, so that the plan of its signature is cached."""
     OPERATORS[name](**good(name, **({} if rule is None else {"visibility": RULES[rule]})))
 
 
 class Bad(NamedTuple):
-    """A bad value, its error, and the argument that the error names where it is another, which has to fit this one."""
+    """A bad value, its error, and the argument named by the error if it is a different one that must match."""
 
     what: str
     value: Any
@@ -149,7 +149,7 @@ def not_shaped(named: str | None = None, **shapes: Tensor) -> Iterator[Bad]:
 
 
 def not_typed(x: Tensor, dtypes: str, named: str | None = None) -> Iterator[Bad]:
-    """What is no tensor with strides, some dtypes, and another device than that of the other arguments."""
+    """Values that are not strided tensors, of other dtypes, or on another device."""
     yield from (Bad("list", x.tolist()), Bad("array", x.numpy()), Bad("sparse", x.to_sparse()))
     if x.dim():
         yield Bad("nested", torch.nested.nested_tensor(list(x)))
@@ -163,7 +163,7 @@ def no_number(*out_of_range: float) -> Iterator[Bad]:
 
 
 def bad_tensors(name: str, argument: str, x: Tensor) -> Iterator[Bad]:
-    """Bad values of an argument that is a tensor, made of a good one."""
+    """Bad values of a tensor argument, derived from a valid one."""
     softmax = name == "row_softmax"
     if argument in ("query", "key", "value", "beta", "scores") and not (softmax and argument == "beta"):
         yield Bad("None", None)
@@ -190,7 +190,7 @@ def bad_tensors(name: str, argument: str, x: Tensor) -> Iterator[Bad]:
         case "start" | "stop":
             yield from not_typed(x, "int64 float32 bool")
             yield from not_shaped(one=x[0], three=x[None], rows=x[:, :4], row=x[:, :1], batch=x[[0, 1, 1]])
-            yield from not_shaped("visibility.stop", shared=x[:1])  # beside one of another shape
+            yield from not_shaped("visibility.stop", shared=x[:1])  # together with one of another shape
             yield Bad("None", None, KernelArgumentError)
         case "padding":
             yield from not_typed(x, "uint8 float32")
@@ -216,7 +216,7 @@ def bad_tensors(name: str, argument: str, x: Tensor) -> Iterator[Bad]:
 
 
 def bad_values(name: str, argument: str, value: Any) -> Iterator[Bad]:
-    """Bad values of any argument, given a good one."""
+    """Bad values of any argument, given a valid one."""
     if isinstance(value, Tensor):
         yield from bad_tensors(name, argument, value)
     match argument:
@@ -249,7 +249,7 @@ def bad_values(name: str, argument: str, value: Any) -> Iterator[Bad]:
 
 
 def arguments_of(name: str) -> Iterator[tuple[str, str | None]]:
-    """The arguments of an operator, and the fields of its visibility with the rule that they belong to."""
+    """The arguments of an operator, and the fields of its visibility with their rule."""
     parameters = parameters_of(name)
     yield from ((argument, None) for argument in parameters if argument not in ("entropy", "winner", "is_causal"))
     if "visibility" in parameters:
@@ -257,14 +257,14 @@ def arguments_of(name: str) -> Iterator[tuple[str, str | None]]:
 
 
 class Watched(TorchDispatchMode):
-    """A mode that changes nothing: calls inside go through the operators of torch.library."""
+    """A no-op mode: calls inside it go through the torch.library operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def assert_names(refusal: KernelError, argument: str, what: str) -> None:
-    """The message quotes the argument and its value, shape, dtype, layout or device, and says what is accepted."""
+    """The message quotes the argument and its value, shape, dtype, layout or device, and the accepted values."""
     seen = r"( of shape \(.*\)| of torch\.\w+| of layout [\w.]+| on \w+|=.+)"
     assert re.match(rf"{re.escape(argument)}{seen} is not accepted: expected .", str(refusal)), f"{what}: {refusal}"
 
@@ -318,7 +318,7 @@ def test_adaptive_attention_is_refused_before_anything_is_launched(
 
 
 def test_a_cache_that_grows_is_checked_at_every_length() -> None:
-    # Decoding shares a plan among lengths, which padding, a mask and values have to follow.
+    # Decode steps of different lengths share a plan; padding, mask and values must match the length.
     query = normal(1, HEADS, 1, DIM)
     for field, x in (("padding", torch.zeros(1, KEYS, dtype=torch.bool)), ("mask", torch.zeros(1, 1, 1, KEYS))):
         for keys in (KEYS, KEYS + 1):
@@ -332,7 +332,7 @@ def test_a_cache_that_grows_is_checked_at_every_length() -> None:
                 decode_attention(**arguments | {"value": cache[:, :, 1:]}, visibility=Visibility())
 
 
-# What is accepted.
+# Accepted arguments.
 
 BETAS = [shape for axes in range(4) for shape in itertools.product(*((1, extent) for extent in ROWS[3 - axes :]))]
 
@@ -375,11 +375,11 @@ def test_any_axis_of_a_mask_may_be_broadcast(
             assert torch.equal(one, other)
 
 
-# An oracle, and arguments of which one is of another shape or dtype.
+# An oracle, and arguments with one of another shape or dtype.
 
 
 def shown(visibility: Visibility, queries: int, keys: int) -> Tensor:
-    """Who sees whom, which broadcasts to [B, H, Tq, Tk]."""
+    """The visibility, broadcastable to [B, H, Tq, Tk]."""
     own, slots = visibility.slot + torch.arange(queries)[:, None], torch.arange(keys)
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
     if visibility.start is not None and visibility.stop is not None:
@@ -396,7 +396,7 @@ def shown(visibility: Visibility, queries: int, keys: int) -> Tensor:
 
 
 def raw_scores(query: Tensor, key: Tensor, visibility: Visibility, scale: float) -> Tensor:
-    """[B, H, Tq, Tk] in fp64, −∞ where a key is hidden."""
+    """[B, H, Tq, Tk] in fp64, −∞ for hidden keys."""
     raw = scale * query.double() @ key.double().repeat_interleave(query.shape[1] // key.shape[1], 1).mT
     if visibility.mask is not None and visibility.mask.dtype != torch.bool:
         raw = raw + visibility.mask.double()
@@ -404,7 +404,7 @@ def raw_scores(query: Tensor, key: Tensor, visibility: Visibility, scale: float)
 
 
 def softmax_of(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights, 0 in rows that see nothing, and lse."""
+    """Weights, 0 in rows without visible keys, and lse."""
     lse = logits.logsumexp(-1)
     return (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp(), lse
 
@@ -439,7 +439,7 @@ def check_softmax(scores: Tensor, beta: Tensor, mask: Tensor, bias: Tensor) -> N
     found = row_softmax(scores, beta, mask=mask, bias=bias)
     logits = (scores.double() + bias.double()) * beta.double().expand(scores.shape[:-1])[..., None]
     weights, lse = softmax_of(logits.masked_fill(~mask.expand(scores.shape), -math.inf))
-    rounding = torch.finfo(scores.dtype).eps  # of weights, which have the dtype of the scores
+    rounding = torch.finfo(scores.dtype).eps  # for weights, in the dtype of the scores
     torch.testing.assert_close(found.weights.double(), weights, rtol=max(1e-4, rounding), atol=1e-5)
     torch.testing.assert_close(found.lse.double(), lse, rtol=1e-4, atol=1e-5)
 
@@ -449,7 +449,7 @@ DTYPES = (torch.float32, torch.float16, torch.float64, torch.int32, torch.int64,
 
 
 class Change(NamedTuple):
-    """One argument of a check, or one field of its visibility, which is to have another shape and dtype."""
+    """An argument, or a field of the visibility, that gets another shape and dtype."""
 
     check: str
     rule: str
@@ -479,7 +479,7 @@ def test_a_changed_argument_is_refused_or_taken_for_what_it_is(change: Change) -
     check, x = CHECKS[change.check], (3 * normal(*change.shape)).abs().to(change.dtype)
     arguments: dict[str, Any] = {name: GOOD[name] for name in inspect.signature(check).parameters}
     if "beta" in arguments:
-        arguments["beta"] = GOOD["beta"][0, :, :1]  # which leaves the other extents free
+        arguments["beta"] = GOOD["beta"][0, :, :1]  # leaves the other extents free
     if "visibility" in arguments:
         arguments["visibility"] = RULES[change.rule]
     if change.argument in arguments:
@@ -490,7 +490,7 @@ def test_a_changed_argument_is_refused_or_taken_for_what_it_is(change: Change) -
         check(**arguments)
 
 
-# Operators of torch.library, torch.compile, and machines without a GPU.
+# torch.library operators, torch.compile, and machines without a GPU.
 
 
 def flash_operands(**changed: Any) -> FlatAttention:
@@ -499,7 +499,7 @@ def flash_operands(**changed: Any) -> FlatAttention:
 
 
 def refusing_operators() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls of operators with one bad argument, by its name."""
+    """Operator calls with one bad argument, by its name."""
     value, rows, out = GOOD["value"], normal(*ROWS), normal(*ROWS, VALUE_DIM)
     yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), False, False)
     for bad in ("gradient", "out", "lse"):
@@ -529,11 +529,11 @@ def test_a_compiled_call_refuses_the_same() -> None:
 
     torch._dynamo.reset()
     whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for scale in (0.25, 0.5, 0.75):  # the third is no constant of the graph
+    for scale in (0.25, 0.5, 0.75):  # the third is not constant in the graph
         assert torch.equal(whole(GOOD["value"], scale), attend(GOOD["value"], scale))
     with pytest.raises(
         TorchDynamoException, match="KernelArgumentError"
-    ):  # by torch, which has found no handler for ours
+    ):  # raised by torch, which found no handler for our error
         whole(GOOD["value"][:, :, :3], 0.25)
     broken = torch.compile(attend, backend="aot_eager")
     with pytest.raises(KernelArgumentError, match="value of shape"):
@@ -574,4 +574,4 @@ def test_without_a_gpu_every_operator_hints_at_the_interpreter() -> None:
     assert lines.keys() == OPERATORS.keys()
     for line in lines.values():
         assert line.startswith("triton kernels need a CUDA or ROCm device, not cpu")
-        assert "TRITON_INTERPRET=1, set before triton and this package are imported" in line
+        assert "TRITON_INTERPRET=1" in line

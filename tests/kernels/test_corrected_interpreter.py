@@ -1,4 +1,4 @@
-"""The interpreter that the kernels are tested in: what is wrong with triton's own, and that it is put right."""
+"""Defects of Triton's interpreter, and their corrections in the interpreter used by the tests."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""Decoding: keys split over programs and merged.
+"""Decode attention: split over the keys and merged.
 
-Fresh memory is filled with NaN (and with the largest integer) throughout, so that what is not written shows.
+Newly allocated memory is filled with NaN (or the largest integer), so that unwritten elements show.
 """
 
 import math
@@ -26,7 +26,7 @@ STATISTICS = ("lse", "max_logit", "entropy")
 
 @pytest.fixture(autouse=True)
 def _poisoned():
-    torch.use_deterministic_algorithms(True)  # which fills fresh memory
+    torch.use_deterministic_algorithms(True)  # fills new memory
     with corrected():
         yield
     torch.use_deterministic_algorithms(False)
@@ -50,7 +50,7 @@ def int32(*values: object) -> Tensor:
 
 
 def table(visibility: Visibility, queries: int, keys: int) -> tuple[Tensor, Tensor | None]:
-    """Who sees whom, [B|1, H|1, Tq, Tk], and the bias, from the words of the rules."""
+    """The visibility [B|1, H|1, Tq, Tk] and the bias, from the definitions of the rules."""
     own, slots = visibility.slot + torch.arange(queries)[:, None], torch.arange(keys)
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
     if visibility.left is not None:
@@ -73,7 +73,7 @@ def written_out(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, visibility: Visibility, scale: float, softcap=None, sinks=None,
     dtype: torch.dtype = torch.float64,
 ) -> Forward:  # fmt: skip
-    """Plain attention with its statistics, in a dtype."""
+    """Naive attention with its statistics, in a given dtype."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.to(dtype) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     seen, bias = table(visibility, q.shape[2], k.shape[2])
@@ -92,9 +92,9 @@ def written_out(
 
 
 def assert_right(found: Forward, q, k, v, beta, visibility, *, scale, softcap=None, sinks=None) -> None:
-    """The output within twice torch's own error, statistics within that of the same formulas in fp32.
+    """The output is within twice torch's own error, statistics within that of the same formulas in fp32.
 
-    Of a few rows that error may be small by luck: statistics are given two roundings of the largest logit at least.
+    With few rows that error may be small by chance: statistics get at least two roundings of the largest logit.
     """
     arguments = (q, k, v, beta, visibility, scale, softcap, sinks)
     true, own = written_out(*arguments), written_out(*arguments, dtype=torch.float32)
@@ -130,7 +130,7 @@ def test_every_length_and_number_of_splits(keys, splits):
 
 def test_more_splits_than_are_merged_at_once():
     q, k, v, beta = inputs(1, 2, 1, 1, 330, 16, 16)
-    k *= torch.linspace(0.5, 2.0, 330)[:, None]  # so that the maximum is among the last
+    k *= torch.linspace(0.5, 2.0, 330)[:, None]  # puts the maximum among the last keys
     check(q, k, v, beta, Visibility(), splits=21, tile=SMALL)
 
 
@@ -300,7 +300,7 @@ def test_caches_of_any_layout():
 
 
 def test_offsets_beyond_31_bits():
-    # Never touched, so never there: the memory of a cache with 2³¹ elements.
+    # Never touched, so never allocated: the memory of a cache with 2³¹ elements.
     pool = torch.from_numpy(np.empty(2**31 + 2**12, dtype=np.float16))
     q, k, _, beta = inputs(1, 1, 1, 1, 32, 16, 16, torch.float16)
     apart = pool.as_strided((1, 1, 32, 16), (0, 0, 2**31 // 31, 1))
@@ -311,7 +311,7 @@ def test_offsets_beyond_31_bits():
 
 
 def splits_of(sequences, keys):
-    """As they are chosen for an A100, and tiles of 16 keys."""
+    """The chosen splits, for an A100 and tiles of 16 keys."""
     q, k, _, beta = inputs(sequences, 1, 1, 1, keys, 16, 16)
     (split, *_), _ = decode_launches(q, k, k, beta, Visibility(), scale=1.0, tile=SMALL)
     return split.arguments["splits"]
@@ -320,7 +320,7 @@ def splits_of(sequences, keys):
 def test_the_number_of_splits_fills_the_device_and_no_more():
     assert splits_of(sequences=1, keys=16) == 1
     assert splits_of(sequences=8, keys=16 * 100) == 2 * 108 // 8
-    assert splits_of(sequences=8, keys=16 * 20) == 10  # two tiles for each
+    assert splits_of(sequences=8, keys=16 * 20) == 10  # two tiles each
     assert splits_of(sequences=1, keys=16 * 400) == 128
     assert splits_of(sequences=300, keys=16 * 20) == 1
     assert splits_of(sequences=0, keys=0) == 1
@@ -359,7 +359,7 @@ def test_operators_compile_into_one_graph_and_pass_everything_on():
 def test_operators_refuse_gradients():
     q, k, v, beta = inputs(1, 1, 1, 1, 20, 16, 16)
     beta.requires_grad_()
-    with pytest.raises(RuntimeError, match="decoding has no gradient"):
+    with pytest.raises(RuntimeError, match="has no gradient"):
         decode_attention(q, k, v, beta, Visibility(), scale=0.25)
     with torch.no_grad():
         assert decode_attention(q, k, v, beta, Visibility(), scale=0.25).out.isfinite().all()

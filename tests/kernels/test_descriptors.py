@@ -1,6 +1,6 @@
-"""Keys and values by descriptors, as on sm_90 and sm_100, in triton's interpreter against attention written out.
+"""Keys and values through TMA descriptors, as on sm_90 and sm_100, in Triton's interpreter against naive attention.
 
-Boxes reach beyond the last key and the last dimension, where memory holds NaN or another head.
+Boxes extend beyond the last key and the last dimension, where memory holds NaN or another head.
 """
 
 import math
@@ -39,7 +39,7 @@ def _interpreter():
 
 
 def boxed(x, resources: Resources) -> bool:
-    """Whether a call on such a device takes descriptors."""
+    """Whether a call on such a device uses descriptors."""
     with assuming(resources):
         (launch,), _ = forward_launches(x.q, x.k, x.v, x.beta, x.seen.visibility, **x.options)
     return launch.arguments["k_box"] is not None
@@ -72,7 +72,7 @@ def test_the_tile_that_is_chosen_will_do(resources):
         assert_forward(x, forward(x, None))
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # the interpreter's maximum of NaN alone
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy warning for the maximum of NaN
 @DEVICES
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(resources, value):
@@ -90,7 +90,7 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(resources, v
 
 
 def boxed_backward(x, resources: Resources) -> bool:
-    """Whether the gradient of queries takes descriptors on such a device."""
+    """Whether dQ uses descriptors on such a device."""
     options = {name: x.options[name] for name in ("scale", "softcap", "dropout_p", "seed")}
     lse = x.beta.expand(x.q.shape[:3])
     with assuming(resources):
@@ -151,7 +151,7 @@ def test_what_is_no_number_spoils_only_gradients_that_depend_on_it(where):
 
 
 def heads_last(x: torch.Tensor) -> torch.Tensor:
-    """As a projection gives it: [B, T, H, D] in memory."""
+    """[B, T, H, D] in memory, as after a projection."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

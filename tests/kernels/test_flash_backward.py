@@ -1,7 +1,7 @@
-"""The backward of flash attention in triton's interpreter against attention written out in fp64, with every feature.
+"""Backward pass of flash attention with every feature, in Triton's interpreter against naive attention in fp64.
 
-It begins from an output and lse that fp64 gives, so that it is judged by itself; a few tests run both passes. Memory is
-poisoned and warnings of numpy are errors, as for the forward.
+It starts from an exact fp64 output and lse, so that its own error is tested; a few tests run both passes. Memory is
+poisoned and numpy warnings are errors, as in the forward tests.
 """
 
 import math
@@ -49,11 +49,11 @@ def cases(*several: Case):
 
 
 def run(x) -> dict[str, torch.Tensor]:
-    """All gradients, from an exact forward."""
+    """All gradients, from an exact forward pass."""
     return gradients(backward(x, exact_forward(x, written_out(x))))
 
 
-# Who sees what.
+# Visibility.
 
 
 @cases(*(Case(sees=rule, queries=70, keys=129, beta="each") for rule in RULES))
@@ -202,7 +202,7 @@ def test_a_sink_of_minus_infinity_has_no_gradient():
     Case(sharpness=1e-3, beta="each", sees="mask_per_head"),
 )
 def test_logits_may_be_huge_or_tiny(case):
-    with np.errstate(over="ignore", invalid="ignore"):  # 2^x of scores that are hidden, or of keys that do not exist
+    with np.errstate(over="ignore", invalid="ignore"):  # 2^x of hidden scores or of keys past the end
         assert_backward(inputs_of(case))
 
 
@@ -304,17 +304,17 @@ def test_each_sequence_is_computed_as_if_it_were_alone(case):
 
 
 def heads_last(x: torch.Tensor) -> torch.Tensor:
-    """As a projection gives it: [B, T, H, D] in memory."""
+    """[B, T, H, D] in memory, as after a projection."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def dim_first(x: torch.Tensor) -> torch.Tensor:
-    """With a last axis that is not contiguous."""
+    """A non-contiguous last axis."""
     return x.mT.contiguous().mT
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
-    """Every second row of something larger that holds NaN elsewhere."""
+    """Every second row of a larger tensor that holds NaN elsewhere."""
     wide = torch.full((*x.shape[:2], 2 * x.shape[2], x.shape[3] + 3), torch.nan, dtype=x.dtype)
     wide[:, :, ::2, : x.shape[3]] = x
     return wide[:, :, ::2, : x.shape[3]]
@@ -348,7 +348,7 @@ def test_a_dimension_may_be_expanded():
             q=x.q[:1].expand(2, -1, -1, -1),
             k=x.k[:, :1].expand(-1, 2, -1, -1),
             v=x.v[:1].expand(2, -1, -1, -1),
-            gradient=torch.ones(()).expand_as(x.gradient),  # that of a sum
+            gradient=torch.ones(()).expand_as(x.gradient),  # rounding of a sum
             beta=torch.tensor(1.7).expand(2, 4, 65),
             sinks=torch.tensor([0.5]).expand(4),
             seen=x.seen._replace(table=mask, visibility=x.seen.visibility._replace(mask=mask)),
@@ -364,7 +364,7 @@ def test_a_gradient_in_another_dtype_is_taken():
     )
 
 
-# Numbers that are none.
+# NaN and infinity.
 
 BROKEN_KEYS = (20, 64, 100)
 
@@ -382,7 +382,7 @@ BROKEN_KEYS = (20, 64, 100)
     ],
 )
 def test_what_no_row_sees_may_be_anything(sees, where, value):
-    """Keys that a padding hides from everyone: their gradients are 0, and those of the others what they were."""
+    """Keys hidden by padding get gradient 0, and the gradients of the others do not change."""
     x = inputs_of(Case(sees=sees, queries=70, keys=129, heads=1, dtype=FP16 if where == "v" else FP32))
     hidden = torch.zeros(1, 129, dtype=torch.bool)
     hidden[:, BROKEN_KEYS] = True
@@ -394,7 +394,7 @@ def test_what_no_row_sees_may_be_anything(sees, where, value):
         tensor[:, :, BROKEN_KEYS[1:], 3] = value
     clean = exact_forward(x, written_out(x))
     expected = gradients(backward(x, clean))
-    with np.errstate(invalid="ignore"):  # what is hidden is computed all the same, and dropped
+    with np.errstate(invalid="ignore"):  # hidden scores are computed and discarded
         got = gradients(backward(replace(x, **spoilt), clean))
     for name, result in got.items():
         assert torch.equal(result, expected[name]), name
@@ -405,7 +405,7 @@ def test_what_no_row_sees_may_be_anything(sees, where, value):
 @pytest.mark.parametrize("sees", ["causal_from_the_start", "bias_that_hides"])
 def test_nor_do_rows_that_do_not_exist_see_it(sees):
     x = inputs_of(Case(sees=sees, queries=33, keys=65, heads=1))
-    if sees == "bias_that_hides":  # key 40 from all rows, as the causal rule does
+    if sees == "bias_that_hides":  # hides key 40 from all rows, as the causal rule does
         x.seen.visibility.mask[..., 40] = -math.inf
         x = replace(x, seen=x.seen._replace(table=x.seen.table & (torch.arange(65) != 40)))
     clean = forward(x)
@@ -418,7 +418,7 @@ def test_nor_do_rows_that_do_not_exist_see_it(sees):
         assert torch.equal(result, expected[name]), name
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # the interpreter's maximum of NaN alone
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy warning for the maximum of NaN
 @pytest.mark.parametrize(
     ("sees", "where"),
     [
@@ -436,8 +436,8 @@ def test_what_is_no_number_spoils_what_depends_on_it_and_nothing_else(sees, wher
     with np.errstate(invalid="ignore"):
         got = gradients(backward(broken, forward(broken)))
     expected = gradients(backward(x, forward(x)))
-    rows = x.seen.table[0, 0, :, 100]  # that see it
-    keys = x.seen.table[0, 0, rows].any(0)  # that such rows see as well
+    rows = x.seen.table[0, 0, :, 100]  # rows that see it
+    keys = x.seen.table[0, 0, rows].any(0)  # also seen by such rows
     assert rows.any()
     assert not rows.all()
     for name, free in {"dq": ~rows, "dbeta": ~rows, "dk": ~keys, "dv": ~keys}.items():
@@ -446,7 +446,7 @@ def test_what_is_no_number_spoils_what_depends_on_it_and_nothing_else(sees, wher
     assert not got["dq"][0, 0, rows].isfinite().all(-1).any(), "a row that sees it does not show it"
 
 
-# What the interpreter does not do by itself.
+# Behaviour that differs from the plain interpreter.
 
 
 @cases(

@@ -1,7 +1,7 @@
-"""The forward of flash attention in triton's interpreter against attention written out in fp64, with every feature.
+"""Forward pass of flash attention with every feature, in Triton's interpreter against naive attention in fp64.
 
-Every call here gets inputs with NaN around them and writes to memory that holds NaN, with NaN on both sides. A warning
-of numpy — 0·∞ is one — is an error. None of this has run on a GPU.
+All inputs are surrounded by NaN, and outputs go to memory filled with NaN, with NaN on both sides. Numpy warnings, for
+example for 0·∞, are errors. Nothing has run on a GPU.
 """
 
 import math
@@ -50,7 +50,7 @@ def check(case: Case) -> None:
     assert_forward(x, forward(x))
 
 
-# Who sees what.
+# Visibility.
 
 SHAPES = ((65, 65), (63, 129), (129, 64), (2, 65), (70, 63), (64, 130))
 
@@ -287,7 +287,7 @@ def test_dropout_keeps_as_many_as_it_should(probability):
     kept = draws(torch.tensor(17), (1, 4, 256, 256), probability)
     expected, count = 1 - probability, kept.numel()
     assert abs(kept.double().mean() - expected) < 5 * math.sqrt(probability * expected / count)
-    for axis in (1, 2, 3):  # neighbours are drawn independently of each other
+    for axis in (1, 2, 3):  # neighbours are independent
         both = (kept & kept.roll(1, axis)).double().mean()
         assert abs(both - expected**2) < 5 * math.sqrt(expected**2 * (1 - expected**2) / count) + 1e-9, axis
 
@@ -353,17 +353,17 @@ def test_what_is_not_asked_for_is_not_there_and_changes_nothing():
 
 
 def heads_last(x: torch.Tensor) -> torch.Tensor:
-    """As a projection gives it: [B, T, H, D] in memory."""
+    """[B, T, H, D] in memory, as after a projection."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def dim_first(x: torch.Tensor) -> torch.Tensor:
-    """With a last axis that is not contiguous."""
+    """A non-contiguous last axis."""
     return x.mT.contiguous().mT
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
-    """Every second row of something larger that holds NaN elsewhere."""
+    """Every second row of a larger tensor that holds NaN elsewhere."""
     wide = torch.full((*x.shape[:2], 2 * x.shape[2], x.shape[3] + 3), torch.nan, dtype=x.dtype)
     wide[:, :, ::2, : x.shape[3]] = x
     return wide[:, :, ::2, : x.shape[3]]
@@ -405,13 +405,13 @@ def test_bounds_and_padding_may_be_expanded_or_spread():
     assert all(torch.equal(value, expected[name]) for name, value in rows_of(forward(other)).items())
 
 
-# Numbers that are none.
+# NaN and infinity.
 
 BROKEN_KEYS = (20, 64, 100)
 
 
 def spoil(x: torch.Tensor, value: float) -> torch.Tensor:
-    """A copy in which a few keys hold something that is no number, in one place or in all."""
+    """A copy with non-finite elements in a few keys, in one place or in all."""
     spoilt = guarded(x)
     spoilt[:, :, BROKEN_KEYS[0]] = value
     for place, key in enumerate(BROKEN_KEYS[1:]):
@@ -419,7 +419,7 @@ def spoil(x: torch.Tensor, value: float) -> torch.Tensor:
     return spoilt
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # the interpreter's maximum of NaN alone
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy warning for the maximum of NaN
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["k", "v", "kv"])
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(sees, where,
     dtype = FP16 if len(where) == 2 else FP32
     x = inputs_of(Case(sees=sees, queries=129, keys=129, heads=1, dtype=dtype, softcap=4.0 if where == "v" else None))
     other = replace(x, **{name: spoil(getattr(x, name), value) for name in where})
-    with np.errstate(invalid="ignore", over="ignore"):  # ∞ − ∞ is what this is about
+    with np.errstate(invalid="ignore", over="ignore"):  # this test provokes ∞ − ∞
         spoilt = forward(other)
     touched = x.seen.table[..., BROKEN_KEYS].any(-1).expand(1, 1, 129)
     assert touched.any()
@@ -456,7 +456,7 @@ def test_a_query_that_is_no_number_spoils_its_own_row(sees):
     assert spoilt.lse[own].isnan().all()
 
 
-# What the interpreter does not do by itself.
+# Behaviour that differs from the plain interpreter.
 
 
 @cases(

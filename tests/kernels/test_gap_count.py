@@ -1,8 +1,8 @@
-"""Gap counting in triton's interpreter: certified brackets of Λ, exact counts, and what is built on them.
+"""Gap counting in Triton's interpreter: certified brackets of Λ, exact counts, and adaptive attention.
 
-Scores that are multiples of a small power of two are exact in fp32, and so is what is expected of them: Λ by sorting in
-fp64, and counts of gaps one by one. Elsewhere scores have a doubt, and what they may give is an interval. Fresh memory
-holds NaN, with NaN on both sides. None of this has run on a GPU.
+Scores that are multiples of a small power of two are exact in fp32, and so are the expected results: Λ by sorting in
+fp64, and gaps counted one by one. Other scores have an uncertainty, and the expected result is an interval. New memory
+holds NaN, with NaN on both sides. Nothing has run on a GPU.
 """
 
 import math
@@ -29,12 +29,12 @@ TILE = Tile(64, 64, 4, 1)
 WIDE = Tile(128, 128, 4, 1)
 RATIO = 1 + WIDTH
 OURS = ("near_tie", "every_rank", "on_the_edges", "crowd", "steps", "far_crowd")
-ROWS = 8  # of each family
+ROWS = 8  # rows per family
 THRESHOLDS = (-1.0, 0.0, 0.25, 1.0, 3.0, math.inf)
 
 
 def family(name: str, keys: int) -> tuple[Tensor, Tensor]:
-    """Scores [ROWS, keys] in fp32 and which are visible: those of every test, and some that are hard for bins."""
+    """Scores [ROWS, keys] in fp32 and their visibility: the families of every test, and some that are hard for bins."""
     if name in NAMES:
         scores, visible = rows(name, ROWS, keys, seed=keys)
         scores, visible = (torch.nn.functional.pad(x, (0, keys - x.shape[1])) for x in (scores, visible))
@@ -56,18 +56,18 @@ def family(name: str, keys: int) -> tuple[Tensor, Tensor]:
 
 
 def all_families(keys: int) -> tuple[Tensor, Tensor]:
-    """Every family, one after the other, [families · ROWS, keys]."""
+    """All families concatenated, [families · ROWS, keys]."""
     scores, visible = zip(*(family(name, keys) for name in (*NAMES, *OURS)), strict=True)
     return torch.cat(scores), torch.cat(visible)
 
 
 def as_products(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """A query and a key whose products are just these scores: row r asks for column r."""
+    """A query and a key with these scores as products: row r selects column r."""
     return guarded(torch.eye(scores.shape[0])[None, None]), guarded(scores.T[None, None])
 
 
 def bounds(scores: Tensor, visible: Tensor, doubt: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What Λ can be, by sorting in fp64, where each gap is off by `doubt` at most."""
+    """The possible values of Λ, by sorting in fp64, if each gap is off by at most `doubt`."""
     falling = scores.double().masked_fill(~visible, -math.inf).sort(-1, descending=True).values
     gaps = (falling[..., :1] - falling[..., 1:]).nan_to_num(math.inf, math.inf)
     ln_rank = torch.arange(2, scores.shape[-1] + 1).double().log().expand_as(gaps)
@@ -78,7 +78,7 @@ def bounds(scores: Tensor, visible: Tensor, doubt: float = 0.0) -> tuple[Tensor,
 
 
 def assert_bracket(got: GapBracket, scores: Tensor, visible: Tensor, doubt: float = 0.0) -> None:
-    """Λ lies inside, the bracket is as narrow as promised, and the best and its gap are what they are."""
+    """Λ is inside, the bracket is as narrow as promised, and the best score and its gap are right."""
     least, most = bounds(scores, visible, doubt)
     for x in got:
         assert x.dtype == torch.float32
@@ -101,7 +101,7 @@ def assert_bracket(got: GapBracket, scores: Tensor, visible: Tensor, doubt: floa
 
 
 def assert_counts(got: Tensor, scores: Tensor, visible: Tensor, doubt: float = 0.0) -> None:
-    """Each count is that of its threshold, or of one as near as the doubt."""
+    """Each count matches its threshold, up to the uncertainty of the scores."""
     scores = scores.double().masked_fill(~visible, -math.inf)
     assert got.dtype == torch.int32
     least, most = (count_gaps(scores, tuple(t + side for t in THRESHOLDS)) for side in (-doubt, doubt))
@@ -110,7 +110,7 @@ def assert_counts(got: Tensor, scores: Tensor, visible: Tensor, doubt: float = 0
 
 
 def dyadic(case: Case) -> Inputs:
-    """Inputs in sixty-fourths: their products, and sums of them, are exact in fp32, from fp16 too."""
+    """Inputs in multiples of 1/64: products and their sums are exact in fp32, also from fp16."""
     x = inputs_of(case)
     for name in ("q", "k"):
         setattr(x, name, guarded((getattr(x, name) * 64).round() / 64))
@@ -118,7 +118,7 @@ def dyadic(case: Case) -> Inputs:
 
 
 def written_out(x: Inputs) -> tuple[Tensor, Tensor, float]:
-    """Raw scores [B, H, Tq, Tk] in fp64, which are visible, and how far the kernel's gaps may be off."""
+    """Raw scores [B, H, Tq, Tk] in fp64, their visibility, and the possible error of the kernel's gaps."""
     group = x.q.shape[1] // x.k.shape[1]
     scores = x.scale * x.q.double() @ x.k.double().repeat_interleave(group, 1).mT
     doubt = 0.0
@@ -132,7 +132,7 @@ def written_out(x: Inputs) -> tuple[Tensor, Tensor, float]:
 
 
 def assert_right(x: Inputs, tile: Tile | None = TILE) -> None:
-    """Bracket and counts of a call."""
+    """Check the bracket and the counts of a call."""
     told = {"scale": x.scale, "softcap": x.softcap, "tile": tile}
     with corrected(), poisoned(), np.errstate(all="raise", under="ignore"):
         found = gap_bracket(x.q, x.k, x.seen.visibility, **told)
@@ -176,7 +176,7 @@ def test_it_does_so_where_no_tile_has_an_edge_and_where_scores_come_from_a_bias(
 
 
 def test_keys_beyond_the_last_bin_are_taken_at_its_end():
-    keys = 2**15  # whose logarithm is over fourteen times that of 2: here the far ones decide
+    keys = 2**15  # ln of this is over fourteen times ln 2: here the far keys decide
     gaps = torch.full((4, keys), 14.2)
     gaps[:, 0], gaps[:, 1] = 0.0, 1.0
     gaps[1, 2:] = 14.9
@@ -190,7 +190,7 @@ def test_keys_beyond_the_last_bin_are_taken_at_its_end():
 
 
 def test_a_thousandth_of_an_octave_apart_bins_tell():
-    """All keys but two at one gap: the bracket of each is the pair of edges around it, and its exact Λ is inside."""
+    """All keys but two at one gap: each bracket is the pair of bin edges around it and contains the exact Λ."""
     places = torch.cat([edge * (1 + torch.tensor([-2e-3, -1e-6, 0.0, 1e-6])) for edge in _edges()])
     gaps = places[:, None].repeat(1, 130).clamp(min=1.0)
     gaps[:, 3], gaps[:, 77] = 0.0, 1.0
@@ -200,11 +200,11 @@ def test_a_thousandth_of_an_octave_apart_bins_tell():
 
 
 def _edges() -> Tensor:
-    """Where the bins would be without their ε."""
+    """Bin edges without ε."""
     return torch.tensor([bin_edge(number) / 2 for number in range(BINS)])
 
 
-# Everything a row may see, in every dtype.
+# Every visibility rule, in every dtype.
 
 
 @pytest.mark.parametrize("sees", RULES)
@@ -271,7 +271,7 @@ def test_products_that_are_fused_into_sums_keep_the_bracket():
 @pytest.mark.parametrize("scale", [2.0**-6, 2.0**6])
 def test_rows_that_see_nothing_have_nothing_at_any_scale(scale):
     q = torch.ones(1, 1, 5, 16)
-    visibility = Visibility(slot=-3, right=0)  # the first three rows come before the first key
+    visibility = Visibility(slot=-3, right=0)  # the first three rows precede the first key
     found = gap_bracket(q, q, visibility, scale=scale, tile=TILE)
     assert found.top[0, 0].tolist() == [-math.inf] * 3 + [16 * scale] * 2
     assert found.second_gap[0, 0].tolist() == [math.inf] * 4 + [0.0]
@@ -280,7 +280,7 @@ def test_rows_that_see_nothing_have_nothing_at_any_scale(scale):
     assert counts[0, 0].tolist() == [[0, 0]] * 3 + [[1, 1], [2, 2]]
 
 
-# Ties, near ties, and numbers that are none.
+# Ties, near ties, NaN and infinity.
 
 
 def test_gaps_from_one_rounding_to_the_smallest_number():

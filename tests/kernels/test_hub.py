@@ -1,4 +1,4 @@
-"""The kernels as the HuggingFace Hub loads them: by their path, under a name of the loader's choosing."""
+"""The kernels as loaded by the HuggingFace Hub: from a path, under a name chosen by the loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import attnscale_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(attnscale_kernels.__file__).parent
-HUB = Path(sys.prefix) / "hub"  # where `make setup` puts HuggingFace's kernels
+HUB = Path(sys.prefix) / "hub"  # `make setup` installs HuggingFace's kernels here
 LOADER = (HUB / "kernels").is_dir()
 
 LOAD = """
@@ -49,7 +49,7 @@ def test_it_loads_under_another_name_and_runs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-# With HuggingFace's own loader: two builds, of which the second multiplies its scale by 2.
+# HuggingFace's own loader: two builds, where the second multiplies its scale by 2.
 LOAD_TWO = """
 import sys
 from pathlib import Path
@@ -95,7 +95,7 @@ assert "attnscale_kernels" not in sys.modules
 
 
 def hub_kernel():
-    """The script that writes the repository for the Hub."""
+    """The script that writes the Hub repository."""
     spec = importlib.util.spec_from_file_location("hub_kernel", ROOT / "scripts" / "hub_kernel.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -112,7 +112,7 @@ def test_the_loader_of_the_hub_runs_two_builds_side_by_side(tmp_path: Path) -> N
     changed.write_text(changed.read_text(encoding="utf-8").replace("scale=scale", "scale=2 * scale"), encoding="utf-8")
     metadata = build / "metadata.json"
     metadata.write_text(metadata.read_text(encoding="utf-8").replace('"_attnscale', '"_another'), encoding="utf-8")
-    # In place of any other path, where a checkout may stand: `kernels` would be the folder in it.
+    # Replaces all other paths: in a checkout, `kernels` would be the folder.
     environment = os.environ | {"PYTHONPATH": str(HUB), "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(
         [sys.executable, "-c", LOAD_TWO, *map(str, paths)],

@@ -1,7 +1,7 @@
-"""How kernels are launched: which variants triton would compile, and that those are launched that it would choose.
+"""Kernel launches: the variants Triton would compile, and that the launched variant is the one Triton would choose.
 
-There is no GPU, and nothing is compiled: triton gets a driver that does nothing, and a stub for each kernel that it
-would compile. In a process of its own, since in that of the tests kernels are interpreted.
+Nothing is compiled and no GPU is needed: Triton gets a stub driver, and a stub for each compiled kernel. The tests run
+in a separate process, because this process interprets kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tiles that a mask hides are not visited, and those it leaves as they are run without it.
+"""Fully masked tiles are not visited, and fully visible tiles run without the mask.
 
-What the squares of a mask hold and which tiles are listed, against every score, one by one; then attention to
-block-sparse masks in triton's interpreter, against attention written out in fp64. Launches this small would not look
-for such tiles: here all do.
+Block classes and tile lists are compared with every score; then attention with block-sparse masks in Triton's
+interpreter is compared with naive attention in fp64. Launches this small normally skip the classification; here it is
+forced.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _interpreter() -> Iterator[None]:
 
 
 def blocks(generator: torch.Generator, *shape: int, side: int = SQUARE) -> Tensor:
-    """A mask [..., Tq, Tk] of blocks, a third each hidden, shown, and with holes."""
+    """A mask [..., Tq, Tk] of blocks, a third each hidden, visible, and partially visible."""
     *others, rows, keys = shape
     kind = torch.randint(0, 3, (*others, -(-rows // side), -(-keys // side)), generator=generator)
     kind = kind.repeat_interleave(side, -2).repeat_interleave(side, -1)[..., :rows, :keys]
@@ -66,11 +66,11 @@ def random(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# What a square holds.
+# Classes of blocks.
 
 
 def in_squares(found: Tensor) -> Tensor:
-    """Whether anything is found in each square of [..., Tq, Tk]."""
+    """Whether any element is set in each block of [..., Tq, Tk]."""
     rows, keys = (-(-n // SQUARE) for n in found.shape[-2:])
     wide = torch.zeros(*found.shape[:-2], rows * SQUARE, keys * SQUARE, dtype=torch.bool)
     wide[..., : found.shape[-2], : found.shape[-1]] = found
@@ -130,12 +130,12 @@ def test_whether_it_pays_is_decided_by_shapes() -> None:
     assert pays(per_score.float()[:, :1].expand(-1, 32, -1, -1))
 
 
-# Which tiles are visited.
+# Visited tiles.
 
 
 @st.composite
 def rules(draw: st.DrawFn, queries: int, keys: int) -> Visibility:
-    """Anything that a mask may come with, for two sequences."""
+    """All rules that can accompany a mask, for two sequences."""
     side = st.none() | st.integers(0, 100)
     rule = Visibility(slot=draw(st.integers(-50, 100)), left=draw(side), right=draw(side))
     if draw(st.booleans()):
@@ -149,7 +149,7 @@ def rules(draw: st.DrawFn, queries: int, keys: int) -> Visibility:
 
 
 def seen_by(rule: Visibility, queries: int, keys: int) -> Tensor:
-    """[2, 1, Tq, Tk]: from the words of `Visibility`, without the mask."""
+    """[2, 1, Tq, Tk], from the definition of `Visibility`, without the mask."""
     own, place = (rule.slot + torch.arange(queries))[:, None], torch.arange(keys)
     table = torch.ones(2, queries, keys, dtype=torch.bool)
     if rule.left is not None:
@@ -204,11 +204,11 @@ def test_lists_have_all_tiles_that_are_seen_and_those_seen_whole_first(
                 assert part.shape[1] == step, "some of a tile does not exist"
 
 
-# Attention to block-sparse masks.
+# Attention with block-sparse masks.
 
 
 def block_sparse(x: Inputs, mask: Tensor, bias: Tensor | None = None, **rule: object) -> Inputs:
-    """The call with a mask, bool or by −∞ added to a bias, and what else there is of a rule."""
+    """The call with a mask, bool or as −∞ in a bias, and the rest of a rule."""
     visibility = Visibility(**rule)
     bounds = seen_by(visibility, mask.shape[2], mask.shape[3])[: x.q.shape[0]]
     if bias is None:
@@ -222,7 +222,7 @@ def listed_launches(x: Inputs) -> int:
 
 
 def check(x: Inputs) -> None:
-    """Output, statistics and all gradients."""
+    """Check output, statistics and all gradients."""
     assert listed_launches(x) == 3
     result = forward(x, TILE)
     assert_forward(x, result)
@@ -244,7 +244,7 @@ def test_block_sparse_masks_are_followed(name: str) -> None:
     case, per, rule = CALLS[name]
     rule = dict(rule)
     mask = blocks(random(3), *per, case.queries, case.keys)
-    mask[..., 40:45, :] = False  # rows that see nothing
+    mask[..., 40:45, :] = False  # rows without visible keys
     if name == "for_all_rows":
         mask = mask[:, :, :1].expand(-1, -1, case.queries, -1)
     elif name == "causal_and_padded":
@@ -284,14 +284,14 @@ def test_a_mask_that_shows_everything_changes_no_bit() -> None:
         assert torch.equal(value, expected[name]), name
 
 
-# Numbers that are none.
+# NaN and infinity.
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # the interpreter's maximum of NaN alone
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy warning for the maximum of NaN
 @pytest.mark.parametrize(("additive", "value"), [(False, math.nan), (True, math.nan), (False, INFINITY)])
 def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(additive: bool, value: float) -> None:
     mask = blocks(random(4), 1, 1, 70, 100)
-    mask[..., 50] = False  # seen by nobody; the others by some, in tiles seen whole and in those with holes
+    mask[..., 50] = False  # visible to no row; the others to some, in fully and partially visible tiles
     broken = [50, 10, 80]
     zero = torch.zeros(1, 1, 70, 100, dtype=FP16)
     x = block_sparse(inputs_of(Case(queries=70, keys=100)), mask, zero if additive else None)
@@ -308,7 +308,7 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(additive: bo
     for name, expected in rows_of(clean).items():
         assert torch.equal(getattr(result, name)[:, :, ~touched], expected[:, :, ~touched]), name
     assert not result.out[:, :, touched].isfinite().all(-1).any(), "a row that sees it does not show it"
-    keys = mask[0, 0, touched].any(0)  # that such rows see as well
+    keys = mask[0, 0, touched].any(0)  # also seen by such rows
     for name, free in {"dq": ~touched, "dbeta": ~touched, "dk": ~keys, "dv": ~keys}.items():
         assert torch.equal(after[name][:, :, free], before[name][:, :, free]), name
     assert (after["dk"][:, :, 50] == 0).all()
@@ -319,7 +319,7 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_other(additive: bo
 def test_a_nan_in_a_bias_reaches_its_row() -> None:
     hidden = torch.zeros(1, 1, 64, 96)
     hidden[..., 32:] = -INFINITY
-    hidden[..., 7, 50] = math.nan  # in a square that hides all else
+    hidden[..., 7, 50] = math.nan  # in a block that hides everything else
     x = block_sparse(inputs_of(Case(queries=64, keys=96, heads=4)), hidden == 0)
     x = replace(x, seen=x.seen._replace(visibility=Visibility(mask=hidden)))
     assert listed_launches(x) == 3
@@ -330,7 +330,7 @@ def test_a_nan_in_a_bias_reaches_its_row() -> None:
     assert result.out[:, :, ~spoilt].isfinite().all()
 
 
-# What is read.
+# Memory reads.
 
 
 def test_hidden_tiles_are_not_read_and_the_mask_only_where_it_has_holes() -> None:
@@ -338,7 +338,7 @@ def test_hidden_tiles_are_not_read_and_the_mask_only_where_it_has_holes() -> Non
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool)
     mask[..., :64, 64:] = False  # tiles of rows 0–63 do not see these keys
     mask[..., 64:, 96:] = False
-    mask[..., 64:, 64:96] = torch.rand(64, 32, generator=random()) < 0.5  # one tile of keys has holes
+    mask[..., 64:, 64:96] = torch.rand(64, 32, generator=random()) < 0.5  # one key tile is partially visible
     x = block_sparse(x, mask)
     given, options = (x.q, x.k, x.v, x.beta, x.seen.visibility), {"scale": x.scale}
     result = flash_forward(*given, tile=TILE, **options)
@@ -363,7 +363,7 @@ def test_hidden_tiles_are_not_read_and_the_mask_only_where_it_has_holes() -> Non
         assert not is_read(ran[kernel], x.k)[:, :, 96:].any(), kernel
         assert not is_read(ran[kernel], x.v)[:, :, 96:].any(), kernel
     wide = torch.zeros_like(mask)
-    wide[..., 64:, 64:] = True  # a tile of 64 keys holds the holes and hidden keys
+    wide[..., 64:, 64:] = True  # a tile of 64 keys is partially visible
     assert torch.equal(is_read(ran["flash_backward_key_kernel"], given_mask), wide)
 
 

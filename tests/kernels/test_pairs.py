@@ -1,4 +1,4 @@
-"""Two fp32 numbers at once: the text of the assembly, executed, and the kernels that are written in it."""
+"""Packed fp32 instructions: the assembly text executed, and the kernels that use it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The interpreter that is quicker gives the bits of triton's own, and refuses the same."""
+"""The faster interpreter gives the same bits and raises the same errors as Triton's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _product_kernel(x_ptr, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def computed(dtype: torch.dtype) -> list[Tensor]:
-    """Outputs, statistics and gradients of a small attention with a softcap and dropout."""
+    """Outputs, statistics and gradients of a small attention with softcap and dropout."""
     noise = torch.Generator().manual_seed(0)
     query, key, value, grad = (torch.randn(1, 2, 21, 16, generator=noise).to(dtype) for _ in range(4))
     beta, seed = torch.linspace(0.5, 1.5, 42).view(1, 2, 21), torch.tensor([3])

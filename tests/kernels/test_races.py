@@ -1,8 +1,8 @@
-"""No two programs of a launch race: for every kernel, on shapes with ragged edges, in triton's interpreter.
+"""No races between the programs of a launch: every kernel, on ragged shapes, in Triton's interpreter.
 
-Each element of an output is written once, by one program, and nothing else is written; no program reads what another
-writes in the same launch, or anything beyond its arguments; and programs in any order give the same bits. What a
-compiler or a GPU does inside a program is not seen here.
+Each output element is written once, by one program, and nothing else is written. No program reads an element that
+another writes in the same launch, or out of bounds. Any program order gives the same bits. Races inside a program are
+not covered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attnscale_kernels.visibility import Visibility
 FP32, FP16, BF16 = DTYPES
 TILE, WIDE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
 
-# What each kernel writes, by the names of its arguments.
+# Outputs of each kernel, by argument name.
 STATISTICS = ("lse_ptr", "top_ptr", "entropy_ptr", "winner_ptr")
 OUTPUTS = {
     "mask_squares_kernel": ("squares_ptr",),
@@ -64,7 +64,7 @@ def outputs_of(launch: Launch) -> list[Tensor]:
 
 
 def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
-    """All tensors among arguments, which may be tuples."""
+    """All tensors among arguments, including those in tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -77,7 +77,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def check(launches: tuple[Launch, ...], like: Tensor) -> set[str]:
-    """Run launches one after the other, each also in a random order; the names of their kernels."""
+    """Run launches in order, each also in random program order; return the names of their kernels."""
     for launch in launches:
         outputs = outputs_of(launch)
         with recording() as recorded:
@@ -139,7 +139,7 @@ def test_programs_of_flash_attention_do_not_race(case: Case) -> None:
 
 
 def test_nor_do_those_that_find_the_tiles_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "LEAST_SCORES", 0)  # else a call as small as this does not look for them
+    monkeypatch.setattr(masks, "LEAST_SCORES", 0)  # otherwise a call this small skips the classification
     case = Case(sees="mask_per_batch_and_head", **SHAPE | {"heads": 4, "kv_heads": 2, "batch": 1})
     assert len(flash(inputs_of(case))) == 6
 
@@ -167,7 +167,7 @@ def test_programs_of_gap_counting_do_not_race(sees: str) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-50, 150), (-(2**31), 2**31 - 1)])
 def test_bounds_that_lie_beyond_the_keys_end_with_them(low: int, high: int) -> None:
-    # Bounds are data, which nobody looks at before a launch.
+    # Bounds are data and are not checked before a launch.
     x = inputs_of(Case(**SHAPE | {"sees": "any_intervals", "keys": 61, "beta": "each"}))
     some = torch.arange(21) % 5 == 0
     start = torch.stack([torch.full((21,), low), torch.where(some, -1, 20)]).int()
@@ -197,7 +197,7 @@ def test_programs_of_the_softmax_do_not_race(keys: int) -> None:
     scores = torch.randn(2, 3, 5, keys, generator=generator)
     beta, mask = torch.ones(2, 1, 5), torch.rand(2, 1, 5, keys, generator=generator) < 0.7
     bias = torch.randn(1, 3, 5, keys, generator=generator)
-    tile = Tile(4, 32, 1, 1) if keys == 100 else None  # rows in several steps, and several rows of a program
+    tile = Tile(4, 32, 1, 1) if keys == 100 else None  # rows in several steps, and several rows per program
     launches, found = softmax_launches(
         scores, beta, mask=mask, bias=bias, thresholds=torch.tensor([0.5, 2.0]), tile=tile
     )
@@ -207,7 +207,7 @@ def test_programs_of_the_softmax_do_not_race(keys: int) -> None:
 
 
 def test_every_kernel_is_among_them() -> None:
-    # A new kernel has to be entered above, with what it writes, and run by one of these tests.
+    # A new kernel must be added above with its outputs, and be run by one of these tests.
     modules = (
         "flash.forward_kernel", "flash.backward_kernel", "flash.mask_kernel", "decode.kernel", "gaps.kernel",
         "softmax.kernel",
@@ -219,7 +219,7 @@ def test_every_kernel_is_among_them() -> None:
     assert found == set(OUTPUTS)
 
 
-# The recorder finds what it looks for.
+# The recorder detects violations.
 
 
 @triton.jit

@@ -1,10 +1,10 @@
-"""The bracket of Λ is one number on the CPU and in the kernels, and so is the β that `gap_adaptive` makes of it.
+"""The bracket of Λ, and the β of `gap_adaptive`, are the same on the CPU and in the kernels.
 
-In triton's interpreter. Scores are exact in fp32 (a query picks a column of given numbers, or both are in
-sixty-fourths), so that all that may differ is the rounding of a gap over that of the second best. Both sides bin that
-quotient by the same edges: a key whose quotient is within a few roundings of an edge may be counted on either side of
-it, which moves an end of the bracket by one bin, `BRACKET_WIDTH`, at most. In all other rows counts are equal, and ends
-differ by the rounding of a logarithm and two quotients.
+Tested in Triton's interpreter. Scores are exact in fp32 (a query selects a column of given numbers, or both are
+multiples of 1/64), so only the rounding of a gap divided by the second-best gap can differ. Both sides bin this
+quotient by the same edges. A key within a few roundings of an edge may be counted on either side, which moves an end of
+the bracket by at most one bin, `BRACKET_WIDTH`. In all other rows the counts are equal, and the ends differ by the
+rounding of a logarithm and two quotients.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from attnscale_kernels.launch import Tile
 from attnscale_kernels.visibility import Visibility
 
 ROUNDING = 1e-5
-COUNT = 12  # rows of a family
+COUNT = 12  # rows per family
 
 
 def near_an_edge(scores: Tensor, visible: Tensor) -> Tensor:
-    """Rows in which the quotient of some key is within a few roundings of fp32 of the edge of a bin, by fp64."""
+    """Rows with a key whose quotient, computed in fp64, is within a few fp32 roundings of a bin edge."""
     falling = scores.double().masked_fill(~visible, -math.inf).sort(-1, descending=True).values
     gaps = falling[..., :1] - falling
     x = (2 + bins.EPSILON) * gaps / gaps[..., 1:2] - bins.EPSILON
@@ -38,7 +38,7 @@ def near_an_edge(scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def by_kernel(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Of scores [rows, keys], as products with unit vectors."""
+    """The bracket of scores [rows, keys], as products with unit vectors."""
     query, key = torch.eye(scores.shape[0])[None, None], scores.T.contiguous()[None, None]
     found = gap_bracket(query, key, Visibility(mask=visible[None, None]), scale=1.0, tile=Tile(64, 64, 4, 1))
     return found.lower[0, 0], found.upper[0, 0]
@@ -70,7 +70,7 @@ def test_both_ends_are_those_of_the_kernels_for_every_family(keys):
 
 
 def test_keys_on_the_edges_of_bins_move_an_end_by_one_bin_at_most():
-    """Rows of a best key, a second, and a crowd whose quotient is on an edge or one rounding beside it."""
+    """Rows of a best key, a second, and a group of keys with a quotient on an edge or one rounding away."""
     edges = torch.tensor([bins.bin_start(number) for number in range(1, bins.BINS)], dtype=torch.float64)
     beside = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64) * 2.0**-23
     places = (edges[:, None] * (1 + beside)).flatten().float()
@@ -78,7 +78,7 @@ def test_keys_on_the_edges_of_bins_move_an_end_by_one_bin_at_most():
     gaps[:, 0], gaps[:, 1] = 0.0, 1.0
     visible = torch.ones_like(gaps, dtype=torch.bool)
     assert near_an_edge(-gaps, visible).all()
-    for part in gaps.split(200):  # rows that one query tensor can pick
+    for part in gaps.split(200):  # rows that one query tensor can select
         ends = bracket_accumulation(-part), by_kernel(-part, visible[: len(part)])
         for one, other in zip(*ends, strict=True):
             torch.testing.assert_close(one, other, rtol=BRACKET_WIDTH, atol=0)
@@ -100,7 +100,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
-    """In sixty-fourths, which fp16 holds."""
+    """Multiples of 1/64, exact in fp16."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, 4, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 16))
     return [(torch.randn(shape, generator=generator).clamp(-4, 4) * 64).round().div(64).to(dtype) for shape in shapes]
@@ -125,7 +125,7 @@ def test_the_temperature_of_gap_adaptive_is_the_same_on_both_backends(rules, dty
             one, two = (getattr(stats.accumulation, name) for stats in (kernel, other))
             torch.testing.assert_close(one, two, rtol=ROUNDING, atol=0)
         torch.testing.assert_close(kernel.criticality, other.criticality, rtol=2 * ROUNDING, atol=0)
-        # β itself, of rows that see something
+        # β of rows with visible keys
         beta, theirs = (stats.criticality * stats.accumulation.middle for stats in (kernel, other))
         usable = torch.isfinite(beta) & (kernel.accumulation.lower > 0)
         assert usable.any()

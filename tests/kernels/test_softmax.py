@@ -19,7 +19,7 @@ from attnscale_kernels.softmax.op import row_softmax, softmax_backward_op, softm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 63, 64, 65, 129, 257)
-SHORT, LONG = None, Tile(2, 32, 4, 1)  # rows of one block, and rows longer than one
+SHORT, LONG = None, Tile(2, 32, 4, 1)  # rows of one block, and longer rows
 THRESHOLDS = (0.0, 0.25, 1.0, 3.5, math.inf)
 STATISTICS = ("lse", "max_logit", "w_max", "entropy")
 
@@ -40,7 +40,7 @@ def by_torch(
     upstream: Tensor | None,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Everything by torch's own softmax in a dtype; statistics at least in fp32, as they are promised."""
+    """All results from torch's own softmax in a dtype; statistics at least in fp32, as promised."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in (scores, beta) + (() if bias is None else (bias,))]
     raw = inputs[0] if bias is None else inputs[0] + inputs[2]
     hidden = raw.detach() < -1e29
@@ -80,7 +80,7 @@ def assert_as_good_as_torch(
     bias: Tensor | None = None,
     upstream: Tensor | None = None,
 ) -> None:
-    """At most twice torch's own error, plus one rounding; rows that see nothing are right to the last bit."""
+    """At most twice torch's own error plus one rounding; rows without visible keys are exact."""
     true = by_torch(scores, beta, mask, bias, upstream, torch.float64)
     own = by_torch(scores, beta, mask, bias, upstream, scores.dtype)
     empty = true["lse"] == -math.inf
@@ -98,7 +98,7 @@ def assert_as_good_as_torch(
 
 
 def forward(scores: Tensor, beta: Tensor, tile: Tile | None = None, **arguments: Any) -> RowSoftmax:
-    """The forward launch, on outputs filled with what must not be left there."""
+    """The forward launch, on poisoned outputs."""
     options = {"mask": None, "bias": None, "thresholds": None} | arguments
     (launch,), result = launches.forward_launches(scores, beta, tile=tile, **options)
     for output in result:
@@ -111,7 +111,7 @@ def forward(scores: Tensor, beta: Tensor, tile: Tile | None = None, **arguments:
 def backward(
     gradient: Tensor, weights: Tensor, beta: Tensor, tile: Tile | None = None, **arguments: Any
 ) -> SoftmaxGradient:
-    """The backward launch, likewise."""
+    """The backward launch, on poisoned outputs."""
     options = {"scores": None, "bias": None} | arguments
     (launch,), result = launches.backward_launches(gradient, weights, beta, tile=tile, **options)
     for output in result:
@@ -121,7 +121,7 @@ def backward(
     return result
 
 
-# What is meant to overflow, or to be no number, is not worth a warning of numpy.
+# Intended overflows and NaN must not raise numpy warnings.
 EXTREME = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
@@ -133,7 +133,7 @@ def _interpreter() -> Iterator[None]:
 
 @pytest.fixture(params=[SHORT, LONG], ids=["short", "long"])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile | None:
-    """Rows of one block, and of several; also for what chooses its own tile."""
+    """Rows in one block and in several, also for code that chooses its own tile."""
     if request.param is not None:
         monkeypatch.setattr(launches, "softmax_tile", lambda *_: request.param)
     chosen: Tile | None = request.param
@@ -148,7 +148,7 @@ def test_everything_at_every_length(keys: int, dtype: torch.dtype, tile: Tile | 
     beta = torch.tensor([[1.5, -2.0, 0.0], [0.0, 5.5, -0.25]])[None]
     mask = random_mask(*shape)
     mask[..., 0] = True
-    mask[0, 1, 1] = False  # a row that sees nothing
+    mask[0, 1, 1] = False  # row without visible keys
     found = forward(scores, beta, tile, mask=mask, bias=bias, thresholds=torch.tensor(THRESHOLDS))
     gradient = backward(upstream, found.weights, beta, tile, scores=scores, bias=bias)
     got = found._asdict() | {"dscores": gradient.scores, "dbias": gradient.scores, "dbeta": gradient.beta}
@@ -161,9 +161,9 @@ def test_everything_at_every_length(keys: int, dtype: torch.dtype, tile: Tile | 
 
 
 def test_products_may_be_fused_into_sums(tile: Tile | None) -> None:
-    """As compilers do it: nothing may rest on both sides of a difference being rounded alike."""
+    """Compilers fuse multiply-adds: the code must not rely on both sides of a difference being rounded alike."""
     scores, upstream, mask = normal(4, 65) * 8, normal(4, 65, seed=1), random_mask(4, 65)
-    mask[:, :40] = False  # the first blocks hide all they have
+    mask[:, :40] = False  # the first blocks are fully hidden
     mask[3] = False
     beta = torch.tensor([1.5, -2.0, 0.0, 3.0])
     with fused():
@@ -186,7 +186,7 @@ def test_what_is_not_asked_for_is_not_needed(dtype: torch.dtype, tile: Tile | No
 
 
 def test_rows_of_a_multiple_of_eight_are_said_to_be(tile: Tile | None) -> None:
-    for wide, keys, said in ((40, 40, 8), (40, 37, 1), (43, 40, 1), (64, 64, 1)):  # triton sees multiples of 16 itself
+    for wide, keys, said in ((40, 40, 8), (40, 37, 1), (43, 40, 1), (64, 64, 1)):  # Triton detects multiples of 16
         scores, upstream, beta = normal(3, wide)[:, :keys], normal(3, keys, seed=1), torch.tensor(1.7)
         (launch,), _ = launches.forward_launches(scores, beta, mask=None, bias=None, thresholds=None)
         assert launch.constants["ALIGN"] == said
@@ -197,7 +197,7 @@ def test_rows_of_a_multiple_of_eight_are_said_to_be(tile: Tile | None) -> None:
 
 
 def test_a_row_of_many_blocks() -> None:
-    """As it is launched, not with a small block: 2¹⁷ keys."""
+    """2¹⁷ keys with the default block size."""
     scores, upstream = normal(1, 2**17), normal(1, 2**17, seed=1)
     beta = torch.tensor([3.0])
     found = forward(scores, beta, thresholds=torch.tensor(THRESHOLDS))
@@ -238,7 +238,7 @@ def test_no_keys() -> None:
 
 
 def test_rows_hidden_in_four_ways_give_zeros(tile: Tile | None) -> None:
-    """By the mask, by the bias, by −∞, and by the lowest number, which some libraries write instead."""
+    """By the mask, by the bias, by −∞, and by the lowest finite number, which some libraries use instead."""
     scores = normal(5, 40)
     mask, bias = torch.ones(5, 40, dtype=torch.bool), normal(5, 40, seed=1)
     mask[0] = False
@@ -306,7 +306,7 @@ def test_gap_counts_are_of_raw_scores_whatever_the_temperature(tile: Tile | None
 
 
 def test_a_common_offset_costs_no_accuracy_of_the_gradient_of_beta(tile: Tile | None) -> None:
-    """dβ is a covariance; Σ dℓ·s, taken as it stands, is 300 times an error of Σ dℓ, which should be 0."""
+    """dβ is a covariance; computed as Σ dℓ·s, it would contain 300 times the error of Σ dℓ, which should be 0."""
     scores, upstream = normal(4, 100) + 300.0, normal(4, 100, seed=1)
     beta = torch.full((4,), 2.0)
     weights = forward(scores, beta, tile).weights
@@ -354,7 +354,7 @@ def test_masks_and_biases_broadcast_and_gradients_are_summed(shape: tuple[int, .
     got = {"weights": found.weights.detach(), "lse": found.lse, "dscores": ds}
     if bias.shape[-1:] == (37,):
         got["dbias"] = db
-    else:  # one number for all keys changes nothing: its gradient is 0 but for rounding
+    else:  # a constant bias changes nothing: its gradient is 0 up to rounding
         assert db.abs().max() <= torch.finfo(dtype).eps * ds.abs().sum()
     assert_as_good_as_torch(got, scores, beta, mask.expand(2, 2, 3, 37), bias, upstream)
 
@@ -392,7 +392,7 @@ def test_statistics_have_no_gradient_and_weights_the_dtype_of_scores() -> None:
 
 
 def test_the_gradient_of_a_wide_bias_does_not_vanish_in_half_precision() -> None:
-    """Each term is below the smallest fp16, their sum is not."""
+    """Each term is below the smallest fp16 number; their sum is not."""
     scores, bias = normal(64, 20, dtype=torch.float16), torch.zeros(20, requires_grad=True)
     upstream = (normal(20, seed=1) * 5e-7).half().expand(64, 20)
     (found,) = torch.autograd.grad(row_softmax(scores, bias=bias).weights, bias, upstream)
@@ -425,7 +425,7 @@ def test_a_second_gradient_is_refused() -> None:
 
 
 def test_rows_beyond_two_to_the_31_elements() -> None:
-    """Of a tensor whose pages are never touched, except for three rows far apart, the last beyond an int32."""
+    """A tensor with untouched pages except for three rows far apart, the last beyond an int32 offset."""
     apart = 2**30 + 16
     storage = torch.empty(2 * apart + 32, dtype=torch.float16)
     scores = storage.as_strided((3, 32), (apart, 1))

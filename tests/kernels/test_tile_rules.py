@@ -1,4 +1,4 @@
-"""The tables of tiles: which tile a launch takes, that there is always one, and that no row or condition is idle."""
+"""The tile tables: the tile of each launch, that there is always one, and that no row or condition is unused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICES = {
 }
 WIDTHS = (16, 32, 64, 128, 256)
 
-# By kernel, device and bytes of an element, without options, at 32, 64, 128 and 256 dimensions.
+# By kernel, device and element size, without options, at 32, 64, 128 and 256 dimensions.
 PLAIN = {
     ("forward", "sm_80", 2): "128x128x8x2 128x128x8x2 128x128x8x2 32x32x4x2",
     ("forward", "sm_89", 2): "128x128x8x2 128x128x8x2 128x64x8x2 32x32x4x2",
@@ -63,7 +63,7 @@ PLAIN = {
     ("gaps", "gfx942", 4): "64x32x4x1 64x32x4x1 32x32x4x1 16x16x4x1",
 }
 
-# In half precision by kernel, options and width, on the devices in order; by descriptors, on those that have them.
+# In half precision by kernel, options and width, for the devices in order; TMA descriptors where supported.
 WITH_OPTIONS = {
     ("forward", "boxed", 64): "128x128x8x3 128x128x4x2",
     ("forward", "boxed", 128): "128x128x8x2 128x128x4x2",
@@ -118,7 +118,7 @@ WITH_OPTIONS = {
 
 
 def short(tile: Tile) -> str:
-    """As the tables here have it: rows, keys, warps, stages and registers."""
+    """A tile as in the tables below: rows, keys, warps, stages and registers."""
     return "x".join(map(str, tile[:4])) + (f"r{tile.registers}" if tile.registers else "")
 
 
@@ -144,7 +144,7 @@ def takes_boxes(kernel: str, device: Resources) -> bool:
 
 
 def words(kernel: str) -> set[str]:
-    """Options of the rows of a kernel."""
+    """Options in the rows of a kernel."""
     given = {word.removeprefix("!") for row in TILES[kernel] for word in row.when.split()}
     return given - {"amd", "tensor_memory", "large", "small"}
 

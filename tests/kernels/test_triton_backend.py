@@ -1,6 +1,6 @@
-"""The fused kernels behind the public functions: every rule a call can have, gradients, compilation, and the reasons.
+"""The fused kernels behind the public functions: every rule, gradients, compilation, and reasons for rejection.
 
-In triton's interpreter, which `conftest` chooses; "auto" therefore never picks them here.
+Runs in Triton's interpreter, selected by `conftest`; "auto" therefore never selects the kernels here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_output_and_gradients_are_within_budget(rules, policy):
     arguments = {**rules, "policy": policy}
     got = differentiate(lambda *qkv: scaled_dot_product_attention(*qkv, backend="triton", **arguments), q, k, v)
     true = exact(q, k, v, **arguments)
-    # Torch's own error on logits as sharp as these; what it has no word for changes the size of errors little.
+    # Torch's own error on equally sharp logits; features that torch lacks hardly change the size of errors.
     own = torch_error(q, k, v, 3.7 if policy == "log" else 1.0, torch.ones(LENGTH, LENGTH).tril().bool())
     assert_within_budget(got, true, own, 2.0)
 
@@ -82,7 +82,7 @@ def test_statistics_are_those_of_the_reference(rules):
     assert torch.equal(found.visible, true.visible)
     assert torch.equal(found.gap_counts, true.gap_counts)
     value = true.accumulation.lower
-    slack = 1e-4 + 4e-6 * value  # the rounding of scores, seen from a small gap
+    slack = 1e-4 + 4e-6 * value  # rounding of scores relative to a small gap
     assert (found.accumulation.lower.double() <= value * (1 + slack)).all()
     assert (found.accumulation.upper.double() >= value * (1 - slack)).all()
 
@@ -193,7 +193,7 @@ def test_deterministic_algorithms_are_no_obstacle():
 
 
 def test_offsets_go_beyond_two_to_the_31():
-    # Memory that is reserved but, but for a few pages, never touched.
+    # Reserved memory of which only a few pages are touched.
     far = 2**31 + 64
     storage = torch.empty(far + 4096, dtype=torch.float16)
     k = storage.as_strided((1, 2, 8, 16), (0, far, 16, 1))

@@ -1,4 +1,4 @@
-"""Which tiles kernels visit, and in which of them they do not look: against every pair of row and key, one by one."""
+"""Visited tiles, and those run without masking, compared with every pair of row and key."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ def _interpreter():
 
 @triton.jit
 def _walk_kernel(found_ptr, rule, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_KEY: tl.constexpr):
-    """[low, high) of the phases that come, for each tile of queries, or of keys, of the first sequence."""
+    """[low, high) of the phases for each tile of queries, or of keys, of the first sequence."""
     tile = tl.program_id(0)
     if BY_KEY:
         last = tl.minimum(tile * BLOCK_N + BLOCK_N, keys)
@@ -31,7 +31,7 @@ def _walk_kernel(found_ptr, rule, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N:
     else:
         last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries)
         edges = phase_edges(rule, key_range(rule, 0, tile, tile * BLOCK_M, last, keys), BLOCK_N)
-    # The loops of the kernels: the one over query tiles leaves out fewer phases.
+    # The loops of the kernels; the loop over query tiles omits fewer phases.
     for phase in tl.static_range(first_phase(rule, BY_KEY), 3):
         low, high = phase_range(edges, phase)
         tl.store(found_ptr + tile * 6 + 2 * phase, low)
@@ -47,7 +47,7 @@ def _bounds_kernel(found_ptr, rule, queries, keys, BLOCK: tl.constexpr):
 
 
 def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
-    """[Tq, Tk], bool: from the words of `Visibility`."""
+    """[Tq, Tk] bool, from the definition of `Visibility`."""
     table = torch.zeros(queries, keys, dtype=torch.bool)
     for row, key in product(range(queries), range(keys)):
         if rule.padding is not None and rule.padding[0, key]:
@@ -62,10 +62,10 @@ def seen_by(rule: Visibility, queries: int, keys: int) -> torch.Tensor:
 
 
 def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool) -> list[dict[int, int]]:
-    """For each tile of queries (or of keys), the beginnings of the tiles visited, each with its phase."""
+    """For each tile of queries (or of keys), the starts of the visited tiles, each with its phase."""
     tiles = triton.cdiv(keys, n) if by_key else triton.cdiv(queries, m)
     table = query_ranges(rule, queries, keys, n) if by_key else key_ranges(rule, queries, keys, m)
-    found = torch.full((tiles, 3, 2), -7, dtype=torch.int32)  # no tile in a phase that does not come
+    found = torch.full((tiles, 3, 2), -7, dtype=torch.int32)  # no tile in an omitted phase
     _walk_kernel[(tiles,)](found, rule.rule(table), queries, keys, BLOCK_M=m, BLOCK_N=n, BY_KEY=by_key)
     step = m if by_key else n
     visited = []
@@ -81,7 +81,7 @@ def walk(rule: Visibility, queries: int, keys: int, m: int, n: int, by_key: bool
 
 
 def assert_walk(rule: Visibility, queries: int, keys: int, m: int, n: int, *, by_key: bool, tight: bool) -> None:
-    """All that is seen is visited, what is taken as seen whole is, and nothing is visited in vain if `tight`."""
+    """All visible keys are visited, unmasked tiles are fully visible; if `tight`, no tile is visited needlessly."""
     table = seen_by(rule, queries, keys)
     if by_key:
         table, m, n = table.T, n, m
@@ -107,14 +107,14 @@ blocks = st.sampled_from([2, 4, 8, 16])
 
 @st.composite
 def moving(draw, queries: int, keys: int) -> Visibility:
-    """A window that moves with the rows, anywhere: also where no key is."""
+    """A window that moves with the rows, also where there are no keys."""
     side = st.none() | st.integers(0, 35)
     return Visibility(slot=draw(st.integers(-35, 35)), left=draw(side), right=draw(side))
 
 
 @st.composite
 def bounded(draw, queries: int, keys: int, rising: bool = False) -> Visibility:
-    """Intervals, in any order or rising as those of packed documents."""
+    """Intervals in any order, or increasing as in packed documents."""
     ends = draw(st.lists(st.tuples(*[st.integers(0, keys)] * 2), min_size=queries, max_size=queries))
     start, stop = torch.tensor(ends, dtype=torch.int32).sort(1).values.T
     if rising:
@@ -204,7 +204,7 @@ def test_windows_need_no_table():
 @settings(max_examples=40, deadline=None)
 @given(st.data(), lengths, lengths)
 def test_bounds_of_rows_are_what_they_see(data, queries, keys):
-    """Rows that do not exist see nothing."""
+    """Rows past the end see nothing."""
     rule = data.draw(st.one_of(moving(queries, keys), bounded(queries, keys)))
     table = seen_by(rule, queries, keys)
     found = torch.full((64, 2), -7, dtype=torch.int32)

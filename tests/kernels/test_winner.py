@@ -1,7 +1,7 @@
-"""The slot of the largest logit of each row, as the flash forward and decoding give it, in triton's interpreter.
+"""The slot of the largest logit of each row in the flash forward and decode kernels, in Triton's interpreter.
 
-Most inputs are small integers and temperatures powers of two: logits are exact in fp32, so that ties are ties and the
-slot is that of fp64. Everywhere else a slot is right whose logit is the largest but for roundings.
+Most inputs are small integers with powers of two as temperatures: logits are exact in fp32, so ties are exact and the
+slot equals that of fp64. Otherwise a slot is accepted if its logit is the largest up to rounding.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def with_equal_keys(x: Inputs) -> Inputs:
 
 
 def first_of_largest(x: Inputs) -> Tensor:
-    """By the logits in fp64."""
+    """The winner, from fp64 logits."""
     logits = written_out(x)["logits"]
     return torch.where((logits > -math.inf).any(-1), logits.max(-1).indices, -1)
 
@@ -64,7 +64,7 @@ def first_seen(x: Inputs) -> Tensor:
 
 
 def assert_largest(x: Inputs, winner: Tensor) -> None:
-    """The logit at the slot is the largest of its row but for roundings, and −1 stands for none."""
+    """The logit at the slot is the largest of its row up to rounding; −1 means none."""
     logits = written_out(x)["logits"]
     some = (logits > -math.inf).any(-1)
     assert torch.equal(winner >= 0, some)
@@ -76,7 +76,7 @@ def assert_largest(x: Inputs, winner: Tensor) -> None:
 
 def decoded(x: Inputs, splits: int, tile: Tile = SMALL) -> Tensor:
     options = {"scale": x.scale, "softcap": x.softcap, "sinks": x.sinks, "splits": splits, "tile": tile}
-    torch.use_deterministic_algorithms(True)  # fills fresh memory
+    torch.use_deterministic_algorithms(True)  # fills new memory
     try:
         winner = decode(x.q, x.k, x.v, x.beta, x.seen.visibility, winner=True, **options).winner
     finally:
@@ -148,7 +148,7 @@ def test_more_splits_than_are_merged_at_once():
 def test_tiles_that_a_mask_leaves_whole_come_first_and_win_no_tie():
     x = whole(Case(queries=40, keys=96))
     mask = torch.ones(1, 1, 40, 96, dtype=torch.bool)
-    mask[..., :5] = False  # the first tile has holes
+    mask[..., :5] = False  # the first tile is partially visible
     mask[..., 32:64] = False
     x = replace(x, seen=Seen(Visibility(mask=guarded(mask, True)), mask))
     with mock.patch.object(masks, "LEAST_SCORES", 0):
@@ -172,7 +172,7 @@ def test_keys_may_come_by_descriptors(resources):
     assert torch.equal(found.winner, first_of_largest(x))
 
 
-# Numbers that are none.
+# NaN and infinity.
 
 
 def winners(x: Inputs) -> list[Tensor]:
@@ -229,7 +229,7 @@ def test_an_infinite_score_wins():
         assert torch.equal(winner, expected)
 
 
-# What is asked for, and the operators.
+# Requested outputs, and the operators.
 
 
 @cases(Case(sees="window_of_20", sinks=True), Case(sees="bias_that_hides", beta="negative", softcap=2.0))
@@ -268,7 +268,7 @@ def test_both_operators_compile_into_one_graph():
         assert torch.equal(compiled, winner_of(q, k, v, beta))
 
 
-# Through the front door.
+# Through the public functions.
 
 PADDING = torch.zeros(2, 40, dtype=torch.bool)
 PADDING[0, :7] = True

@@ -1,4 +1,4 @@
-"""A model of 64 trained tokens in a folder, and a text for it."""
+"""A model with a trained length of 64 tokens in a folder, and a text for it."""
 
 from __future__ import annotations
 

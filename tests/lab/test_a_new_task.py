@@ -1,4 +1,4 @@
-"""What a new task costs: a class in `TASKS`, from which tables, page, pictures and command line know it."""
+"""A new task is one class in `TASKS`; tables, page, charts and command line use it."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_a_class_in_the_list_of_tasks_is_evaluated_tabulated_and_shown(folder, t
     show_evaluation(console, output, report=True)
     assert console.file.getvalue().lstrip().startswith("copy")
     page = (output / "report.html").read_text(encoding="utf-8")
-    assert all(part in page for part in ("Accuracy, copy", "copy against prose", "copy, accuracy", "log, copy"))
+    assert all(part in page for part in ("Accuracy, copy", "copy against bits per byte", "copy, accuracy", "log, copy"))
     assert (output / "accuracy.png").is_file()

@@ -1,4 +1,4 @@
-"""The model in the wheel: small, loadable by transformers alone, and trained by what is in the repository."""
+"""The model in the wheel: small, loadable with transformers alone, trained by code in the repository."""
 
 from __future__ import annotations
 

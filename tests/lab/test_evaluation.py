@@ -1,4 +1,4 @@
-"""`attnscale evaluate`: the right numbers, on the same samples for all policies, and resumable after a kill."""
+"""`attnscale evaluate`: correct numbers, the same samples for all policies, and resuming after a kill."""
 
 from __future__ import annotations
 

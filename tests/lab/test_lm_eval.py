@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, the real package, offline: our tasks, RULER's, and that a policy reaches the scores."""
+"""lm-evaluation-harness, offline: attnscale tasks, RULER tasks, and the effect of a policy on the scores."""
 
 from __future__ import annotations
 

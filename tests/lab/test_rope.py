@@ -1,4 +1,4 @@
-"""Rotary embeddings of an evaluation: stretched for all policies or for one, and refused where there is none."""
+"""Rotary embeddings of an evaluation: stretched for all policies or for one; an error for models without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bootstrap intervals: they cover, and differences of pairs are narrower than those of strangers."""
+"""Bootstrap intervals: coverage, and narrower intervals for paired differences."""
 
 from __future__ import annotations
 

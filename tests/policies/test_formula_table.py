@@ -28,7 +28,7 @@ def test_every_policy_has_a_configuration() -> None:
 
 
 def test_every_statistic_has_one_row() -> None:
-    about = {"at_ceiling", "rows", "with_sink", "visible_given", "places", "heads"}  # which rows, and what is in them
+    about = {"at_ceiling", "rows", "with_sink", "visible_given", "places", "heads"}  # metadata of the rows
     assert set(rows("1.")) == set(attnscale.RowStats._fields) - about
 
 

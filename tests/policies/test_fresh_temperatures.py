@@ -1,4 +1,4 @@
-"""Β is that of the policy and of the n of this very call, whatever was remembered before."""
+"""Β always belongs to the policy and the n of the current call, never to a stale cache entry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N = torch.arange(1, 10)
 
 
 def check(policy: LengthPolicy) -> None:
-    """Rows that see one key more each, and one row that sees all, against the formula itself and torch's attention."""
+    """Rows with increasing n and one row that sees all keys, against the formula and torch's attention."""
     out = scaled_dot_product_attention(Q, K, V, is_causal=True, policy=policy)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(Q * beta(policy, N), K, V, is_causal=True))
     out = scaled_dot_product_attention(Q[:, :, :1], K, V, policy=policy)
@@ -36,7 +36,7 @@ def beta(policy: LengthPolicy, n: Tensor) -> Tensor:
 
 
 def policy_class(factor: float) -> type[FormulaPolicy]:
-    """Classes of the same name, fields and qualified name that differ in their formula alone, below a thousand keys."""
+    """Classes with equal name, fields and qualified name that differ only in their formula, below a thousand keys."""
 
     @dataclass(eq=False, repr=False, kw_only=True)
     class Own(FormulaPolicy):
@@ -83,9 +83,9 @@ def test_the_fields_of_a_finished_policy_are_fixed(name):
     before = policy.to_dict()
     for field in dataclasses.fields(policy):
         if field.init:
-            with pytest.raises(ArgumentError, match=rf"{field.name}=.* build a new one"):
+            with pytest.raises(ArgumentError, match=rf"{field.name}=.* build a new policy"):
                 setattr(policy, field.name, 3)
-            with pytest.raises(AttributeError, match="build a new one"):
+            with pytest.raises(AttributeError, match="build a new policy"):
                 delattr(policy, field.name)
     assert policy.to_dict() == before
 
@@ -119,7 +119,7 @@ def test_a_plain_attribute_that_changes_is_noticed():
     check(policy)
     policy.eval()
     check(policy)
-    policy.table = [3.0]  # which may change without being set
+    policy.table = [3.0]  # which can change without an assignment
     check(policy)
     policy.table[0] = 0.125
     check(policy)

@@ -1,4 +1,4 @@
-"""ssmax and asentmax: formula, head axis, start, gradients and life as a module."""
+"""ssmax and asentmax: formula, head axis, initial values, gradients and module behaviour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnscale.policies import Policy, build_policy
 
 learned = pytest.mark.parametrize("name", LEARNED)
 
-# β = 1 + ln 2·(ln(pos + 2))^±2, what asentmax gives for w_β·x = 0 and tanh(w_γ·x) = ±1; mpmath at 40 digits.
+# β = 1 + ln 2·(ln(pos + 2))^±2, the value of asentmax for w_β·x = 0 and tanh(w_γ·x) = ±1; mpmath at 40 digits.
 SATURATED = {
     0: (1.3330246519889295, 2.4426950408889634),
     1: (1.8365932692669971, 1.5742970109467445),
@@ -42,7 +42,7 @@ def queries(*shape: int) -> Tensor:
 
 
 def plain_asentmax(w_beta: Tensor, w_gamma: Tensor, x: Tensor, position: Tensor, delta: float = 1.0) -> Tensor:
-    """The formula in fp64, one head after the other."""
+    """The formula in fp64, head by head."""
     heads = []
     for h in range(w_beta.shape[0]):
         strength = torch.log1p(torch.exp(x[:, h].double() @ w_beta[h].double()))
@@ -60,7 +60,7 @@ def test_ssmax_is_s_ln_n_plus_b_for_each_head() -> None:
     n = [1, 2, 3, 700, 8192, 2**31]
     beta = policy(torch.tensor(n))
     for h in range(3):
-        # s and b are exact in fp32, so that the only rounding is the last one.
+        # s and b are exact in fp32, so there is only the final rounding.
         plain = torch.tensor([s[h] * math.log(max(2, m)) + b[h] for m in n], dtype=torch.float64).to(torch.float32)
         assert torch.equal(beta[h], plain)
 
@@ -255,7 +255,7 @@ def test_beta_is_in_fp32_or_more_whatever_the_parameters_dtype(name: str, dtype:
             parameter.copy_(torch.linspace(-0.02, 0.13, parameter.numel()).reshape(parameter.shape))
     policy.to(dtype)
     assert all(parameter.dtype == dtype for parameter in policy.parameters())
-    # The same values in fp32 parameters: only their own rounding may show.
+    # The same values in fp32 parameters differ only by their own rounding.
     widened = copy.deepcopy(policy).to(torch.float32)
     beta = temperature(policy, n)
     assert beta.dtype == torch.promote_types(dtype, torch.float32)

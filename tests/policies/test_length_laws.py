@@ -1,4 +1,4 @@
-"""The laws f(n) in their three forms, and what every policy does with the shapes and dtypes of its input."""
+"""The laws f(n) in their three forms, and the treatment of input shapes and dtypes by every policy."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_number_of_keys_that_is_no_integer_is_refused(n: object) -> None:
 
 
 def test_a_tensor_is_read_back_only_where_that_costs_nothing() -> None:
-    """A graph keeps its one β for every n, and a device is not waited for."""
+    """A graph keeps one β for every n, and there is no device synchronisation."""
     policy, n = build("log"), torch.tensor([3, -1])
     expected = policy(torch.tensor([3, 0]))
     assert (torch.compile(policy, fullgraph=True, backend="eager")(n) == expected).all()
@@ -178,7 +178,7 @@ def test_a_position_before_the_first_counts_as_the_first(name: str) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (24,), (2, 1, 12), (2, 3, 4, 1)], ids=str)
 def test_beta_has_the_shape_of_n_and_fp32(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     policy = build(name)
-    # Spread from 1 to 2³⁰, across every threshold there is.
+    # From 1 to 2³⁰, across every threshold.
     n = torch.logspace(0, 30, math.prod(shape), base=2, dtype=torch.float64).to(dtype).reshape(shape)
     beta = policy(n)
     assert beta.shape == shape

@@ -1,4 +1,4 @@
-"""A `LengthPolicy` of one's own is registered under a name, and then works like any other."""
+"""A custom `LengthPolicy` is registered under a name and then works like any other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_name_that_another_class_has_is_refused(taken):
     class Other(LengthPolicy):
         name = taken
 
-    with pytest.raises(ArgumentError, match=f"name='{taken}' is not accepted: expected a name of its own for Other"):
+    with pytest.raises(ArgumentError, match=f"name='{taken}' is not accepted: expected a name for Other"):
         register_policy(Other)
     assert type(build_policy(taken)) is not Other
 
@@ -118,7 +118,7 @@ def test_a_class_without_a_usable_name_is_refused(name):
 
     if name is not None:
         Nameless.name = name
-    with pytest.raises(ArgumentError, match="a class attribute `name` of Nameless"):
+    with pytest.raises(ArgumentError, match="class attribute `name` of Nameless"):
         register_policy(Nameless)
 
 

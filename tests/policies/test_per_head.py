@@ -1,4 +1,4 @@
-"""One policy for some heads, another for the rest."""
+"""Different policies for different heads."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_number_of_heads_comes_from_the_module():
         ({"4": "log"}, "heads 0-3"),
         ({"0-1": "log", "1": "log"}, "do not overlap"),
         ({"2-1": "log"}, "range"),
-        ({"0": "gap_adaptive"}, "read queries or scores"),
-        ({"0": {"name": "asentmax"}}, "read queries or scores"),
+        ({"0": "gap_adaptive"}, "queries or scores"),
+        ({"0": {"name": "asentmax"}}, "queries or scores"),
         ({"0": "no_such"}, "no_such"),
     ],
 )

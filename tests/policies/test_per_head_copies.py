@@ -1,4 +1,4 @@
-"""`per_head` puts its parts in order without an index that each call would copy to the device."""
+"""`per_head` orders its parts without an index that each call would copy to the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnscale import build_policy
 
 
 class Operators(TorchDispatchMode):
-    """Notes which operators run."""
+    """Records the executed operators."""
 
     def __init__(self) -> None:
         super().__init__()

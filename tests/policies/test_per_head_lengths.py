@@ -1,4 +1,4 @@
-"""`per_head` gives each head the temperature of its own n, and so does a running estimate per head."""
+"""`per_head` and running estimates per head use the n of each head."""
 
 from __future__ import annotations
 

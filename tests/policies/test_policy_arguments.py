@@ -1,4 +1,4 @@
-"""Values that a policy's parameters refuse, with the argument and the value in the message."""
+"""Invalid parameter values of policies; messages contain the argument and the value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from catalogue import ARGUMENTS
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError
 from attnscale.policies import POLICIES, build_policy
 
-# Every parameter meets every value that its type does not take.
+# Every parameter with every value that its type does not accept.
 NONSENSE = {
     "float": [True, "0.5", [0.5], {}, 1j, torch.tensor(0.5), math.nan, math.inf, -math.inf],
     "int": [True, "4", [4], 4.0, 2048.5, torch.tensor(4), math.nan, math.inf, 0, -1, -2048],
@@ -28,7 +28,7 @@ def parameters() -> list[tuple[str, str, object]]:
     cases = []
     for name, kind in POLICIES.items():
         for field in dataclasses.fields(kind):
-            if field.init and not str(field.type).startswith("Literal"):  # these have tests of their own
+            if field.init and not str(field.type).startswith("Literal"):  # tested separately
                 base, _, optional = str(field.type).partition(" | ")
                 cases += [(name, field.name, value) for value in NONSENSE[base] + ([] if optional else [None])]
     return cases

@@ -1,4 +1,4 @@
-"""The files in configs/policy: one per policy, and what their comments say is true."""
+"""The files in configs/policy: one per policy, with correct comments."""
 
 from __future__ import annotations
 

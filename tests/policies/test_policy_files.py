@@ -1,4 +1,4 @@
-"""Policies as YAML: reading, overriding, saving, and what is said about a file that cannot be used."""
+"""Policies as YAML: reading, overriding, saving, and errors of unusable files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_save_that_fails_leaves_the_earlier_file_and_nothing_else(
 def test_a_save_of_what_yaml_cannot_hold_leaves_the_earlier_file(log_file: Path) -> None:
     before = log_file.read_bytes()
     policy = build("qwen")
-    policy.__dict__["reference_length"] = object()  # its fields are fixed, so that no one gets here by accident
+    policy.__dict__["reference_length"] = object()  # fields are frozen; this bypasses the check
     with pytest.raises(yaml.YAMLError):
         policy.save(log_file)
     assert log_file.read_bytes() == before

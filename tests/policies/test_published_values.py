@@ -1,8 +1,9 @@
 """β of every published system, to the last bit of fp32, at the positions where implementations go wrong.
 
-The numbers were computed with mpmath at 40 digits from the formulas as published, not with this package, and have 17
-digits here. None of them is closer than a million fp64 roundings to the middle between two fp32 numbers, so a
-policy that computes in fp64 and rounds once must hit the correctly rounded fp32 number: no tolerance is needed.
+The numbers were computed with mpmath at 40 digits from the published formulas, independently of this package, and are
+given to 17 digits. None of them is closer than a million fp64 roundings to the midpoint between two fp32 numbers. A
+policy that computes in fp64 and rounds once must therefore give the correctly rounded fp32 number: no tolerance is
+needed.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ PRESETS = {
     "sphere": {"name": "sphere", "head_dim": 64},
 }
 
-# One number for every row.
+# The same number for every row.
 UNIFORM = {
     "yarn-4": ({"name": "yarn", "factor": 4}, 1.2964769927807061808),
     "yarn-32": ({"name": "yarn", "factor": 32}, 1.8132604340394956656),

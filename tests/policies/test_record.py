@@ -1,4 +1,4 @@
-"""The record of policies in a config.json is read without transformers, as a server has to."""
+"""The policy record of a config.json is read without transformers, as in a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_paths_are_found_with_and_without_the_head_of_a_model() -> None:
 
 def test_a_policy_that_is_not_registered_is_refused_by_its_class() -> None:
     class Own(type(LOG)):  # type: ignore[misc]
-        """A policy of a user."""
+        """A custom policy."""
 
     entry = describe(Own())
     with pytest.raises(ArgumentError, match="Own"):

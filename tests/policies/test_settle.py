@@ -1,4 +1,4 @@
-"""A policy takes the device and dtype of the module it is put into."""
+"""A policy adopts the device and dtype of its module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One policy serves many modules, threads and copies."""
+"""One policy shared by modules, threads and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""β is remembered for plain calls, and never where it may have changed."""
+"""β is cached for plain calls, and never if it may have changed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`torch.jit.trace` would record one β for all lengths: it is refused; what keeps β symbolic is not."""
+"""`torch.jit.trace` is rejected, as it would bake in one β; methods that keep β symbolic are accepted."""
 
 import pytest
 import torch

@@ -75,13 +75,13 @@ def test_a_number_that_is_missing_or_not_finite_is_left_out(tmp_path: Path) -> N
 HEADER = "task,metric,model,policy,length,bin,value,low,high,difference,difference_low,difference_high,samples\n"
 ROW = "recall,accuracy,m,constant,64,,0.5,0.4,0.6,,,,8\n"
 BAD = {
-    "results.csv in it": {},
+    "path=.*results.csv": {},
     "at least one row with a value": {"results.csv": HEADER},
     "a folder whose results.csv": {"results.csv": ""},
     "expected the column 'bin'": {"results.csv": HEADER.replace("bin,", "place,") + ROW},
     "line 3 of .*value='much', expected a number": {"results.csv": HEADER + ROW + ROW.replace("0.5", "much")},
-    "line 2 of .*length='six', expected a whole number": {"results.csv": HEADER + ROW.replace("64", "six")},
-    "line 2 of .*as many fields": {"results.csv": HEADER + "recall,accuracy\n"},
+    "line 2 of .*length='six', expected an integer": {"results.csv": HEADER + ROW.replace("64", "six")},
+    "line 2 of .*number of fields": {"results.csv": HEADER + "recall,accuracy\n"},
     "line 2 of .*statistics.csv": {"results.csv": HEADER + ROW, "statistics.csv": f"{HEADS}\nx,y,z\n"},
     "expected the columns .*'beta'": {"results.csv": HEADER + ROW, "statistics.csv": "task,model\nx,y\n"},
     "run.json='{' is not accepted: expected a JSON object": {"results.csv": HEADER + ROW, "run.json": "{"},
@@ -101,4 +101,4 @@ def test_a_bad_folder_is_refused_and_left_as_it_was(message: str, files: dict[st
 
 def test_a_folder_with_results_alone_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text(HEADER + ROW)
-    assert "No law was measured beside the policy constant." in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Only the policy constant was measured." in write_report(tmp_path).read_text(encoding="utf-8")

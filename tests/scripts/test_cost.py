@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks, with a clock that does as it is told."""
+"""The arithmetic of the benchmarks, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KIB = 1024
 
 
 class Clock:
-    """Time that passes only inside the functions it makes; `calls` says which ran, in order."""
+    """Time that passes only inside the functions it creates; `calls` records their order."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -75,7 +75,7 @@ def test_a_round_of_pairs_compares_their_sums(clock: Clock) -> None:
 
 
 def test_each_round_divides_by_its_own_baseline(clock: Clock) -> None:
-    # The machine gets slower and slower; the ratio does not notice.
+    # The machine slows down steadily; the ratio is unaffected.
     speeds = [1.0, 2.0, 4.0, 8.0, 16.0]
     candidate = clock.lasting("candidate", *WARM_UP, *(3 * speed for speed in speeds))
     baseline = clock.lasting("baseline", *WARM_UP, *(2 * speed for speed in speeds))
@@ -138,7 +138,7 @@ HEADS, LENGTH, WIDTH = 4, 512, 32
 
 
 def extra_bytes(policy: str, backward: bool) -> int:
-    """Peak of causal attention under a policy, less that of torch's own."""
+    """Additional peak memory of causal attention under a policy over torch's own."""
     shape = (1, HEADS, LENGTH, WIDTH)
     q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     built = attnscale.build_policy(policy)
@@ -284,7 +284,7 @@ def test_the_quick_configuration_is_a_plan() -> None:
 
 
 def test_a_plan_with_rounds_for_other_lengths_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"rounds=\(4, 4\) is not accepted: expected as many as lengths=\(64,\)"):
+    with pytest.raises(ArgumentError, match=r"rounds=\(4, 4\) is not accepted.*lengths=\(64,\)"):
         Plan(lengths=(64,), rounds=(4, 4))
 
 
@@ -305,7 +305,7 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
     assert seen == {"rounds": 9}
     assert (time.metric, time.provider, time.mode, time.x) == ("time_ratio", "log", "forward+backward", 32)
     assert (time.y, time.low, time.high) == (1.5, 1.25, 1.75)
-    # One copy of the query; β is remembered from the warm-up.
+    # One copy of the query; β is cached during the warm-up.
     assert (memory.metric, memory.y) == ("extra_query_copies", 1.0)
     half = AttentionCost(plan, "log", 32, "forward", 9, "bf16").measure()[0]
     assert (half.provider, "bf16" in half.config) == ("log_bf16", True)
@@ -313,12 +313,12 @@ def test_a_case_measures_against_torch_in_the_same_run(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def flex_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """FlexAttention written out in torch, as inductor takes half a minute; the names of what was to be compiled."""
+    """Uncompiled FlexAttention, as inductor takes half a minute; returns the names of the functions to compile."""
     asked: list[str] = []
     own = torch.compile
 
     def leave_alone(function: Callable[..., object], **settings: object) -> Callable[..., object]:
-        if function.__name__ == "_flex_attention_hop_wrapper":  # torch's own, for FlexAttention that is not compiled
+        if function.__name__ == "_flex_attention_hop_wrapper":  # torch's warning about uncompiled FlexAttention
             return own(function, **settings)  # type: ignore[call-overload, no-any-return]
         asked.append(function.__name__)
         return function
@@ -336,7 +336,7 @@ def test_flex_attention_is_compiled_and_checked_before_it_is_measured(
     assert (found.kernel, found.provider, found.mode) == ("attention", "flex_attention", "forward")
     assert (found.metric, found.x) == ("time_ratio", 128)
     assert flex_without_a_compiler == ["flex_attention"]
-    # Under another law its output is not that of the reference.
+    # With another law the output differs from the reference.
     monkeypatch.setattr("scripts.cost.attention.build_policy", lambda _: attnscale.build_policy("sqrt_log"))
     assert cost.measure() == []
     assert "FlexAttention was not measured at 128 keys: its error is" in caplog.text
@@ -354,12 +354,12 @@ def test_flex_attention_is_left_out_with_a_reason(
     cost = FlexAttentionCost(heads=1, head_dim=8, length=16, rounds=2)
     with monkeypatch.context() as patch:
         patch.setattr("scripts.cost.attention.flex_attention", fail)
-        patch.setenv("CXX", "python3")  # something that is there
+        patch.setenv("CXX", "python3")  # an existing program
         assert cost.measure() == []
     assert caplog.messages[-1].endswith("16 keys: RuntimeError: inductor has no code for this machine")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert cost.measure() == []
-    assert caplog.messages[-1].endswith("16 keys: there is no C++ compiler 'no-such-compiler'")
+    assert caplog.messages[-1].endswith("no C++ compiler 'no-such-compiler' found")
 
 
 @pytest.mark.parametrize("name", ["every_1", "every_10", "every_50", "not_this_step"])
@@ -389,10 +389,10 @@ def test_watching_is_measured_against_the_same_training_without(name: str, monke
     monkeypatch.setattr("scripts.cost.monitor.build_gpt", lambda: build_gpt(layers=1, width=16))
     (found,) = MonitorCost(name, 16, rounds=3).measure()
     assert (found.kernel, found.provider, found.metric, found.y) == ("monitor", name, "time_ratio", 1.5)
-    # Of each pair of reports the first is of the step before, with nothing to hear; the other is measured.
+    # In each pair, the first report belongs to the previous, unmonitored step; the second is measured.
     listened = {"every_1": [True], "every_10": [False] * 9 + [True], "every_50": [False] * 49 + [True]}
     assert reports[::2] == len(reports[::2]) * [False]
-    assert reports[1::2] == 2 * listened.get(name, [False])  # and the model alone in between
+    assert reports[1::2] == 2 * listened.get(name, [False])  # and the plain model in between
 
 
 def test_what_is_around_a_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,14 +440,14 @@ def test_a_model_is_measured_with_a_policy_and_without(
     monkeypatch.setattr("scripts.cost.models.interleaved_ratio", fake_ratio)
     monkeypatch.setattr("scripts.cost.models.LAYERS", {"prefill": 1, "decode": 1})
     monkeypatch.setitem(SHAPE, "vocab_size", 64)
-    assert attnscale.hf  # which registers itself
+    assert attnscale.hf  # registers itself
     known = transformers.AttentionInterface._global_mapping
     for name, key in (("ours", "attnscale"), ("stock", "sdpa")):
         monkeypatch.setitem(known, key, heard_as(name, known[key]))
     (found,) = ModelCost(mode, 16, rounds=3, padded=padded).measure()
     assert (found.kernel, found.provider, found.mode) == ("transformers", "log_padded" if padded else "log", mode)
     shape = (16, 16) if mode == "prefill" else (1, 17)
-    calls = [call for call in heard if call[1:3] == shape]  # the probe's are shorter
+    calls = [call for call in heard if call[1:3] == shape]  # the probe is shorter
     assert [name for name, *_ in calls] == 2 * ["ours", "ours", "stock"]
     assert all(masked is padded for *_, masked in calls)
 
@@ -523,7 +523,7 @@ def test_the_command_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None
     assert all(float(row[5]) > 0 for row in rows if not row[3].startswith("extra"))
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny.csv"]
     printed = cells(finished.stdout)
-    assert printed[0] == ["metric", "n", "mode", "policy", "ratio", "half of runs", "target"]
+    assert printed[0] == ["metric", "n", "mode", "policy", "ratio", "quartiles", "target"]
     assert [(line[0], line[2], line[3]) for line in printed[1:]] == [(row[3], row[2], row[1]) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Max retrieval: the task, the pairing of policies, resuming, and what is committed."""
+"""Max retrieval: the task, the pairing of policies, resuming, and the committed results."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def tiny(output: Path, **changes: Any) -> MaxRetrieval:
 
 @pytest.fixture(scope="module")
 def model() -> MaxFinder:
-    """A model that has learnt the task, so that its answers depend on the temperature."""
+    """A trained model, so that its answers depend on the temperature."""
     return train(0, replace(TINY, steps=300, width=32))
 
 
 @pytest.fixture
 def trained_seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The seeds that a run trains, as it does."""
+    """Record the seeds that a run trains."""
     seeds: list[int] = []
 
     def listening(seed: int, config: MaxRetrieval) -> MaxFinder:
@@ -203,7 +203,7 @@ def test_the_argmax_policy_takes_the_value_of_the_largest_score(model: MaxFinder
         query, key, value = model.project(draw_items(32, length, torch.Generator().manual_seed(length))[0])
         scores = (query.double() @ key.double().mT)[:, 0, 0]  # [32, length]
         gaps = scores.topk(2).values.diff().abs()[:, 0] / scores.abs().amax(-1)
-        clear = gaps > 32 * torch.finfo(torch.float32).eps  # fp32 cannot tell closer scores apart
+        clear = gaps > 32 * torch.finfo(torch.float32).eps  # fp32 does not resolve closer scores
         found = scaled_dot_product_attention(query, key, value, policy=MaxRetrieval().policy("argmax"))[:, 0, 0]
         expected = value[torch.arange(32), 0, scores.argmax(-1)]
     assert clear.sum() > 16
@@ -229,13 +229,13 @@ def test_batches_are_small_enough_for_the_memory(model: MaxFinder, monkeypatch: 
     ("field", "value", "kind", "quoted"),
     [
         ("policies", ["constant", "logs"], ArgumentError, "policies='logs' is not accepted: expected some of constant"),
-        ("policies", [], ArgumentError, r"policies=\[\] is not accepted: expected a list of at least one"),
+        ("policies", [], ArgumentError, r"policies=\[\] is not accepted"),
         ("policies", "log", ArgumentTypeError, r"policies='log' \(str\) is not accepted: expected a list"),
         ("policies", [["log"]], ArgumentError, r"policies=\['log'\] is not accepted: expected some of"),
         ("lengths", [16, 1], ArgumentError, "lengths=1 is not accepted: expected an int from 2 to 1048576"),
         ("lengths", [16.0], ArgumentTypeError, r"lengths=16\.0 \(float\) is not accepted: expected an int"),
-        ("lengths", [16, 16], ArgumentError, r"lengths=\[16, 16\] is not accepted: .* none of them twice"),
-        ("seeds", [], ArgumentError, r"seeds=\[\] is not accepted: expected a list of at least one value"),
+        ("lengths", [16, 16], ArgumentError, r"lengths=\[16, 16\] is not accepted"),
+        ("seeds", [], ArgumentError, r"seeds=\[\] is not accepted"),
         ("seeds", 0, ArgumentTypeError, r"seeds=0 \(int\) is not accepted: expected a list"),
         ("seeds", [-1], ArgumentError, "seeds=-1 is not accepted: expected an int from 0 to 4093"),
         ("seeds", [True], ArgumentTypeError, r"seeds=True \(bool\) is not accepted"),

@@ -1,4 +1,4 @@
-"""`python -m scripts.training`: a file and its overrides become one experiment that is run."""
+"""`python -m scripts.training`: a file and its overrides define one experiment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_runs_what_the_file_says_and_says_what_was_written(
 @pytest.mark.parametrize(
     ("file", "override", "message"),
     [
-        ("training", "stepz=3", "key 'stepz' (of value '3') is not accepted: did you mean 'steps'?"),
+        ("training", "stepz=3", "key 'stepz' (value '3') is not accepted: did you mean 'steps'?"),
         ("training", "steps=0", "steps, batch=(0, 64) is not accepted"),
         ("smollm2", "output=o", "experiment='evaluation' is not accepted: expected max_retrieval, training"),
         ("nowhere", "output=o", "an existing YAML file"),

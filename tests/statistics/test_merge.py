@@ -39,7 +39,7 @@ def test_a_sink_on_one_part_is_counted_once_in_any_order(backend, holder):
         for merged in (a.merge(b).merge(c), a.merge(b.merge(c))):
             assert_same(merged, whole)
             assert merged.with_sink
-    with pytest.raises(ArgumentError, match=r"both contain an attention sink .* all parts but one without `sinks`"):
+    with pytest.raises(ArgumentError, match="sinks"):
         whole.merge(parts[holder])
 
 
@@ -113,7 +113,7 @@ def test_a_given_n_is_that_of_all_keys_and_does_not_add_up(backend):
     merged = parts[0].merge(parts[1]).merge(parts[2])
     assert torch.equal(merged.visible, given.expand(2, 2, 9))
     torch.testing.assert_close(merged.entropy, statistics(backend=backend).entropy)
-    with pytest.raises(ArgumentError, match=r"given .* on one side and counted on the other"):
+    with pytest.raises(ArgumentError, match="visible="):
         parts[0].merge(statistics(SHARDS[1], backend=backend))
 
 
@@ -201,7 +201,7 @@ def test_parts_of_the_keys_are_merged_where_positions_say_which_rows_they_are_of
         assert_same(merged, whole)
         assert merged.places.rows.tolist() == [list(range(20, 29))]
     without = chunk(20, 29, slice(0, 20)), chunk(20, 29, slice(20, 40), cache_offset=0)
-    with pytest.raises(ArgumentError, match=r"give every part the same positions= and visible="):
+    with pytest.raises(ArgumentError, match="positions= and visible="):
         without[0].merge(without[1])
 
 

@@ -1,4 +1,4 @@
-"""What an experiment hands over, its files, and the command that runs it."""
+"""The result of an experiment, its files, and the command that runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from attnscale.cli import main
 from attnscale.theory import experiments
-from attnscale.theory.experiments import Comparison, Experiment, Progress, Rows
+from attnscale.theory.experiments import Comparison, Experiment, Picture, Progress, Rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 def toy(quick: bool, progress: Progress | None = None) -> Experiment:
     """An experiment of one comparison, one table and one figure."""
-    rows = [{"x": 1, "y": 0.25}, {"x": 2, "y": 1 / 3, "note": "b"}]
+    rows = Rows([{"x": 1, "y": 0.25}, {"x": 2, "y": 1 / 3, "note": "b"}])
 
-    def panel(axes: Axes) -> None:
-        axes.plot([row["x"] for row in rows], [row["y"] for row in rows])
+    def panel(axes: Axes, points: Rows) -> None:
+        points.line(axes, "x", "y", 0)
 
-    def figure() -> Figure:
+    def figure(points: Rows) -> Figure:
         drawn, (axes,) = experiments.new_figure()
-        panel(axes)
+        panel(axes, points)
         return drawn
 
     if progress is not None:
         progress(1, 1, "toy")
     lines = [Comparison("slope", f"quick={quick}", -0.5, -0.49, 0.02), Comparison("zero", "", 0.0, 1e-3)]
-    return Experiment("toy", lines, {"points": Rows(rows)}, {"curve": figure}, (panel,))
+    figures = {"curve": Picture(figure, {"points": rows})}
+    return Experiment("toy", lines, {"other": Rows([{"x": 3}])}, figures, (Picture(panel, {"points": rows}),))
 
 
 @pytest.fixture
@@ -61,15 +62,16 @@ def test_errors_are_relative_to_the_prediction_and_absolute_where_it_is_zero() -
 
 def test_an_experiment_becomes_tables_and_pictures(tmp_path: Path) -> None:
     written = experiments.write(toy(quick=True), tmp_path / "new" / "folder")
-    names = ["toy_comparisons.csv", "toy_points.csv", "toy_curve.png", "toy_curve.svg"]
+    names = ["toy_comparisons.csv", "toy_other.csv", "toy_curve.csv", "toy_curve.png", "toy_curve.svg"]
     assert [path.name for path in written] == names
     assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(names)
     with written[0].open(newline="") as file:
         first, second = csv.DictReader(file)
-    assert first["predicted"], first["standard_error"] == ("-0.5", "0.02")
-    assert second["standard_error"] == ""
-    assert written[1].read_text() == "x,y,note\n1,0.25,\n2,0.333333,b\n"
-    assert written[2].read_bytes().startswith(b"\x89PNG")
+    kept = ("predicted", "standard_error", "kind", "agree")
+    assert [first[name] for name in kept] == ["-0.5", "0.02", "exact", "yes"]
+    assert [second[name] for name in ("standard_error", "agree")] == ["", "no"]
+    assert written[2].read_text() == "x,y,note\n1,0.25,\n2,0.333333,b\n"
+    assert written[3].read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_figure_gives_the_same_bytes() -> None:
@@ -78,10 +80,11 @@ def test_the_same_figure_gives_the_same_bytes() -> None:
 
 
 def test_a_figure_that_cannot_be_drawn_leaves_no_file(tmp_path: Path) -> None:
-    def fail() -> Figure:
+    def fail(rows: Rows) -> Figure:
         raise ZeroDivisionError
 
-    broken = toy(quick=True)._replace(figures={"good": toy(quick=True).figures["curve"], "bad": fail})
+    good = toy(quick=True).figures["curve"]
+    broken = toy(quick=True)._replace(figures={"good": good, "bad": good._replace(draw=fail)})
     with pytest.raises(ZeroDivisionError):
         experiments.write(broken, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -94,25 +97,17 @@ def test_series_differ_by_more_than_colour() -> None:
 
 
 @pytest.mark.usefixtures("_toys")
-def test_the_command_prints_the_table_and_says_what_it_wrote(
+def test_the_command_prints_the_table_and_the_number_of_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["theory", "gaps", "--quick", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "quick=True" in printed
     header = next(line for line in printed.splitlines() if "predicted" in line)
-    assert header.split() == [
-        "quantity",
-        "parameters",
-        "predicted",
-        "measured",
-        "standard",
-        "error",
-        "relative",
-        "error",
-    ]
-    assert f"wrote 4 files into {tmp_path}" in printed
+    columns = ["quantity,", "parameters", "predicted", "measured", "s.e.", "relative", "kind", "agree"]
+    assert header.split() == columns
+    assert "wrote 5 files" in printed
 
 
 @pytest.mark.usefixtures("_toys")
@@ -120,11 +115,55 @@ def test_all_runs_every_experiment_and_draws_the_strip(tmp_path: Path, capsys: p
     assert main(["theory", "all", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in experiments.NAMES)
-    assert (tmp_path / "strip.png").is_file()
-    assert (tmp_path / "strip.svg").is_file()
+    pictures = sorted(path.stem for path in tmp_path.glob("*.png"))
+    assert "strip" in pictures
+    assert pictures == sorted(path.stem for path in tmp_path.glob("*.svg"))
+    assert set(pictures) < {path.stem for path in tmp_path.glob("*.csv")}
+    with (tmp_path / "strip.csv").open(newline="") as file:
+        panels = [int(row["panel"]) for row in csv.DictReader(file)]
+    assert panels == sorted(panels)
+    assert len(panels) == 2 * len(experiments.NAMES)
 
 
 def test_an_unknown_experiment_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["theory", "alchemy"])
     assert "invalid choice: 'alchemy'" in capsys.readouterr().err
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ASSETS = ROOT / ".github" / "assets"
+
+
+def committed(name: str) -> list[dict[str, str]]:
+    with (ASSETS / f"theory_{name}_comparisons.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_committed_picture_has_its_data() -> None:
+    pictures = {path.stem for path in ASSETS.glob("theory_*.png")}
+    assert pictures
+    assert pictures <= {path.stem for path in ASSETS.glob("theory_*.csv")}
+
+
+@pytest.mark.parametrize("name", experiments.NAMES)
+def test_no_exact_prediction_and_no_bound_fails_in_the_committed_tables(name: str) -> None:
+    rows = committed(name)
+    assert {row["agree"] for row in rows if row["kind"] != "limit"} <= {"yes", "equal"}
+    assert {row["agree"] for row in rows if row["kind"] == "limit"} <= {"yes", "no", "-"}
+
+
+def test_the_table_of_the_readme_is_a_selection_of_the_committed_tables() -> None:
+    text = (ROOT / "attnscale" / "theory" / "README.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    shown = [row for row in cells if len(row) == 7 and row[0] in experiments.NAMES]
+    assert {row[0] for row in shown} == set(experiments.NAMES)
+    for name, *row in shown:
+        known = []
+        for line in committed(name):
+            error = f" ± {float(line['standard_error']):.2g}" if line["standard_error"] else ""
+            numbers = (f"{float(line['predicted']):.5g}", f"{float(line['measured']):.5g}{error}")
+            known.append([line["quantity"], line["parameters"], *numbers, line["kind"], line["agree"]])
+        assert row in known
+    disagree = sum(row["agree"] == "no" for name in experiments.NAMES for row in committed(name))
+    assert disagree == 5, "the README states this number"

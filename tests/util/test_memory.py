@@ -23,7 +23,7 @@ from attnscale import (
     build_policy,
     scaled_dot_product_attention,
 )
-from attnscale._util import scratch, state
+from attnscale._util import state
 from attnscale._util.memory import MOST_ELEMENTS, Memory
 from attnscale.policies import FormulaPolicy
 from attnscale.policies.temperature import mark_counted
@@ -126,7 +126,7 @@ PLAIN_ONLY = {differentiated: ("causal", "one row"), compiled: ("causal",)}
 )
 def test_a_call_in_a_mode_leaves_the_next_ordinary_call_alone(kind, mode):
     torch.compiler.reset()
-    scratch.forget()
+    state.SCRATCH.clear()
     q, policy = query(fresh_length()), build_policy("log")
     with torch.no_grad():
         mode(lambda q: KINDS[kind](q, policy), q)

@@ -31,4 +31,4 @@ def test_a_clone_that_is_not_installed_names_the_extra(monkeypatch: pytest.Monke
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert install_command("hf") == "pip install '.[hf]' in the repository of attnscale"
+    assert install_command("hf") == "pip install '.[hf]' in the attnscale repository"

@@ -1,1 +1,1 @@
-"""Measuring the kernels on a GPU against what a user would use instead: correctness first, then speed."""
+"""GPU benchmark of the kernels against other attention implementations: correctness first, then speed."""

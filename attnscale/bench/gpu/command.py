@@ -1,6 +1,6 @@
-"""The command `attnscale bench gpu`: from its options to a CSV, pictures, a table and one file for an issue.
+"""The command `attnscale bench gpu`: writes a CSV file, plots and a ZIP bundle, and prints a table.
 
-Providers are verified first, and only those that are right are timed.
+Providers are verified first; only correct ones are timed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PACKAGES = ("attnscale", "torch", "triton", "flash-attn", "flash-attn-3", "nvidia-ml-py", "numpy", "matplotlib")
-# What torch knows of a card that decides about speed.
+# Device properties of torch that affect speed.
 PROPERTIES = (
     "major", "minor", "gcnArchName", "multi_processor_count", "total_memory", "L2_cache_size", "clock_rate",
     "memory_clock_rate", "memory_bus_width", "warp_size",
 )  # fmt: skip
-CARD = "card"  # stands for a provider in rows about the device itself
+CARD = "card"  # replaces the provider in rows about the device itself
 
-Contender = tuple[Callable[[], Tensor], Result]  # what is timed, and its result without times
+Contender = tuple[Callable[[], Tensor], Result]  # function to time, and its result without times
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
     dry_run: bool,
     diagnose: Callable[[], object],
 ) -> int:
-    """The exit code: 1 where a provider was refused because its numbers are wrong. `diagnose` is for the bundle."""
+    """Run the benchmark and return the exit code: 1 if a provider has wrong results. `diagnose` is for the bundle."""
     options = {"config": config, "output": output, "plots": plots, "bundle": bundle}
     given = {name: str(path) for name, path in options.items() if path is not None}
     output = output or Path("gpu.csv")
@@ -63,16 +63,16 @@ def run(
     if plots is not None and plots.exists() and not plots.is_dir():
         reject("plots", str(plots), "a folder")
     if bundle is not None and (bundle.is_dir() or bundle.suffix != ".zip"):
-        reject("bundle", str(bundle), "a file that ends with .zip")
+        reject("bundle", str(bundle), "a file name ending in .zip")
     if plots is not None or bundle is not None:
         need("matplotlib", "plots", "bench")  # before anything is measured
-    if dry_run and not interpreting():  # which is decided before triton is first imported: so in another process
+    if dry_run and not interpreting():  # the interpreter is selected when triton is imported: use another process
         return run_in_interpreter(["bench", "gpu", "--dry-run", *(f"--{name}={path}" for name, path in given.items())])
     profile, machine = the_interpreter(config) if dry_run else this_gpu(config)
     rows, notes = _measure(console, profile, machine)
     write_rows(output, rows)
     written = [output, *(draw(rows, plots) if plots is not None else [])]
-    title = "dry run in triton's interpreter: numbers are checked, times mean nothing" if dry_run else machine.name
+    title = "dry run in triton's interpreter: results are checked, times are meaningless" if dry_run else machine.name
     _print_report(console, title, rows, machine, notes, dry_run)
     if bundle is not None:
         report = io.StringIO()
@@ -110,17 +110,17 @@ def _print_report(
     console.print(ABOUT, highlight=False)
     for text in machine.notes:
         console.print(escape(text), highlight=False)
-    where: dict[tuple[bool, str, str], dict[str, None]] = {}  # places in order, each once
+    where: dict[tuple[bool, str, str], dict[str, None]] = {}  # ordered sets of suites and modes
     for note in sorted(notes, key=lambda note: note.refused):
         where.setdefault((note.refused, note.provider, note.reason), {})[f"{note.suite} {note.mode}"] = None
     for (refused, provider, reason), places in where.items():
-        verb = "[red]refused[/]" if refused else "[dim]left out[/]"
+        verb = "[red]incorrect[/]" if refused else "[dim]skipped[/]"
         text = f"{provider} ({', '.join(places)}): {reason}"
         console.print(f"{verb}  {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def write_bundle(path: Path, csv: Path, pictures: Sequence[Path], texts: Mapping[str, str]) -> None:
-    """A zip of the CSV, the pictures and texts by the names of their files."""
+    """Write a ZIP file with the CSV, the plots, and texts by file name."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(csv, "gpu.csv")
@@ -133,7 +133,7 @@ def write_bundle(path: Path, csv: Path, pictures: Sequence[Path], texts: Mapping
 
 
 def environment(profile: Profile, machine: Machine) -> str:
-    """Versions, the card and its state, and what was measured, as JSON; nothing that tells whose machine it is."""
+    """Return versions, the GPU with its state, and the profile as JSON, without anything that identifies the user."""
     card = torch.cuda.get_device_properties(machine.device) if machine.device.type == "cuda" else None
     found = {
         "versions": {package: _version(package) for package in PACKAGES},
@@ -159,7 +159,7 @@ def _version(package: str) -> str | None:
 
 
 class Note(NamedTuple):
-    """Why a provider was not measured; `refused` if its results were wrong."""
+    """The reason why a provider was not measured; `refused` if its results were wrong."""
 
     refused: bool
     suite: str
@@ -169,7 +169,7 @@ class Note(NamedTuple):
 
 
 class Session:
-    """Verifies and times the providers of one group, and notes why the others are left out."""
+    """Verifies and times the providers of one group, and records why others were skipped."""
 
     def __init__(self, group: Group, profile: Profile, machine: Machine) -> None:
         self.group, self.profile, self.machine = group, profile, machine
@@ -177,7 +177,7 @@ class Session:
         self.notes: list[Note] = []
 
     def measure(self) -> tuple[list[Row], list[Note]]:
-        """Rows for every provider at every length, and notes about providers without any."""
+        """Return rows for every provider and length, and notes about skipped providers."""
         rows: list[Row] = []
         problems = self.group.problems(self.profile, self.machine.device)
         small = problems[0].shrunk(self.profile.check_length)
@@ -190,25 +190,22 @@ class Session:
         return rows, list(dict.fromkeys(self.notes))
 
     def _check(self, provider: Provider, small: Problem) -> Check | None:
-        """The verdict of the comparison with fp64; None where the provider is left out."""
+        """Compare a provider with fp64; None if it is skipped."""
         reason = provider.why_not(small, self.backward)
         if reason is not None:
             self._note(provider, reason)
             return None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns about each of its kernels that it cannot use
+                warnings.simplefilter("ignore")  # torch warns about each of its unavailable kernels
                 verdict = verify(provider, small, backward=self.backward)
-        except Exception as error:  # a rival may fail in any way and is left out; a provider of ours may not
+        except Exception as error:  # a failing rival is skipped; a failing attnscale provider is an error
             self._fail(provider, error)
             return None
         return verdict if self._accept(provider, verdict, small) else None
 
     def _enter(self, provider: Provider, verdict: Check, problem: Problem, inputs: Inputs) -> Contender | None:
-        """The step of a provider that ran once at the size measured and was not grossly wrong, and its untimed result.
-
-        None where it is left out.
-        """
+        """Run a provider once at the measured size; return its step and untimed result, or None if it is skipped."""
         reason = provider.why_not(problem, self.backward)
         if reason is not None:
             self._note(provider, f"{reason} at {problem.keys} keys")
@@ -218,7 +215,7 @@ class Session:
             output, peak = self.machine.clock.peak(step)
             seen = check_a_few_rows(provider, problem, inputs, output)
             if self.profile.warm_up:
-                self.machine.clock.seconds(step)  # the first warm-up, which refuses what cannot be timed
+                self.machine.clock.seconds(step)  # the first warm-up raises for functions that cannot be timed
         except torch.OutOfMemoryError:
             self._note(provider, f"out of memory at {problem.keys} keys")
             return None
@@ -229,7 +226,7 @@ class Session:
         return (step, result) if self._accept(provider, seen, problem) else None
 
     def _step_of(self, provider: Provider, problem: Problem, inputs: Inputs) -> Callable[[], Tensor]:
-        """Attention once, with backward or without gradients at all."""
+        """Return a function that computes attention once, with or without the backward pass."""
         attend = provider.prepare(problem)
 
         def step() -> Tensor:
@@ -242,7 +239,7 @@ class Session:
         return step
 
     def _race(self, problem: Problem, contenders: list[Contender]) -> list[Row]:
-        """Times of all contenders, interleaved, and the state of the card after the last round."""
+        """Return the interleaved times of all contenders, and the state of the GPU after the last round."""
         profile, machine = self.profile, self.machine
         steps = {result.provider: step for step, result in contenders}
         samples = interleaved(steps, machine.clock, warm_up=profile.warm_up - 1, rounds=profile.rounds)
@@ -258,7 +255,7 @@ class Session:
     def _accept(self, provider: Provider, verdict: Check, problem: Problem) -> bool:
         if not verdict.right:
             where = f"{problem.keys} keys, {problem.label}"
-            size = f"error {verdict.error:.2e} of {verdict.quantity} where {verdict.allowed:.2e} is allowed"
+            size = f"error {verdict.error:.2e} of {verdict.quantity} exceeds the allowed {verdict.allowed:.2e}"
             self._note(provider, f"{size} ({where})", refused=True)
         return verdict.right
 

@@ -1,4 +1,4 @@
-"""Where the benchmark runs, and what it measures there: a card with its YAML profile and clock, or the interpreter."""
+"""The device of the benchmark, with its profile and clock: a GPU, or Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ from attnscale_kernels import interpreting
 SUITE_NAMES = ("attention", "statistics", "adaptive", "decode")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Profiles of known cards, which come with the package.
+# Profiles of known GPUs.
 FOLDER = Path(str(resources.files("attnscale.bench.gpu") / "profiles"))
 
 INTERPRETER = "interpreter"
 
-# Larger than the last-level cache of any card.
+# Larger than the last-level cache of any GPU.
 FLUSH_BYTES = 512 * 2**20
 
-# Cycles that the device is held for while the host queues what is timed: a millisecond at first, an eighth of a second
-# at most.
+# Cycles for which a waiting kernel holds the device while the host queues the timed work: 1 ms at first, at most 1/8 s.
 FIRST_HOLD, LONGEST_HOLD = 2_000_000, 256_000_000
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Sizes, and the peaks of the card whose name ends with `device` (empty: no card is known, and no roofline).
+    """Problem sizes, and peak rates of the GPU whose name ends with `device` (empty: unknown GPU, no roofline).
 
-    The batch is such that B·n is `tokens`, or `decode_tokens` for the cache of a decoding step; `law` is the
-    temperature of the providers that can have one; `check_length` the size at which numbers are checked.
+    The batch size is `tokens` / n, or `decode_tokens` / n for the KV cache in decoding. `law` is the policy of
+    providers that support one. `check_length` is the size used for verification.
     """
 
     device: str = ""
@@ -69,17 +68,17 @@ class Profile:
     rounds: int = 30
 
     def __post_init__(self) -> None:
-        """Refuse what would fail only after minutes of measuring; quartiles need two measurements."""
+        """Check all values before anything is measured; quartiles need two measurements."""
         for name in ("device", "law"):
             if not isinstance(getattr(self, name), str):
                 reject_type(name, getattr(self, name), "a name")
         if not isinstance(build_policy(self.law), FormulaPolicy):
-            reject("law", self.law, "a policy that is a formula of the length")
+            reject("law", self.law, "a policy with a formula of the length")
         if (self.device != "", self.peak_tflops is None, self.bandwidth_gbs is None) not in (
             (True, False, False),
             (False, True, True),
         ):
-            reject("device", self.device, "the name of a card together with its peak_tflops and bandwidth_gbs")
+            reject("device", self.device, "the name of a GPU together with its peak_tflops and bandwidth_gbs")
         for name in ("peak_tflops", "bandwidth_gbs"):
             if getattr(self, name) is not None:
                 read_between(name, getattr(self, name), "a number > 0", above=0.0)
@@ -92,19 +91,19 @@ class Profile:
         for name, accepted in (("suites", SUITE_NAMES), ("dtypes", tuple(DTYPES))):
             for value in _listed(name, getattr(self, name)):
                 if value not in accepted:
-                    reject(name, value, f"some of {', '.join(accepted)}")
+                    reject(name, value, f"any of {', '.join(accepted)}")
         for name in ("lengths", "head_dims", "decode_lengths"):
             for value in _listed(name, getattr(self, name)):
                 read_length(name, value, least=1 if name == "head_dims" else 2)
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """The profile in a YAML file."""
+        """Read a profile from a YAML file."""
         return cls.parse(read_yaml(path), path)
 
     @classmethod
     def parse(cls, content: Mapping[str, Any], path: Path) -> Profile:
-        """The profile that a mapping describes; `path` is where it comes from."""
+        """Build a profile from a mapping; `path` is used in error messages."""
         known = [field.name for field in fields(cls)]
         unknown = [key for key in content if key not in known]
         if unknown:
@@ -115,9 +114,9 @@ class Profile:
         return cls(**values)
 
     def is_for(self, name: str) -> bool:
-        """Whether the card of this name is the one whose peaks are known.
+        """Whether this is the profile of the GPU with this name.
 
-        Makers put their name before that of a card, and after it what makes another card of it.
+        Vendor names precede the GPU name; a suffix denotes a different GPU.
 
         >>> card = Profile(device="H200", peak_tflops=989, bandwidth_gbs=4800)
         >>> card.is_for("NVIDIA H200"), card.is_for("NVIDIA H200 NVL"), card.is_for("NVIDIA GH200")
@@ -127,13 +126,13 @@ class Profile:
         return bool(wanted) and words[-len(wanted) :] == wanted
 
     def card(self, name: str) -> Card | None:
-        """The peaks, if they are those of the card of this name."""
+        """Return the peak rates if the profile is for this GPU, else None."""
         if self.peak_tflops is None or self.bandwidth_gbs is None or not self.is_for(name):
             return None
         return Card(float(self.peak_tflops), float(self.bandwidth_gbs))
 
     def tiny(self) -> Profile:
-        """Sizes that triton's interpreter gets through in seconds; its matrix products are wrong in bfloat16."""
+        """Return a profile that Triton's interpreter runs in seconds. Its matrix products are wrong in bfloat16."""
         return replace(
             self,
             lengths=(32, 64),
@@ -152,13 +151,13 @@ class Profile:
 
 
 def choose_profile(config: Path | None, name: str) -> Profile:
-    """The profile in a file; or in a folder the one for the card of this name; or the built-in sizes without peaks."""
+    """Return the profile of a file, or the matching profile of a folder, or default sizes without peak rates."""
     folder = FOLDER if config is None else config
     if config is not None and not folder.is_dir():
         return Profile.read(config)
     for path in sorted(folder.glob("*.yaml")):
         content = read_yaml(path)
-        if "device" in content:  # the others are plans for the CPU
+        if "device" in content:  # other files are for the CPU
             profile = Profile.parse(content, path)
             if profile.is_for(name):
                 return profile
@@ -167,19 +166,19 @@ def choose_profile(config: Path | None, name: str) -> Profile:
 
 def _listed(name: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, tuple) or not value:
-        reject_type(name, value, "a list that is not empty")
+        reject_type(name, value, "a non-empty list")
     return value
 
 
 class Telemetry(NamedTuple):
-    """Of one moment; None where it cannot be read."""
+    """Current clock, power and temperature; None for values that cannot be read."""
 
     mhz: float | None = None
     watts: float | None = None
     celsius: float | None = None
 
     def known(self) -> dict[str, float]:
-        """What could be read, by name.
+        """Return the available values by name.
 
         >>> Telemetry(mhz=1980.0).known()
         {'mhz': 1980.0}
@@ -188,9 +187,9 @@ class Telemetry(NamedTuple):
 
 
 def read_telemetry(device: torch.device) -> Telemetry:
-    """Over the last second or less. torch asks NVIDIA's or AMD's library, by a package that may not be installed."""
+    """Read the telemetry of the last second. torch uses NVIDIA's or AMD's library, which may not be installed."""
     power = _read(torch.cuda.power_draw, device)
-    unit = 1 if torch.version.hip else 1000  # torch passes on what the libraries give: AMD's watts, NVIDIA's milliwatts
+    unit = 1 if torch.version.hip else 1000  # torch returns watts for AMD and milliwatts for NVIDIA
     return Telemetry(
         _read(torch.cuda.clock_rate, device),
         None if power is None else power / unit,
@@ -199,19 +198,17 @@ def read_telemetry(device: torch.device) -> Telemetry:
 
 
 def _read(quantity: Callable[[torch.device], int], device: torch.device) -> float | None:
-    # Missing packages and drivers, or cards that do not tell, raise whatever the vendor's library raises; on ROCm torch
-    # gives 0 for what is not known.
+    # Missing packages, drivers or sensors raise vendor-specific exceptions; on ROCm torch returns 0 for unknown values.
     with contextlib.suppress(Exception):
         return float(quantity(device)) or None
     return None
 
 
 class DeviceClock:
-    """Time on a GPU between two events, with a cold cache and never the host's; memory from torch's allocator.
+    """Measures device time between two events with a cold cache, excluding host time; memory from torch's allocator.
 
-    A kernel that only waits holds the device until everything that is timed is queued behind it. Whether it held long
-    enough is not assumed: if the device passes the first event while the host still launches, the measurement is thrown
-    away and made again with twice the wait.
+    A waiting kernel holds the device until the timed work is queued. If the device passes the first event while the
+    host is still launching, the measurement is discarded and repeated with twice the wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -220,7 +217,7 @@ class DeviceClock:
         self.hold = FIRST_HOLD
 
     def seconds(self, function: Callable[[], object]) -> float:
-        """The device's time of one call; `BackendError` for a function that waits for the device itself."""
+        """Return the device time of one call; raise `BackendError` for a function that synchronises."""
         while True:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self.room.zero_()
@@ -234,16 +231,16 @@ class DeviceClock:
                 milliseconds: float = start.elapsed_time(end)
                 return milliseconds / 1000
             if self.hold >= LONGEST_HOLD:
-                self.hold = FIRST_HOLD  # the next function need not suffer from this one
-                raise BackendError("the host waits for the device within a call, so that events would time the host")
+                self.hold = FIRST_HOLD  # reset for the next function
+                raise BackendError("the host waits for the device within a call, so events would measure host time")
             self.hold *= 2
 
     def telemetry(self) -> Telemetry:
-        """Of the card now, so right after what was measured."""
+        """Return the current telemetry of the GPU."""
         return read_telemetry(self.device)
 
     def peak(self, function: Callable[[], Tensor]) -> tuple[Tensor, int | None]:
-        """The second call counts, beyond what was there before: the first one may compile and tune."""
+        """Return the result and the additional peak memory of the second call; the first may compile and tune."""
         function()
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -254,9 +251,9 @@ class DeviceClock:
 
 
 class HostClock:
-    """For dry runs, whose times mean nothing: a function runs once, for its result, and each of its times is that one.
+    """Clock for dry runs, with meaningless times: every function runs once, and its time is reused.
 
-    The memory of this process is not what a GPU would take.
+    Memory is not measured: it would differ from that of a GPU.
     """
 
     def __init__(self) -> None:
@@ -280,7 +277,7 @@ class HostClock:
 def interleaved(
     functions: Mapping[str, Callable[[], object]], clock: DeviceClock | HostClock, *, warm_up: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of every function in every round; each round runs all of them, in random order."""
+    """Return the seconds of every function in every round; each round runs all functions in random order."""
     shuffle = random.Random(0)
     for _ in range(warm_up):
         for function in functions.values():
@@ -295,7 +292,7 @@ def interleaved(
 
 
 class Machine(NamedTuple):
-    """A device: `name` is that of its rows, `card` its peaks if they are known, `notes` what a reader should know."""
+    """A device: `name` as in its rows, `card` with its peak rates if known, `notes` for the printed report."""
 
     device: torch.device
     name: str
@@ -306,14 +303,14 @@ class Machine(NamedTuple):
 
 
 def this_gpu(config: Path | None) -> tuple[Profile, Machine]:
-    """The current GPU and what to measure on it."""
+    """Return the current GPU and its profile."""
     if not torch.cuda.is_available():
         raise BackendError(
-            "`attnscale bench gpu` needs a CUDA or ROCm device, and torch sees none: use --dry-run to check the "
+            "`attnscale bench gpu` requires a CUDA or ROCm device, and torch finds none: use --dry-run to check the "
             "kernels in triton's interpreter"
         )
     if interpreting():
-        raise BackendError("TRITON_INTERPRET is set, so kernels would not run on the GPU: unset it, or use --dry-run")
+        raise BackendError("TRITON_INTERPRET is set, so kernels would not run on the GPU: unset it or use --dry-run")
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     profile = choose_profile(config, name)
@@ -322,29 +319,29 @@ def this_gpu(config: Path | None) -> tuple[Profile, Machine]:
 
 
 def the_interpreter(config: Path | None) -> tuple[Profile, Machine]:
-    """This CPU under triton's interpreter, with a profile made tiny."""
+    """Return Triton's interpreter on this CPU, with a tiny profile."""
     profile = choose_profile(config, INTERPRETER).tiny()
     return profile, Machine(torch.device("cpu"), INTERPRETER, HostClock(), None, versions())
 
 
 def run_in_interpreter(arguments: Sequence[str]) -> int:
-    """The exit status of `attnscale` with these arguments in a process where triton interprets its kernels."""
-    # One thread: at these sizes several wait for each other longer than they work.
+    """Run `attnscale` with these arguments in a process with Triton's interpreter; return its exit code."""
+    # One thread: at these sizes, synchronisation costs more than it gains.
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1"}
     return subprocess.run([sys.executable, "-m", "attnscale", *arguments], env=environment).returncode
 
 
 def versions() -> str:
-    """What was measured: torch and triton."""
+    """Return the versions of torch and triton."""
     try:
         return f"torch {torch.__version__} triton {importlib.metadata.version('triton')}"
     except importlib.metadata.PackageNotFoundError as error:
-        raise MissingDependencyError("the kernels need triton: pip install triton") from error
+        raise MissingDependencyError("the kernels require triton: pip install triton") from error
 
 
 def _about(profile: Profile, name: str, card: Card | None) -> tuple[str, ...]:
     if card is not None:
         return (f"roofline of {profile.device}: {card.tflops:g} TFLOP/s in half precision, {card.bandwidth:g} GB/s",)
     if profile.device:
-        return (f"no share of the roofline: the profile is for {profile.device!r}, the card found is {name!r}",)
-    return (f"no share of the roofline: the package has no profile for {name!r}",)
+        return (f"no roofline: the profile is for {profile.device!r}, but the GPU is {name!r}",)
+    return (f"no roofline: the package has no profile for {name!r}",)

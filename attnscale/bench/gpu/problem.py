@@ -1,4 +1,4 @@
-"""One attention problem of the benchmark: providers that are compared on it, its work, and the check against fp64."""
+"""One attention problem of the benchmark: interface of providers, work, and the check against fp64."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from attnscale.attention import attention_with_stats
 from attnscale.policies import build_policy
 from attnscale.statistics import StatsRequest
 
-BACKWARD = 2.5  # the backward pass makes five products of the size of the forward's two
+BACKWARD = 2.5  # the backward pass has five matrix products, the forward pass two
 
-STATISTIC = 1e-3  # how far a statistic may be from the exact one, in nats
-OUTSIDE = 1e-3  # how far a β may be outside of its bounds, relative to them
+STATISTIC = 1e-3  # allowed error of a statistic, in nats
+OUTSIDE = 1e-3  # allowed relative deviation of β from its bounds
 
-# At the size that is measured, a few rows are checked for gross mistakes only: offsets that overflow, tiles that are
-# left out. The largest error over the largest output.
+# At the measured size, a few rows are checked for gross errors only: overflowing offsets, skipped tiles. The limit is
+# relative to the largest output.
 GROSS, ROWS = 0.05, 16
 
 
 class Inputs(NamedTuple):
-    """What a provider is given, and the gradient of its output for a backward pass."""
+    """Inputs of a provider, and the gradient of its output for the backward pass."""
 
     query: Tensor  # [B, H, Tq, D]
     key: Tensor  # [B, Hkv, Tk, D]
@@ -36,13 +36,13 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What gradients are taken of."""
+        """The tensors that require gradients."""
         return self.query, self.key, self.value
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Causal self-attention, or one query that sees a whole cache; `law` is the policy of providers that take one."""
+    """Causal self-attention, or one query over a whole KV cache; `law` is the policy of providers that support one."""
 
     batch: int
     heads: int
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def causal(self) -> bool:
-        """Whether row i sees i + 1 keys, and not all."""
+        """Whether row i sees i + 1 keys instead of all."""
         return self.queries == self.keys
 
     @property
@@ -72,11 +72,11 @@ class Problem:
         return f"B={self.batch} H={self.heads} Hkv={self.kv_heads} D={self.dim} {dtype} {rule} law={self.law}"
 
     def shrunk(self, keys: int) -> Problem:
-        """The same at another length, for checking numbers; where a sequence has one row, there are more of them."""
+        """Return the problem at another length, for verification; decoding gets a larger batch."""
         return replace(self, batch=2 if self.causal else 4, queries=keys if self.causal else self.queries, keys=keys)
 
     def inputs(self, *, backward: bool) -> Inputs:
-        """Random tensors from a fixed seed."""
+        """Return random tensors from a fixed seed."""
         generator = torch.Generator(self.device).manual_seed(self.keys)
         rows, slots = (self.batch, self.heads, self.queries, self.dim), (self.batch, self.kv_heads, self.keys, self.dim)
         options: dict[str, Any] = {"generator": generator, "device": self.device, "dtype": self.dtype}
@@ -86,14 +86,14 @@ class Problem:
         return inputs
 
     def temperature(self) -> Tensor:
-        """β [Tq] of the law, in fp32."""
+        """Return β [Tq] of the law, in fp32."""
         last = torch.arange(1, self.queries + 1, device=self.device)
         beta: Tensor = build_policy(self.law)(last if self.causal else torch.full_like(last, self.keys))
         return beta
 
 
 class Work(NamedTuple):
-    """Floating-point operations, and bytes that have to cross the memory bus at least once."""
+    """Floating-point operations, and minimum memory traffic in bytes."""
 
     flops: float
     bytes: int
@@ -106,7 +106,7 @@ class Card(NamedTuple):
     bandwidth: float
 
     def attainable(self, work: Work) -> float:
-        """The roofline: TFLOP/s that either the arithmetic or the memory allows.
+        """Return the roofline: TFLOP/s limited by arithmetic or memory bandwidth.
 
         >>> Card(tflops=1000, bandwidth=2000).attainable(Work(flops=1e9, bytes=10**7))
         200.0
@@ -115,12 +115,12 @@ class Card(NamedTuple):
 
 
 def work_of(problem: Problem, mode: str, row_numbers: int = 0) -> Work:
-    """Operations and traffic in a mode, "forward", "backward" or "forward+backward".
+    """Return operations and memory traffic of a mode: "forward", "backward" or "forward+backward".
 
-    Each input is read once and each result written once: q, k, v and the output forward; backward those and the
-    gradient of the output are read, and dq, dk, dv written. `row_numbers` fp32 statistics are written for each row;
-    what backward reads of the rows is one number each. A head takes two products of 2·Tq·Tk·D operations, half of it
-    hidden where attention is causal.
+    Every input is read once and every result written once. Forward: q, k, v and the output. Backward: these and the
+    gradient of the output are read, dq, dk and dv are written. `row_numbers` fp32 statistics are written per row; the
+    backward pass reads one number per row. A head has two products of 2·Tq·Tk·D operations, half of them masked in
+    causal attention.
     """
     rows, slots = problem.batch * problem.heads * problem.queries, problem.batch * problem.kv_heads * problem.keys
     flops = 4.0 * rows * problem.keys * problem.dim / (2 if problem.causal else 1)
@@ -132,7 +132,7 @@ def work_of(problem: Problem, mode: str, row_numbers: int = 0) -> Work:
 
 
 class Answer(NamedTuple):
-    """What a provider computes; `statistics` by the names of `RowStats`."""
+    """Result of a provider; `statistics` uses the names of `RowStats`."""
 
     output: Tensor
     statistics: Mapping[str, Tensor] = MappingProxyType({})
@@ -156,13 +156,17 @@ def by_law(problem: Problem, inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Provider:
-    """A way to compute attention.
+    """An attention implementation.
 
-    `temperature` gives the β, broadcasting to [B, H, Tq], that its rows have; `bounds` what it may be at least and at
-    most, where it is found and not given. What is not `ours` may be missing or fail, and is left out then; ours must
-    work. `row_numbers` statistics are written for each row. One that `rounds_scores` to the dtype cannot be as exact
-    as the others are in it: it is checked in fp32, and its error is the one found there. `why_not` gives the reason to
-    leave it out of a problem, with backward or without.
+    Attributes:
+        name: name in tables.
+        prepare: returns the function to time.
+        temperature: returns β, broadcastable to [B, H, Tq].
+        bounds: returns lower and upper bound of an adaptive β.
+        ours: implemented by attnscale. Other providers may be missing or fail, and are then skipped.
+        row_numbers: number of statistics written per row.
+        rounds_scores: rounds scores to the dtype; verified in fp32 instead.
+        why_not: returns the reason to skip a problem, or None.
     """
 
     name: str
@@ -176,7 +180,7 @@ class Provider:
 
 
 class Check(NamedTuple):
-    """The quantity whose error takes the largest share of what is allowed."""
+    """The quantity with the largest error relative to the allowed error."""
 
     quantity: str
     error: float
@@ -184,20 +188,20 @@ class Check(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """False also where the error is no number."""
+        """Whether the error is allowed; False for NaN."""
         return self.error <= self.allowed
 
     @property
     def share(self) -> float:
-        """The error over the allowed error; infinite where the error is NaN."""
+        """Error divided by the allowed error; infinite for NaN."""
         return math.inf if math.isnan(self.error) else self.error / self.allowed
 
 
 def verify(provider: Provider, problem: Problem, *, backward: bool) -> Check:
-    """Compare output, statistics and gradients with fp64, on a small problem.
+    """Compare output, statistics and gradients with fp64 on a small problem.
 
-    An error may be twice that of torch's own attention on logits as sharp, in the same dtype, and one rounding. A
-    provider that rounds its scores is asked for as much in fp32.
+    The allowed error is twice that of torch's SDPA on equally sharp logits in the same dtype, plus one rounding.
+    Providers that round their scores are verified in fp32.
     """
     if provider.rounds_scores:
         problem = replace(problem, dtype=torch.float32)
@@ -221,8 +225,8 @@ def verify(provider: Provider, problem: Problem, *, backward: bool) -> Check:
 
 
 def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, output: Tensor) -> Check:
-    """Compare a few rows of the last head of the last sequence, where offsets are largest, at the size measured."""
-    # Finding β exactly would take longer than everything else, and large scores in half precision are far off.
+    """Compare a few rows of the last head and sequence, where offsets are largest, at the measured size."""
+    # An exact adaptive β would take too long, and large scores in half precision have large errors.
     rounded = provider.rounds_scores and problem.dtype.itemsize < 4
     if provider.bounds is not None or rounded:
         finite = bool(torch.isfinite(output).all())
@@ -239,7 +243,7 @@ def check_a_few_rows(provider: Provider, problem: Problem, inputs: Inputs, outpu
 
 
 def _run(attend: Attention, inputs: Inputs, backward: bool) -> tuple[Answer, dict[str, Tensor]]:
-    """What a function gives, and gradients by name."""
+    """Return the result of a function, and gradients by name."""
     with torch.set_grad_enabled(backward):
         answer = attend(*inputs.leaves)
     if not backward:
@@ -249,7 +253,7 @@ def _run(attend: Attention, inputs: Inputs, backward: bool) -> tuple[Answer, dic
 
 
 def _exact(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -> dict[str, Tensor]:
-    """Everything in fp64; β [B, H, Tq] is a constant factor of q there, and not rounded."""
+    """Compute all quantities in fp64; β [B, H, Tq] is a constant factor of q and not rounded."""
     wide = Inputs(*(x.detach().double() for x in inputs))
     for leaf in wide.leaves:
         leaf.requires_grad_(backward)
@@ -264,7 +268,7 @@ def _exact(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -> di
 
 
 def _yardstick(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -> dict[str, float]:
-    """Errors of torch's attention, given β·q as its query: so the rounding of that product is not counted."""
+    """Return the errors of torch's SDPA with β·q as query; the rounding of this product is not counted."""
     sharp = (inputs.query.detach() * beta[..., None]).to(problem.dtype).requires_grad_(backward)
     sharp_inputs = inputs._replace(query=sharp)
 
@@ -280,5 +284,5 @@ def _yardstick(problem: Problem, inputs: Inputs, beta: Tensor, backward: bool) -
 
 
 def _distance(value: Tensor, exact: Tensor) -> float:
-    """The largest error; NaN where there is one."""
+    """Return the largest error; NaN if any."""
     return float((value.detach().double() - exact.detach()).abs().max().item())

@@ -1,4 +1,4 @@
-"""What is compared: our kernels, what a user would use instead, and the suites and groups that are measured."""
+"""Providers: the kernels of attnscale, other attention implementations, and the suites that compare them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EXACT = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False, acc
 
 POLICY = GapAdaptive()
 
-BRACKET = 1 + BRACKET_WIDTH  # upper over lower end of a bracket of Λ, at most
+BRACKET = 1 + BRACKET_WIDTH  # maximum ratio of upper to lower end of a bracket of Λ
 
-# The largest share of the device's memory for one matrix of scores: backward holds several.
+# Maximum share of device memory for one score matrix: the backward pass holds several.
 MATRIX_SHARE = 1 / 8
 
 
 def ours(problem: Problem, request: StatsRequest | None = None, **options: Any) -> Attention:
-    """Attention of this package: by default under the problem's law, by the kernels, without statistics."""
+    """Attention of attnscale; by default the Triton kernels with the problem's law, without statistics."""
     options = {"policy": problem.law, "backend": "triton", **problem.rule, **options}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
@@ -47,12 +47,12 @@ def ours(problem: Problem, request: StatsRequest | None = None, **options: Any) 
 
 
 def fused_adaptive(problem: Problem) -> Attention:
-    """The kernel that counts gaps, then attention."""
+    """The gap-counting kernel, followed by attention."""
     return lambda query, key, value: Answer(_fused(problem, query, key, value)[0])
 
 
 def fused_temperature(problem: Problem, inputs: Inputs) -> Tensor:
-    """The β [B, H, Tq] that the kernels take."""
+    """Return β [B, H, Tq] of the kernels."""
     return _fused(problem, *(x.detach() for x in inputs.leaves))[1]
 
 
@@ -67,30 +67,30 @@ def _fused(problem: Problem, query: Tensor, key: Tensor, value: Tensor) -> tuple
 
 
 def blockwise_temperature(problem: Problem, inputs: Inputs) -> Tensor:
-    """The β [B, H, Tq] that the policy takes in plain torch, from what is reported: β/Λ and Λ."""
+    """Return β [B, H, Tq] of the policy in plain torch, from the statistics β/Λ and Λ."""
     scale, ratio = _scale_and_ratio(problem, inputs, policy=POLICY, backend="blockwise")
     beta = torch.where(scale == 0, POLICY.floor, ratio * scale)
     return torch.where(torch.isinf(scale), POLICY.ceiling, beta)
 
 
 def bounds(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """r·Λ with the exact Λ, and as much more as a bracket may be wide; both [B, H, Tq]."""
+    """Return r·Λ with the exact Λ, and r·Λ times the width of a bracket; both [B, H, Tq]."""
     wide = Inputs(*(x.double() for x in inputs))
     scale = POLICY.r * _scale_and_ratio(problem, wide, backend="reference")[0]
     return scale.clamp(POLICY.floor, POLICY.ceiling), (BRACKET * scale).clamp(POLICY.floor, POLICY.ceiling)
 
 
 def _scale_and_ratio(problem: Problem, inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
-    """The exact Λ and β/Λ, each [B, H, Tq]."""
+    """Return the exact Λ and β/Λ, each [B, H, Tq]."""
     query, key, value = (x.detach() for x in inputs.leaves)
     stats = attention_with_stats(query, key, value, request=EXACT, **problem.rule, **options).stats
     if stats.accumulation is None or stats.criticality is None:
-        raise TypeError("Λ was asked for and is missing")
+        raise TypeError("Λ was requested and is missing")
     return stats.accumulation.lower, stats.criticality
 
 
 def split(problem: Problem) -> Attention:
-    """Decoding with a cache in one piece."""
+    """Split-KV decoding with a contiguous KV cache."""
     from attnscale_kernels import Visibility
     from attnscale_kernels.decode.op import decode_attention
 
@@ -103,7 +103,7 @@ def split(problem: Problem) -> Attention:
 
 
 def sdpa(backend: SDPBackend, problem: Problem) -> Attention:
-    """One of torch's kernels, without a fallback."""
+    """One of the SDPA kernels of torch, without fallback."""
     grouped = problem.heads != problem.kv_heads
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
@@ -115,13 +115,13 @@ def sdpa(backend: SDPBackend, problem: Problem) -> Attention:
 
 
 def why_not_sdpa(backend: SDPBackend, problem: Problem, backward: bool) -> str | None:
-    """Some kernels of torch are for GPUs only."""
+    """Return the reason to skip a GPU-only kernel of torch on the CPU, or None."""
     everywhere = backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
-    return "torch has no such kernel for the CPU" if problem.device.type == "cpu" and not everywhere else None
+    return "torch does not have this kernel on the CPU" if problem.device.type == "cpu" and not everywhere else None
 
 
 def flex(problem: Problem) -> Attention:
-    """FlexAttention with the law as a score modification; compiled on a GPU, written out on the CPU."""
+    """FlexAttention with the law as `score_mod`; compiled on a GPU, eager on the CPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     beta, sizes, device = problem.temperature(), (problem.queries, problem.keys), problem.device.type
@@ -129,7 +129,7 @@ def flex(problem: Problem) -> Attention:
     if problem.causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, *sizes, device=device)
     if device == "cuda":
-        # Each problem has its own shape: after a few of them the compiler would fall back to the n × n matrix.
+        # Every problem has another shape: after several recompilations torch falls back to eager, with n × n scores.
         torch.compiler.reset()
     attention = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
     grouped = problem.heads != problem.kv_heads
@@ -146,32 +146,32 @@ def flex(problem: Problem) -> Attention:
 
 
 def why_not_flex(problem: Problem, backward: bool) -> str | None:
-    """FlexAttention on a CPU refuses inputs that require gradients."""
+    """Return the reason to skip the backward pass on the CPU, which FlexAttention does not support, or None."""
     return "FlexAttention has no backward on the CPU" if backward and problem.device.type == "cpu" else None
 
 
 def flash_attn(module: str, problem: Problem) -> Attention:
-    """A version of flash-attn by its module; a single query goes to the function that splits the keys."""
+    """flash-attn 2 or 3, by module; decoding uses `flash_attn_with_kvcache`, which splits the keys."""
     package = importlib.import_module(module)
     function = package.flash_attn_func if problem.causal else package.flash_attn_with_kvcache
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Answer:
         found = function(*(x.transpose(1, 2) for x in (query, key, value)), causal=problem.causal)
-        out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases of 3 add the log-sum-exp
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases of 3 also return the log-sum-exp
         return Answer(out.transpose(1, 2))
 
     return attend
 
 
 def why_not_flash_attn(module: str, problem: Problem, backward: bool) -> str | None:
-    """flash-attn is installed by the user, and needs a GPU."""
+    """Return the reason to skip flash-attn if it is not installed or there is no GPU, or None."""
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
-    return f"{module} needs a GPU" if problem.device.type != "cuda" else None
+    return f"{module} requires a GPU" if problem.device.type != "cuda" else None
 
 
 def eager(statistics: bool, problem: Problem) -> Attention:
-    """All weights in memory and scores in the dtype of the inputs, as one would write it; the softmax in fp32."""
+    """Eager attention: full weight matrix, scores in the dtype of the inputs, softmax in fp32."""
     beta = problem.temperature()[:, None]
     hidden = None
     if problem.causal:
@@ -194,12 +194,12 @@ def eager(statistics: bool, problem: Problem) -> Attention:
 
 
 def why_not_eager(problem: Problem, backward: bool) -> str | None:
-    """A matrix of scores that does not fit into the device's memory."""
+    """Return the reason to skip a problem whose score matrix does not fit into device memory, or None."""
     if problem.device.type != "cuda":
         return None
     matrix = 4 * problem.batch * problem.heads * problem.queries * problem.keys
     room = MATRIX_SHARE * torch.cuda.get_device_properties(problem.device).total_memory
-    return f"a matrix of scores takes {matrix / 2**30:.0f} GiB" if matrix > room else None
+    return f"the score matrix needs {matrix / 2**30:.0f} GiB" if matrix > room else None
 
 
 def _ours(name: str, row_numbers: int = 0, **options: Any) -> Provider:
@@ -240,12 +240,12 @@ EAGER = Provider("eager", functools.partial(eager, False), by_law, rounds_scores
 EAGER_STATISTICS = replace(EAGER, prepare=functools.partial(eager, True), row_numbers=3)
 OTHERS = (*SDPA, *FLASH_ATTN, FLEX, EAGER)
 
-# What a user would have instead; the slow ones are measured and are nobody's yardstick.
+# Implementations used as baselines; the slow ones are measured but are not baselines.
 RIVALS = tuple(provider.name for provider in OTHERS if provider.name not in ("sdpa_math", "eager"))
 
 
 class Suite(NamedTuple):
-    """Providers of one question; times are also given over those of the fastest of `baselines` at each length."""
+    """Providers of one comparison; times are also reported relative to the fastest of `baselines` at each length."""
 
     providers: tuple[Provider, ...]
     modes: tuple[str, ...]
@@ -269,7 +269,7 @@ class Group(NamedTuple):
     dim: int
 
     def problems(self, profile: Profile, device: torch.device) -> list[Problem]:
-        """What is measured, the shortest first."""
+        """Return the problems, shortest first."""
         lengths, tokens, kv_heads = profile.lengths, profile.tokens, profile.kv_heads
         if self.suite == "decode":
             lengths, tokens, kv_heads = profile.decode_lengths, profile.decode_tokens, profile.decode_kv_heads
@@ -290,7 +290,7 @@ class Group(NamedTuple):
 
 
 def groups(profile: Profile) -> Iterator[Group]:
-    """Everything a profile measures, in order."""
+    """Yield the groups of a profile, in order."""
     for suite in profile.suites:
         for dtype in profile.dtypes:
             for dim in profile.head_dims:

@@ -1,4 +1,4 @@
-"""What was measured as rows, as the printed table and as pictures."""
+"""Measurements as rows, as printed tables and as plots."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SPEEDS = ("suite", "mode", "config", "n", "provider", "µs", "TFLOP/s", "GB/s", "roof", "MB", "over", "error")
-# The interpreter's times are those of numpy in a Python loop.
+# The interpreter runs numpy in a Python loop.
 CHECKS = ("suite", "mode", "config", "n", "provider", "error", "host ms, meaningless")
 ABOUT = (
-    "over: time over that of the fastest rival, whose own is 1.00, round by round; error: the largest, as a share of "
-    "what is allowed (twice that of torch's attention, and one rounding), above 1 there is no speed."
+    "over: time relative to the fastest baseline (1.00), in the same round. error: largest error relative to the bound "
+    "(twice that of torch's SDPA, plus one rounding); providers above 1 are not timed."
 )
 
-# More than any table needs.
+# Wider than any table.
 UNLIMITED = 10_000
 
 COLOURS = {
@@ -46,12 +46,12 @@ COLOURS = {
 }
 ROOFLINE = "roofline"
 
-# Names may not be nearer to each other than this, in heights of the panel.
+# Minimum distance between names, in panel heights.
 APART = 0.065
 
 
 class Result(NamedTuple):
-    """What was measured of a provider: seconds of every round, bytes at the peak, share of the allowed error."""
+    """Measurements of a provider: seconds per round, peak memory in bytes, error relative to the allowed error."""
 
     provider: str
     seconds: list[float]
@@ -69,9 +69,9 @@ def rows_of(
     card: Card | None,
     labels: tuple[str, str, str],
 ) -> list[Row]:
-    """One row per number, times also over those of the fastest baseline, which the metric names.
+    """Return one row per number; time ratios refer to the fastest baseline, which the metric names.
 
-    The share of the roofline only where the card is known and computes in half precision.
+    The roofline share is available for known GPUs in half precision.
     """
     rivals = [result for result in results if result.provider in baselines]
     baseline = min(rivals, key=lambda result: quartiles(result.seconds).median, default=None)
@@ -79,7 +79,7 @@ def rows_of(
     for result in results:
         numbers = metrics(mode, problem, result, card)
         if baseline is not None:
-            # Of the same round: what slows the machine down slows both.
+            # Within the same round: a slow-down of the machine affects both.
             ratios = [ours / theirs for ours, theirs in zip(result.seconds, baseline.seconds, strict=True)]
             numbers[f"time_over_{baseline.provider}"] = quartiles(ratios)
         rows += [
@@ -90,10 +90,10 @@ def rows_of(
 
 
 def metrics(mode: str, problem: Problem, result: Result, card: Card | None) -> dict[str, Quartiles]:
-    """Medians and quartiles by the name of the metric."""
+    """Return median and quartiles by metric."""
     work = work_of(problem, mode, result.row_numbers)
     median, low, high = quartiles(result.seconds)
-    rate = Quartiles(1 / median, 1 / high, 1 / low)  # of a speed, the quartiles are in the reverse order
+    rate = Quartiles(1 / median, 1 / high, 1 / low)  # the quartiles of a rate are in reverse order
     found = {
         "us": _scaled(Quartiles(median, low, high), 1e6),
         "tflops": _scaled(rate, work.flops / 1e12),
@@ -117,17 +117,17 @@ def _constant(value: float) -> Quartiles:
 
 
 def header(*, dry_run: bool) -> tuple[str, ...]:
-    """The names of the columns."""
+    """Return the column names."""
     return CHECKS if dry_run else SPEEDS
 
 
 def lines(rows: Sequence[Row], *, dry_run: bool) -> Iterator[tuple[str, ...]]:
-    """Cells for each column, in the order of the rows."""
+    """Yield the cells of each table row, in the order of the measurements."""
     found: dict[tuple[str, str, str, int, str], dict[str, float]] = {}
     for row in rows:
         found.setdefault((row.kernel, row.mode, row.config, row.x, row.provider), {})[row.metric] = row.y
     for (suite, mode, config, n, provider), numbers in found.items():
-        if "us" not in numbers:  # about the card
+        if "us" not in numbers:  # telemetry of the GPU
             continue
         where = suite, mode, short(config), str(n), provider
         error = f"{numbers['error_share']:.2f}"
@@ -151,14 +151,14 @@ def _speeds(numbers: dict[str, float]) -> tuple[str, ...]:
 
 
 def short(config: str) -> str:
-    """Head dimension and dtype: what a table has room for."""
+    """Shorten a configuration to head dimension and dtype."""
     return " ".join(part for part in config.split() if part.startswith("D=") or "float" in part)
 
 
 def print_tables(
     console: Console, title: str, columns: tuple[str, ...], cells: Iterable[tuple[str, ...]], *, heading: int
 ) -> None:
-    """A table for each change in the first `heading` columns, which stand above it; the next one says repeats once."""
+    """Print one table per value of the first `heading` columns, its title; repeats in the next column are blank."""
     from rich import box
     from rich.markup import escape
     from rich.measure import Measurement
@@ -182,9 +182,9 @@ def print_tables(
 
 
 class Picture(NamedTuple):
-    """One file: a metric of a suite over the length, a panel for each mode, head dimension and dtype.
+    """One file: a metric of a suite over the length, with a panel per mode, head dimension and dtype.
 
-    A provider that is `beside` the question would only flatten the others.
+    The provider `beside` is omitted: it would flatten the other lines.
     """
 
     suite: str
@@ -196,20 +196,20 @@ class Picture(NamedTuple):
 
 CHARTS = (
     Picture("attention", "tflops", "Attention", "TFLOP/s"),
-    Picture("statistics", "time_over_none", "What statistics of every row cost", "time over that without", "eager"),
+    Picture("statistics", "time_over_none", "Cost of statistics of every row", "time / time without", "eager"),
     Picture(
         "adaptive",
         "time_over_attnscale",
-        "What an adaptive temperature costs",
-        "time over a law of the length",
+        "Cost of an adaptive temperature",
+        "time / time of a length law",
         "gap_adaptive_blockwise",
     ),
-    Picture("decode", "gb_per_s", "One query against a cache", "GB/s"),
+    Picture("decode", "gb_per_s", "Decoding: one query over a KV cache", "GB/s"),
 )
 
 
 class Curve(NamedTuple):
-    """A line of a panel: lengths, and the median with its quartiles at each."""
+    """A line of a panel: lengths, medians and quartiles."""
 
     name: str
     x: list[int]
@@ -219,7 +219,7 @@ class Curve(NamedTuple):
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write a PNG for each suite that was measured, and say which."""
+    """Write a PNG for each measured suite and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for chart in CHARTS:
@@ -231,7 +231,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def curves_of(rows: Sequence[Row], metric: str) -> list[Curve]:
-    """A curve for each provider; and the roofline, where speeds are known as a share of it."""
+    """Return a curve per provider, and the roofline if it is known."""
     curves = []
     for name in COLOURS:
         points = sorted((row for row in rows if (row.provider, row.metric) == (name, metric)), key=lambda row: row.x)
@@ -249,7 +249,7 @@ def curves_of(rows: Sequence[Row], metric: str) -> list[Curve]:
 
 
 def _draw_chart(chart: Picture, rows: list[Row], path: Path) -> None:
-    """Modes from left to right and configurations downwards; configurations from left to right if there is one mode."""
+    """Draw modes as columns and configurations as rows; with one mode, configurations as columns."""
     matplotlib, figures = need("matplotlib", "plots", "bench"), need("matplotlib.figure", "plots", "bench")
     modes = list(dict.fromkeys(row.mode for row in rows))
     configs = list(dict.fromkeys(short(row.config) for row in rows))
@@ -266,12 +266,12 @@ def _draw_chart(chart: Picture, rows: list[Row], path: Path) -> None:
         device = rows[0].device
         figure.suptitle(f"{chart.title}\n{device}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
         if device == INTERPRETER:
-            figure.supxlabel("dry run in triton's interpreter: these are not speeds of a GPU", color="#dc2626")
+            figure.supxlabel("dry run in triton's interpreter: not GPU speeds", color="#dc2626")
         figure.savefig(path, dpi=160)
 
 
 def _draw_panel(axes: Axes, chart: Picture, curves: list[Curve]) -> None:
-    """A line for each provider with a band between its quartiles."""
+    """Draw a line per provider with a band between its quartiles."""
     for curve in curves:
         colour, roofline = COLOURS.get(curve.name, "#9ca3af"), curve.name == ROOFLINE
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
@@ -289,7 +289,7 @@ def _draw_panel(axes: Axes, chart: Picture, curves: list[Curve]) -> None:
     axes.set_xticks(lengths, [_in_thousands(length) for length in lengths])
     axes.minorticks_off()
     highest, lowest = max(max(curve.high) for curve in curves), min(min(curve.low) for curve in curves)
-    if chart.metric.startswith("time_over"):  # what matters is the distance from 1
+    if chart.metric.startswith("time_over"):  # show the distance from 1
         axes.set_ylim(min(0.95, 0.98 * lowest), max(1.25, 1.04 * highest))
     else:
         axes.set_ylim(0, 1.08 * highest)
@@ -301,14 +301,14 @@ def _draw_panel(axes: Axes, chart: Picture, curves: list[Curve]) -> None:
 
 
 def _name_lines(axes: Axes, curves: list[Curve]) -> None:
-    """Write each name right of the panel, at the height of the line's last point, moved apart where they meet."""
+    """Write the names to the right of the panel, at the heights of the last points, without overlap."""
     bottom, top = axes.get_ylim()
     ends = sorted(((curve.y[-1] - bottom) / (top - bottom), curve.name) for curve in curves)
     places = [place for place, _ in ends]
     for index in range(1, len(places)):
         places[index] = max(places[index], places[index - 1] + APART)
     limit = 1.0
-    for index in reversed(range(len(places))):  # back down from the top, as far as they push each other
+    for index in reversed(range(len(places))):  # back down from the top
         places[index] = min(places[index], limit)
         limit = places[index] - APART
     for place, (_, name) in zip(places, ends, strict=True):
@@ -318,5 +318,5 @@ def _name_lines(axes: Axes, curves: list[Curve]) -> None:
 
 
 def _in_thousands(length: int) -> str:
-    """How lengths are usually named: 16384 is 16k."""
+    """Format a length in multiples of 1024: 16384 is 16k."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,5 +1,5 @@
-"""What a monitor reports: from the measured rows of all layers and processes to one `Record` per layer and head.
+"""Records: one `Record` per layer and head from the measured rows of all layers and processes.
 
-Listeners put what they measure into a `tally`; `collect` makes records of these, over all processes. Records and alerts
-go to sinks and views; `record` also reads them back from a file. Imports `statistics` and `_util`, and no sink or view.
+`tally` sums the measurements of the listeners and merges them over all processes. `record` defines records and alerts
+and reads them from files. Imports `statistics` and `_util`, and no sink or view.
 """

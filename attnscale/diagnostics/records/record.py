@@ -1,4 +1,4 @@
-"""Records, one per layer, head and step, and alerts: what a monitor reports; and reading them from JSONL files."""
+"""Records (one per layer, head and step) and alerts, and functions that read them from JSONL files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LONGEST = 1 << 24  # bytes of a line; a longer one is no record, and is not kept in memory
+LONGEST = 1 << 24  # bytes; a longer line is not a record and is not kept in memory
 
 
 class Summary(NamedTuple):
-    """A quantity over the rows of a head: mean, 10, 50 and 90 per cent, extremes, and the number of rows."""
+    """Distribution of a quantity over the rows of a head.
+
+    Args:
+        mean, min, max: over all measured rows.
+        p10, p50, p90: 10th, 50th and 90th percentile.
+        rows: number of measured rows.
+
+    Example:
+        >>> Summary(mean=0.5, p10=0.1, p50=0.4, p90=0.9, min=0.0, max=1.0, rows=64).p90
+        0.9
+    """
 
     mean: float
     p10: float
@@ -30,11 +40,23 @@ STATISTICS = Summary._fields[:-1]
 
 @dataclass(frozen=True)
 class Record:
-    """One head of one layer at one step.
+    """Statistics of one attention head at one step.
 
-    `forward` and `backward` map the name of a per-row quantity to its summary; `scalars` are single numbers of the
-    head. `views.display` explains all of them. `mode` is "training", or "evaluation" where no call of the layer
-    belonged to training.
+    attnscale/diagnostics/README.md lists all quantities.
+
+    Args:
+        step: training step.
+        layer: path of the attention module.
+        head: index of the head in the layer.
+        forward: per-row quantities of the forward pass by name.
+        backward: per-row quantities of the backward pass by name.
+        scalars: quantities with one number per head.
+        mode: "training", or "evaluation" if the layer had no training call at this step.
+
+    Example:
+        >>> record = Record(0, "layers.0", 3, scalars={"gain": 0.8})
+        >>> record.value("", "gain"), Record.from_dict(record.as_dict()) == record
+        (0.8, True)
     """
 
     step: int
@@ -46,19 +68,28 @@ class Record:
     mode: str = "training"
 
     def summaries(self) -> Iterator[tuple[str, str, Summary]]:
-        """Phase, name and summary of each per-row quantity."""
+        """Iterate over phase, name and summary of each per-row quantity."""
         for phase, summaries in (("forward", self.forward), ("backward", self.backward)):
             yield from ((phase, name, summary) for name, summary in summaries.items())
 
     def value(self, phase: str, name: str, statistic: str = "mean") -> float | None:
-        """A statistic of a per-row quantity, or a scalar where the phase is empty; None if it was not recorded."""
+        """Return one number of the record.
+
+        Args:
+            phase: "forward", "backward", or "" for a scalar.
+            name: name of the quantity.
+            statistic: field of `Summary`; ignored for scalars.
+
+        Returns:
+            The number, or None if it was not recorded.
+        """
         if not phase:
             return self.scalars.get(name)
         summary = (self.forward if phase == "forward" else self.backward).get(name)
         return None if summary is None else float(getattr(summary, statistic))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers; what is not finite becomes a string, which JSON can hold."""
+        """Convert to plain dictionaries and numbers for JSON. NaN and infinity become strings."""
         phases: dict[str, Any] = {"forward": {}, "backward": {}}
         for phase, name, summary in self.summaries():
             phases[phase][name] = _to_json(summary._asdict())
@@ -78,7 +109,23 @@ class Record:
 
 @dataclass(frozen=True)
 class Alert:
-    """A head has crossed a threshold."""
+    """A head crossed a threshold.
+
+    Args:
+        kind: name of the alert, a field of `Thresholds`.
+        step: training step.
+        layer: path of the attention module.
+        head: index of the head in the layer.
+        value: value of the quantity; NaN for "broken".
+        limit: limit that was crossed.
+        message: description of the alert.
+        row: first row with NaN or infinity, for "broken".
+
+    Example:
+        >>> alert = Alert("exploding", 7, "layers.0", 3, 120.0, 100.0, "a logit has reached 120.0")
+        >>> Alert.from_dict(alert.as_dict()) == alert
+        True
+    """
 
     kind: str
     step: int
@@ -90,7 +137,7 @@ class Alert:
     row: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Convert to plain values for JSON. NaN and infinity become strings."""
         return _to_json(asdict(self))
 
     @classmethod
@@ -100,12 +147,12 @@ class Alert:
 
 
 def layers_of(records: Iterable[Record]) -> list[str]:
-    """The layers in the order they first appear."""
+    """Return the layers in order of first appearance."""
     return list(dict.fromkeys(record.layer for record in records))
 
 
 def by_kind(alerts: Iterable[Alert]) -> dict[str, list[Alert]]:
-    """The alerts of each kind, in the order the kinds first appear."""
+    """Group alerts by kind, in order of first appearance."""
     groups: dict[str, list[Alert]] = {}
     for alert in alerts:
         groups.setdefault(alert.kind, []).append(alert)
@@ -123,7 +170,28 @@ def _from_json(content: Mapping[str, Any], names: tuple[str, ...] | None = None)
 
 
 def read_jsonl(path: str | Path) -> Iterator[Record | Alert]:
-    """What a `JsonlSink` has written, in order; an incomplete last line is left out."""
+    """Read the records and alerts of a file written by `JsonlSink`.
+
+    Args:
+        path: the JSONL file.
+
+    Returns:
+        An iterator over records and alerts, in file order. An incomplete last line is skipped.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError, KeyError, TypeError: a line is neither a record nor an alert.
+
+    Example:
+        >>> import tempfile
+        >>> from attnscale.diagnostics import JsonlSink
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sink = JsonlSink(f"{folder}/attn.jsonl")
+        ...     sink.log([Record(0, "layers.0", 3)], step=0)
+        ...     sink.close()
+        ...     [item.layer for item in read_jsonl(sink.path)]
+        ['layers.0']
+    """
     with Path(path).open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -132,16 +200,16 @@ def read_jsonl(path: str | Path) -> Iterator[Record | Alert]:
 
 
 def parse_line(line: bytes) -> Record | Alert:
-    """The content of a line; ValueError, KeyError or TypeError if it is no record or alert."""
+    """Parse a line. Raises ValueError, KeyError or TypeError if it is neither a record nor an alert."""
     content = json.loads(line)
     return Alert.from_dict(content["alert"]) if content["kind"] == "alert" else Record.from_dict(content)
 
 
 class Tail:
-    """Follows a file: reads what has been added since the last time.
+    """Follows a growing file and returns new lines on each read.
 
-    An incomplete line is left until its end is there. A file that has become shorter, or has been replaced by another,
-    is read from its beginning, and `restarts` counts that. `skipped` counts lines that are no records.
+    An incomplete line is read once it is complete. A truncated or replaced file is read from the beginning; `restarts`
+    counts these cases. `skipped` counts lines that are not records.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -150,16 +218,16 @@ class Tail:
         self.skipped = 0
         self.restarts = 0
         self._identity: tuple[int, int] | None = None
-        self._incomplete = b""  # the first byte of a line whose end is not there yet
-        self._overlong = False  # the offset is inside a line that is longer than a record can be
+        self._incomplete = b""  # first byte of an incomplete last line
+        self._overlong = False  # the offset is inside a line longer than LONGEST
 
     @property
     def foreign(self) -> bool:
-        """Whether the file holds something that is no record: lines that were skipped, or the beginning of one."""
+        """Whether the file contains a line, or the start of a line, that is not a record."""
         return self.skipped > 0 or self._incomplete not in (b"", b"{")
 
     def new(self) -> Iterator[Record | Alert]:
-        """What has been added since the last call, oldest first; nothing while the file does not exist."""
+        """Iterate over the items added since the last call, oldest first. Empty while the file does not exist."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:

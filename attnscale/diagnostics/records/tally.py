@@ -1,41 +1,44 @@
-"""What the calls of one layer add up to, in bounded memory: the spread of quantities over rows, and numbers per head.
+"""Aggregates the measured calls of all layers and processes into the records of a step, in bounded memory.
 
-Moments are exact; quantiles are those of a uniform sample. Every row has a random key, and a sample holds the rows with
-the smallest keys. So a sample of a sample is a sample of the whole, and samples of two parts, thinned together, are a
-sample of both.
+Moments are exact. Quantiles are estimated from a uniform sample: every row has a pseudo-random key, and the sample
+keeps the rows with the smallest keys. Samples can therefore be thinned and merged, and remain uniform samples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from attnscale._util.handles import Uncopied
-from attnscale.diagnostics.records.record import Summary
+from attnscale.diagnostics.alerts import Notices
+from attnscale.diagnostics.records.record import Record, Summary
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
-# One number per head: sums over calls, and for the last two the largest.
+# One number per head: SUMS are summed over calls, LARGEST are maxima.
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
 SUMS = ("angle_in", "angle_out", *GRADIENTS, "skipped_calls")
 LARGEST = ("mismatch", "broken_row")
-# Rows kept per layer for the quantiles, in one process; mean and extremes are of all rows.
+# Rows per layer kept for the quantiles in one process. Mean and extremes cover all rows.
 KEPT = 1024
+# Rows per quantity and head sent for the quantiles by all processes together, and the minimum per process.
+SENT_ROWS = 512
+FEWEST_ROWS = 8
 LEVELS = (0.1, 0.5, 0.9)
-# Keys are 32 bits wide; this one is larger than any of them.
+# Larger than any 32-bit key.
 NO_KEY = 2**32
 _BITS = NO_KEY - 1
 
 
 class Spread(NamedTuple):
-    """Quantities over rows: how many, their sum, least and largest, each [Q, H], and a sample of them [Q, H, S].
+    """Distribution of Q quantities over rows: count, sum, minimum and maximum, each [Q, H], and a sample [Q, H, S].
 
-    A row of the sample holds every quantity of every head, NaN where it has none; `keys` [S] are those of its rows.
+    A row of the sample contains every quantity of every head, NaN if undefined. `keys` [S] are the keys of these rows.
     """
 
     number: Tensor
@@ -47,10 +50,10 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, keys: Tensor) -> Spread:
-        """Of rows [Q, H, N] with keys [N], NaN where a row does not count."""
+        """Build from rows [Q, H, N] with keys [N]. NaN marks rows that do not count."""
         counts = ~rows.isnan()
         if rows.shape[-1] > KEPT:
-            # Rows that count nowhere, such as padding, must not take the place of others.
+            # Rows without any value, such as padding, must not displace other rows.
             keys = keys.masked_fill(~counts.any(0).any(0), NO_KEY)
         return cls(
             counts.sum(-1).to(rows.dtype),
@@ -62,14 +65,14 @@ class Spread(NamedTuple):
         ).thinned(KEPT)
 
     def thinned(self, most: int) -> Spread:
-        """The same with at most so many rows in its sample."""
+        """Return a copy with at most `most` rows in the sample."""
         if self.keys.shape[0] <= most:
             return self
         keys, chosen = self.keys.topk(most, largest=False, sorted=False)
         return self._replace(sample=self.sample.index_select(-1, chosen), keys=keys)
 
     def merge(self, other: Spread) -> Spread:
-        """Of the rows of both, which must have been given different keys."""
+        """Merge with the distribution of other rows, whose keys must differ."""
         return Spread(
             self.number + other.number,
             self.total + other.total,
@@ -81,7 +84,7 @@ class Spread(NamedTuple):
 
     @staticmethod
     def flat(spreads: Sequence[Spread], sample: int) -> Tensor:
-        """Moments and samples of all heads as one tensor [Q, H, 4 + sample]; samples are padded with NaN."""
+        """Pack moments and samples of all heads into one tensor [Q, H, 4 + sample], padded with NaN."""
         samples = [spread.thinned(sample).sample for spread in spreads]
         wide = [pad(x, (0, sample - x.shape[-1]), value=math.nan) if x.shape[-1] < sample else x for x in samples]
         moments = (torch.cat(parts, dim=1) for parts in zip(*(spread[:4] for spread in spreads), strict=True))
@@ -89,53 +92,54 @@ class Spread(NamedTuple):
 
 
 class Tally(Uncopied):
-    """The sums of any number of calls, on the layer's device: they are read back once, for a report."""
+    """Sums over the calls of a layer. They stay on the device and are read back once per report."""
 
     def __init__(self) -> None:
         self.forward: Spread | None = None
         self.backward: Spread | None = None
-        self.heads, self.device = 0, torch.device("cpu")  # no heads: there was no call
+        self.heads, self.device = 0, torch.device("cpu")  # 0 heads: no call yet
         self._noted: dict[str, Tensor] = {}  # each [H]
 
     def add_forward(self, rows: Tensor, salt: int) -> None:
-        """The quantities [Q, B, H, R] of a call in forward; the salt of its rows' keys is the call's own."""
+        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls."""
         self.forward = _merged(self.forward, _spread_of(rows, salt))
 
     def add_backward(self, rows: Tensor, salt: int) -> None:
+        """Add the quantities [Q, B, H, R] of a backward call."""
         self.backward = _merged(self.backward, _spread_of(rows, salt))
 
     def note(self, **numbers: Tensor) -> None:
-        """Add what a head has one of, [H]."""
+        """Add scalars, one number per head, each [H]."""
         for name, value in numbers.items():
             self.heads, self.device = value.shape[0], value.device
             join = torch.add if name in SUMS else torch.maximum
             self._noted[name] = join(self.scalar(name), value.to(torch.float32))
 
     def absorb(self, other: Tally) -> None:
-        """Take over what another one holds; it is empty then."""
+        """Move the content of another tally into this one."""
         self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
         self.note(**other._noted)
         other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
     def scalar(self, name: str) -> Tensor:
-        """A number that a head has one of, of all calls together, [H]."""
+        """Return a scalar per head over all calls, [H]."""
         if name in self._noted:
             return self._noted[name]
         return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
 
     @property
     def numbers(self) -> int:
-        """How many numbers are held for the quantiles."""
+        """Number of values kept for the quantiles."""
         return sum(spread.sample.numel() for spread in (self.forward, self.backward) if spread is not None)
 
     @property
     def width(self) -> int:
-        """How many rows are kept for the quantiles."""
+        """Number of rows kept for the quantiles."""
         spreads = (self.forward, self.backward)
         return max((spread.keys.shape[0] for spread in spreads if spread is not None), default=0)
 
     def spreads(self) -> tuple[Spread, Spread]:
-        """Of the quantities of forward and backward; empty ones where there was no call."""
+        """Return the distributions of the forward and backward quantities, empty if there was no call."""
         return self.forward or self._nothing(len(FORWARD)), self.backward or self._nothing(len(BACKWARD))
 
     def _nothing(self, quantities: int) -> Spread:
@@ -155,7 +159,7 @@ def _merged(one: Spread | None, other: Spread | None) -> Spread | None:
 
 
 def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:
-    """What each holds as a tensor [H, ·] on the CPU, of a shape that does not depend on what it was."""
+    """Pack each tally into a tensor [H, ·] on the CPU whose width does not depend on the number of rows."""
     by_device: dict[torch.device, list[Tally]] = {}
     for tally in tallies:
         by_device.setdefault(tally.device, []).append(tally)
@@ -165,13 +169,13 @@ def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:
         rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
         scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in group])
         whole = torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)
-        parts = torch.split(whole.cpu(), [tally.heads for tally in group])  # the host waits once for each device
+        parts = torch.split(whole.cpu(), [tally.heads for tally in group])  # one synchronisation per device
         packed |= zip(map(id, group), parts, strict=True)
     return [packed[id(tally)] for tally in tallies]
 
 
 def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
-    """Flat spreads [P, Q, H, 4 + sample], and scalars [SUMS + LARGEST, H] of all, from packed tensors [P, H, ·]."""
+    """Unpack tensors [P, H, ·] into flat spreads [P, Q, H, 4 + sample] and merged scalars [SUMS + LARGEST, H]."""
     quantities = len(FORWARD) + len(BACKWARD)
     rows, sums, largest = torch.split(packed, [quantities * (4 + sample), len(SUMS), len(LARGEST)], dim=-1)
     flats = rows.reshape(*rows.shape[:2], quantities, 4 + sample).movedim(2, 1)
@@ -179,29 +183,28 @@ def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
-    """Pseudo-random keys [rows] for the rows of a call, determined by the salt and computed on the device."""
+    """Return pseudo-random keys [rows] for the rows of a call, computed on the device from the salt."""
     first, second = salt & _BITS, salt >> 32 & _BITS
     mixed = _mix(torch.arange(rows, dtype=torch.int64, device=device).bitwise_xor_(first))
     return _mix(mixed.add_(second).bitwise_and_(_BITS))
 
 
 def salt_of(*numbers: int) -> int:
-    """A 64-bit hash of the numbers."""
+    """Return a 64-bit hash of the numbers."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big")
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits, in place, in which every bit of the result depends on every bit of x (lowbias32)."""
+    """Apply the 32-bit hash lowbias32 in place, a bijection."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(_BITS)
     return x.bitwise_xor_(x >> 16)
 
 
 def summaries(flats: Tensor) -> list[list[Summary | None]]:
-    """One per quantity and head, of all processes, from the flat spreads [P, Q, H, 4 + sample] of each, on the CPU.
+    """Merge the flat spreads [P, Q, H, 4 + sample] of all processes into one summary per quantity and head.
 
-    Where processes hold different numbers of rows, a sampled row stands for as many as its process has per sampled row.
-    None where there were no rows.
+    If processes hold different numbers of rows, their sampled rows are weighted accordingly. None without rows.
     """
     count, total, least, largest = flats[..., :4].unbind(-1)  # each [P, Q, H]
     moments = torch.stack([count.sum(0), total.sum(0), least.amin(0), largest.amax(0)], dim=-1).tolist()
@@ -216,16 +219,16 @@ def summaries(flats: Tensor) -> list[list[Summary | None]]:
 
 
 def _quantiles(samples: Tensor, numbers: Tensor) -> Tensor:
-    """10, 50 and 90 per cent of the rows that samples [P, Q, H, S], of numbers [P, Q, H] of rows, stand for: [Q, H, 3].
+    """Return the percentiles 10, 50 and 90 [Q, H, 3] of samples [P, Q, H, S] from `numbers` [P, Q, H] rows.
 
-    Interpolated; with equal weights the same as `torch.quantile`. NaN does not count.
+    Interpolated; equal to `torch.quantile` for equal weights. NaN is ignored.
     """
     known = ~samples.isnan()
     ordered, order = samples.movedim(0, 2).flatten(2).sort(dim=-1)  # NaN last
     last = known.sum((0, 3)).sub_(1).clamp_(min=0)[..., None]
     share = torch.where(known, (numbers / known.sum(-1))[..., None], 0.0).to(torch.float64)
     weight = share.movedim(0, 2).flatten(2).gather(-1, order)
-    # A row lies in the middle of what it stands for; the first at 0.
+    # A sample lies in the middle of its weight interval; the first sample is at 0.
     places = weight.cumsum(-1) - weight / 2 - weight[..., :1] / 2
     place = places.gather(-1, last) * torch.tensor(LEVELS, dtype=torch.float64, device=samples.device)
     below = (torch.searchsorted(places, place, right=True) - 1).clamp_(min=0).minimum(last)
@@ -234,3 +237,127 @@ def _quantiles(samples: Tensor, numbers: Tensor) -> Tensor:
     part = torch.where(right > left, (place - left) / (right - left), 0.0)
     low, high = ordered.gather(-1, below), ordered.gather(-1, above)
     return torch.where(low == high, low, torch.lerp(low.to(torch.float64), high.to(torch.float64), part))
+
+
+class TalliedLayer(Protocol):
+    """A layer with a tally of its training calls, or of its evaluation calls if there was no training call."""
+
+    name: str
+    training: Tally
+
+    def tally(self) -> Tally: ...
+
+
+class Part(NamedTuple):
+    """The packed tallies [P, H, ·] of a layer from P processes, all in training or all in evaluation.
+
+    `first` is the index of the first head if the heads of the layer are spread over processes.
+    """
+
+    layer: str
+    training: bool
+    rows: Tensor
+    first: int = 0
+
+
+class Processes(Uncopied):
+    """A process group in which every process has a monitor.
+
+    `names` maps each layer of this process to the index of its share of the heads. Processes with the same share hold
+    different rows, which are merged. Processes with different shares hold different heads of the same rows.
+    """
+
+    def __init__(self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices) -> None:
+        self._names = dict(names)
+        self._group = group
+        self._notices = notices
+
+    @property
+    def number(self) -> int:
+        """Number of processes."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return 1
+        return distributed.get_world_size(self._group)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return 0 if self.number == 1 else distributed.get_rank(self._group)
+
+    def collect(self, layers: Iterable[TalliedLayer], step: int) -> list[Record]:
+        """Return one record per layer and head, merged over all processes."""
+        sample = max(FEWEST_ROWS, SENT_ROWS // self.number)  # the same in all processes
+        here: dict[str, Part] = {}
+        try:
+            tallies = [(layer, tally) for layer in layers if (tally := layer.tally()).heads]
+            if self.number == 1:
+                sample = max([1, *(tally.width for _, tally in tallies)])
+            packed = pack([tally for _, tally in tallies], sample)
+            for (layer, tally), rows in zip(tallies, packed, strict=True):
+                first = self._names[layer.name] * rows.shape[0]
+                here[layer.name] = Part(layer.name, tally is layer.training, rows[None], first)
+        except Exception as error:  # still join the collective: the other processes wait for it
+            self._notices.add_error("a report failed and was dropped", error)
+        parts = list(here.values()) if self.number == 1 else self._join(step, here)
+        return [record for part in parts for record in _records_of(step, part, sample)]
+
+    def _join(self, step: int, here: dict[str, Part]) -> list[Part]:
+        """Gather the parts of all processes in one collective. Training calls take precedence over evaluation calls."""
+        messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
+        # Pickling a view would send its whole storage.
+        sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
+        distributed.all_gather_object(messages, (step, list(self._names), sent), group=self._group)
+        steps, names, parts = zip(*messages, strict=True)
+        if len(set(steps)) > 1:
+            self._warn("steps", f"the processes are at different steps ({', '.join(map(str, steps))})")
+            return list(here.values())
+        found: list[Part] = []
+        for name in dict.fromkeys(name for of_process in names for name in of_process):
+            heads = [of_process[name].rows.shape[1] if name in of_process else 0 for of_process in parts]
+            called = [of_process[name] for of_process in parts if name in of_process]
+            if len(set(heads) - {0}) > 1:
+                self._warn(
+                    "heads", f"{name} has a different number of heads per process ({', '.join(map(str, heads))})"
+                )
+                found += [here[name]] if name in here else []
+                continue
+            training = any(part.training for part in called)
+            chosen = [part for part in called if part.training == training]
+            for first in sorted({part.first for part in chosen}):
+                rows = torch.cat([part.rows for part in chosen if part.first == first])
+                found.append(Part(name, training, rows, first))
+        return found
+
+    def _warn(self, kind: str, reason: str) -> None:
+        self._notices.add(
+            kind,
+            f"the reports of {self.number} processes cannot be merged: {reason}. Each process reports on its own. "
+            "Pass the monitor a process_group of the processes that hold the same layers",
+        )
+
+
+def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
+    flats, scalars = unpack(part.rows, sample)
+    named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
+    phases = named[: len(FORWARD)], named[len(FORWARD) :]
+    for head, numbers in enumerate(scalars.T.tolist()):
+        forward, backward = (
+            {name: summary for name, of_heads in phase if (summary := of_heads[head])} for phase in phases
+        )
+        of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
+        mode = "training" if part.training else "evaluation"
+        yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
+
+
+def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
+    """Compute the scalars of a head's record from its sums over calls."""
+    ratio = numbers["angle_out"] / numbers["angle_in"] if numbers["angle_in"] > 0 else math.nan
+    found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
+    least = {"broken_row": 0, "skipped_calls": 1}
+    if answered:
+        found |= {name: math.sqrt(numbers[name]) for name in GRADIENTS}
+        *passed, arrived = (numbers[name] for name in GRADIENTS)
+        if arrived > 0:
+            found["gain"] = math.sqrt(sum(passed) / arrived)
+        least["mismatch"] = 0
+    return found | {name: numbers[name] for name in least if numbers[name] >= least[name]}

@@ -1,8 +1,8 @@
-"""Where records go: files, TensorBoard, W&B, Trackio, MLflow, the terminal, memory.
+"""Sinks: destinations of records. JSONL files, TensorBoard, W&B, Trackio, MLflow, the terminal, memory.
 
-A sink is a class in a module of this folder with a name that ends in "Sink": it is found there, and exported from here
-and from `attnscale.diagnostics`. A monitor hands it the records and alerts of a step, numbers without tensors. A sink
-may import `records` and `views`, never the monitor; the packages it writes with are imported when it is made.
+A sink is a class in a module of this folder whose name ends in "Sink". Sinks are discovered automatically and exported
+from here and from `attnscale.diagnostics`. A monitor passes the records and alerts of a step; they contain no tensors.
+A sink may import `records` and `views`, never the monitor. Third-party packages are imported in its constructor.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from attnscale.diagnostics.records.record import Alert, Record
 from attnscale.diagnostics.records.record import read_jsonl as read_jsonl
 
-if TYPE_CHECKING:  # the types of those below
+if TYPE_CHECKING:  # static types; imported dynamically below
     from attnscale.diagnostics.sinks.console import ConsoleSink as ConsoleSink
     from attnscale.diagnostics.sinks.jsonl import JsonlSink as JsonlSink
     from attnscale.diagnostics.sinks.memory import MemorySink as MemorySink
@@ -24,21 +24,52 @@ if TYPE_CHECKING:  # the types of those below
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes records. Only the first process of a run uses it; an exception drops the sink and never stops the run."""
+    """Protocol of a destination of records.
+
+    Only the first process of a run uses the sink. A sink that raises is dropped with a warning; the run continues.
+
+    Example:
+        >>> class PrintSink:
+        ...     def log(self, records, step):
+        ...         print(step, len(records))
+        ...
+        ...     def close(self): ...
+        >>> isinstance(PrintSink(), Sink), isinstance(PrintSink(), AlertSink)
+        (True, False)
+    """
 
     def log(self, records: Sequence[Record], step: int) -> None:
-        """Take the records of a step, one per layer and head."""
+        """Write the records of a step.
+
+        Args:
+            records: one record per layer and head.
+            step: training step.
+        """
 
     def close(self) -> None:
-        """End of the run."""
+        """Flush and close the sink. Called once, by `Monitor.close` or after a failure."""
 
 
 @runtime_checkable
 class AlertSink(Sink, Protocol):
-    """A sink that takes alerts too."""
+    """Protocol of a sink that also receives alerts.
+
+    Example:
+        >>> class PrintAlerts:
+        ...     def log(self, records, step): ...
+        ...     def alert(self, alerts, step):
+        ...         print(step, [alert.kind for alert in alerts])
+        ...
+        ...     def close(self): ...
+    """
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Take the alerts of a step."""
+        """Write the alerts of a step. Called after `log`, and only if there are alerts.
+
+        Args:
+            alerts: the new alerts.
+            step: training step.
+        """
 
 
 if not TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Records as a table in the terminal."""
+"""Sink that prints a table in the terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ from attnscale.diagnostics.records.record import Alert, Record, layers_of
 from attnscale.diagnostics.views.display import MAIN, Quantity
 from attnscale.errors import reject_type
 
-FILE_WIDTH = 120  # where rich would assume 80
-RANGE_WIDTH = 110  # from here on there is room for the range of heads
+FILE_WIDTH = 120  # for files; rich assumes 80
+RANGE_WIDTH = 110  # minimum width for the range over heads
 SHOWN_ALERTS = 8
 
 
 class ConsoleSink:
-    """A row per layer: means over heads, and for shares the range of the heads; what raised an alert is red.
+    """Prints a table with one row per layer: means over heads, and the range over heads for quantities in [0, 1].
 
-    In a terminal one table is updated in place. Elsewhere (a file, a pipe, a notebook) each report prints a small table
-    without colours.
+    Values that raised an alert are red. A terminal shows one table that is updated in place. In a file, pipe or
+    notebook, each report prints a small table without colours. Needs the extra `cli`.
+
+    Args:
+        file: text file to write to. None means stdout.
+
+    Raises:
+        ArgumentTypeError: `file` has no `write` method.
+        MissingDependencyError: rich is not installed.
+
+    Example:
+        >>> import io
+        >>> from attnscale.diagnostics import Record
+        >>> sink = ConsoleSink(io.StringIO())
+        >>> sink.log([Record(0, "layers.0", 0, scalars={"gain": 0.5})], step=0)
+        >>> sink.close()
     """
 
     def __init__(self, file: IO[str] | None = None) -> None:
@@ -36,7 +50,7 @@ class ConsoleSink:
         self._console = console.Console(file=file)
         self._live: Any = None
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._console.is_jupyter:
-            # Without auto_refresh rich starts no thread.
+            # auto_refresh=False: rich starts no thread.
             self._live = live.Live(console=self._console, auto_refresh=False)
         else:
             self._console = console.Console(file=file, width=max(FILE_WIDTH, self._console.width), color_system=None)
@@ -45,6 +59,7 @@ class ConsoleSink:
         self._closed = False
 
     def log(self, records: Sequence[Record], step: int) -> None:
+        """Print the table of a step. Raises ValueError if the sink is closed."""
         if self._closed:
             raise ValueError("the sink is closed")
         self._records = records
@@ -58,6 +73,7 @@ class ConsoleSink:
         self._live.update(self._report(records, (), step), refresh=True)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        """Print the alerts of a step, grouped by layer and kind."""
         if self._live is None:
             self._console.print(self._lines(alerts))
         else:
@@ -65,6 +81,7 @@ class ConsoleSink:
             self._live.update(self._group(report, self._lines(alerts)), refresh=True)
 
     def close(self) -> None:
+        """Stop the live display. Idempotent."""
         self._closed = True
         if self._stop is not None:
             self._stop()
@@ -94,14 +111,14 @@ class ConsoleSink:
         broken = not math.isfinite(mean)
         style = "cyan"
         if quantity.is_share:
-            style = "yellow" if mean > 0.9 or mean < 0.05 else "green"  # near one of the ends, or not
+            style = "yellow" if mean > 0.9 or mean < 0.05 else "green"  # yellow near either end
         cell = self._text(_short(mean), style="bold red" if red or broken else style)
         if quantity.is_share and len(values) > 1 and not broken and self._console.width >= RANGE_WIDTH:
             cell.append(f"  {min(values):.2f}–{max(values):.2f}", style="not bold red" if red else "dim white")
         return cell
 
     def _lines(self, alerts: Sequence[Alert]) -> Any:
-        """A line per layer and kind."""
+        """Format alerts, one line per layer and kind."""
         groups: dict[tuple[str, str], list[Alert]] = defaultdict(list)
         for alert in alerts:
             groups[alert.layer, alert.kind].append(alert)
@@ -114,7 +131,7 @@ class ConsoleSink:
 
 
 def _short(x: float) -> str:
-    """Three digits, for a narrow column.
+    """Format with three digits for a narrow column.
 
     >>> [_short(x) for x in (0.1234, 12.34, 1234.5, 0.00001234, 0.0)]
     ['0.123', '12.3', '1.2e+03', '1.2e-05', '0']

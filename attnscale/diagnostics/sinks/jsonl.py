@@ -1,4 +1,4 @@
-"""Records as lines of JSON, in a file that stays readable if the run is killed."""
+"""Sink that appends lines of JSON to a file, which stays readable if the run is killed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,27 @@ from attnscale.errors import reject, reject_type
 
 
 class JsonlSink:
-    """One line per layer and head, and one per alert; a resumed run appends to the file.
+    """Writes one line of JSON per layer and head, and one per alert. A resumed run appends to the file.
 
-    Each report is one unbuffered write to a file opened for appending: a process that is killed leaves at most the last
-    line incomplete, which is cut off when the file is next opened for writing and skipped by `read_jsonl`.
+    Each report is one unbuffered append. A killed process leaves at most one incomplete line at the end of the file.
+    `read_jsonl` skips this line, and the next `JsonlSink` on the file removes it.
+
+    Args:
+        path: the file. Missing parent folders are created.
+
+    Raises:
+        ArgumentError: `path` is a folder.
+        ArgumentTypeError: `path` is not a path.
+
+    Example:
+        >>> import tempfile
+        >>> from attnscale.diagnostics import Record
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sink = JsonlSink(f"{folder}/run/attn.jsonl")
+        ...     sink.log([Record(0, "layers.0", 0), Record(0, "layers.0", 1)], step=0)
+        ...     sink.close()
+        ...     len(sink.path.read_text().splitlines())
+        2
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,12 +49,15 @@ class JsonlSink:
         self._file = self.path.open("ab", buffering=0)
 
     def log(self, records: Sequence[Record], step: int) -> None:
+        """Append the records of a step."""
         self._write([{"kind": "record", **record.as_dict()} for record in records])
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        """Append the alerts of a step."""
         self._write([{"kind": "alert", "alert": alert.as_dict()} for alert in alerts])
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _write(self, lines: list[dict[str, Any]]) -> None:

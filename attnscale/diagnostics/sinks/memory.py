@@ -1,4 +1,4 @@
-"""Records kept in memory, for a notebook or a test."""
+"""Sink that keeps records in memory, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from attnscale.diagnostics.records.record import Alert, Record
 
 
 class MemorySink:
-    """Keeps the records of the last `steps` reports, and their alerts."""
+    """Keeps the records of the last `steps` reports, and the last `steps` alerts.
+
+    Args:
+        steps: number of reports to keep, >= 1.
+
+    Raises:
+        ArgumentError: `steps` is less than 1.
+        ArgumentTypeError: `steps` is not an int.
+
+    Example:
+        >>> sink = MemorySink(steps=1)
+        >>> for step in range(3):
+        ...     sink.log([Record(step, "layers.0", 0)], step)
+        >>> [record.step for record in sink.records]
+        [2]
+    """
 
     def __init__(self, steps: int = 1000) -> None:
         steps = read_int("steps", steps, "an int >= 1", least=1)
@@ -19,14 +34,16 @@ class MemorySink:
 
     @property
     def records(self) -> list[Record]:
-        """The records of the kept reports, oldest first."""
+        """Records of the kept reports, oldest first."""
         return [record for _, records in self._reports for record in records]
 
     def log(self, records: Sequence[Record], step: int) -> None:
+        """Keep the records of a step."""
         self._reports.append((step, tuple(records)))
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        """Keep the alerts of a step."""
         self.alerts.extend(alerts)
 
     def close(self) -> None:
-        pass
+        """Do nothing; the records stay available."""

@@ -1,4 +1,4 @@
-"""Records for TensorBoard: curves, histograms over heads, and heat maps."""
+"""Sink for TensorBoard: curves, histograms over heads, and heat maps."""
 
 from __future__ import annotations
 
@@ -20,23 +20,43 @@ from attnscale.diagnostics.views.flatten import SPREAD
 from attnscale.errors import reject, reject_type
 
 BINS = 20
-SHOWN_ALERTS = 50  # in one text
+SHOWN_ALERTS = 50  # per text entry
 BACKGROUND = (255, 255, 255)
 INK = (40, 40, 40)
 MARGIN = 8
 LINE = 16  # height of a line of text
-LARGEST = 1024  # cells of a large model shrink to fit
+LARGEST = 1024  # pixels; the cells of a large model shrink to fit
 
 
 class TensorBoardSink:
-    """Writes what TensorBoard reads into a folder, one group of tags for each main quantity.
+    """Writes TensorBoard event files, with one group of tags per main quantity.
 
-    `attn.<quantity>/<layer>/<mark>` is the mean over heads, `attn.<quantity>.heads/<layer>/h<head>` each head (unless
-    `heads` is False), `attn.<quantity>/heads` a histogram over all heads, `attn.<quantity>/map` the heat map of layer ×
-    head at every `images`-th report (None: never), and `attn.alerts/<kind>` the alerts as text.
+    Tags: `attn.<quantity>/<layer>/<mark>` is the mean over heads, `attn.<quantity>.heads/<layer>/h<head>` one head,
+    `attn.<quantity>/heads` a histogram over all heads, `attn.<quantity>/map` a heat map of layer × head, and
+    `attn.alerts/<kind>` the alerts as text.
 
-    The file is made at the first report. Each report is on disk when `log` returns (tensorboard's own writer queues two
-    minutes of them), so a killed run loses nothing that was logged.
+    The file is created at the first report. Each report is on disk when `log` returns (tensorboard's own writer buffers
+    up to two minutes), so a killed run loses no logged report. Needs the extra `log`.
+
+    Args:
+        folder: log folder.
+        heads: whether to write a curve per head.
+        images: number of reports between two heat maps. None writes no heat maps.
+
+    Raises:
+        ArgumentError: `folder` is a file, or `images` is less than 1.
+        ArgumentTypeError: `folder` is not a path, or `images` is not an int.
+        MissingDependencyError: tensorboard or a package it needs is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from attnscale.diagnostics import Record
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sink = TensorBoardSink(folder, images=None)
+        ...     sink.log([Record(0, "layers.0", 0, scalars={"gain": 0.5})], step=0)
+        ...     sink.close()
+        ...     len(list(Path(folder).iterdir()))
+        1
     """
 
     def __init__(self, folder: str | Path, *, heads: bool = True, images: int | None = 10) -> None:
@@ -60,6 +80,7 @@ class TensorBoardSink:
         self._closed = False
 
     def log(self, records: Sequence[Record], step: int) -> None:
+        """Write the records of a step. Raises ValueError if the sink is closed."""
         with_images = self.images is not None and self._reports % self.images == 0
         self._reports += 1
         values: list[Any] = []
@@ -72,6 +93,7 @@ class TensorBoardSink:
         self._write(values, step)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        """Write the alerts of a step as text. Raises ValueError if the sink is closed."""
         values: list[Any] = []
         for kind, group in by_kind(alerts).items():
             lines = [f"- **{alert.layer}**, head {alert.head}: {alert.message}" for alert in group[:SHOWN_ALERTS]]
@@ -81,6 +103,7 @@ class TensorBoardSink:
         self._write(values, step)
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         self._closed = True
         if self._file is not None:
             self._file.close()
@@ -102,7 +125,7 @@ class TensorBoardSink:
         if not finite:
             return
         low, high = min(finite), max(finite)
-        # Bins need a width, even if all heads are equal up to rounding.
+        # Bins need a positive width, even if all heads are equal up to rounding.
         pad = max(abs(low), abs(high), 1e-30) * 1e-6 if high - low <= 1e-6 * max(abs(low), abs(high)) else 0.0
         edges = self._numpy.linspace(low - pad, high + pad, BINS + 1)
         tag = f"attn.{grid.quantity.name}/heads"
@@ -123,13 +146,13 @@ class TensorBoardSink:
 
 
 def _file_name() -> str:
-    """As tensorboard expects it, with a number that tells files of the same second apart."""
+    """Return a file name in TensorBoard's format, with a counter that separates files of the same second."""
     parts = (f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(state.FILE_NUMBERS), "attnscale")
     return ".".join(map(str, ("events.out.tfevents", *parts)))
 
 
 class _WholeWrites(FileIO):
-    """An unbuffered file: after a failed write nothing is left to be written."""
+    """Unbuffered file. A failed write leaves no buffered bytes behind."""
 
     def write(self, content: Any) -> int:
         view = memoryview(content)
@@ -139,19 +162,19 @@ class _WholeWrites(FileIO):
 
 
 def cell_size(layers: int, heads: int) -> int:
-    """Pixels of a cell, with its gap of one pixel where there is room for one."""
+    """Return the size of a cell in pixels, including a gap of one pixel if it fits."""
     return max(2, min(24, LARGEST // max(layers, heads, 1)))
 
 
 def draw(grid: Grid) -> Any:
-    """An RGB array [height, width, 3] of uint8: a cell per layer and head, names on the left, the scale above."""
+    """Draw a heat map as a uint8 RGB array [height, width, 3], with layer names on the left and the scale on top."""
     numpy, image, canvas, fonts = (
         need(module, "TensorBoardSink", "log") for module in ("numpy", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont")
     )
     font = fonts.load_default()
     size = cell_size(len(grid.layers), len(grid.values[0]))
     gap = 1 if size > 4 else 0
-    step = 1 if size >= LINE - 4 else -(-LINE // size)  # names only where they do not overlap
+    step = 1 if size >= LINE - 4 else -(-LINE // size)  # skip names that would overlap
     low, high = grid.scale()
     head = f"{grid.quantity.title}   {low:.3g} .. {high:.3g}{'  (log)' if grid.quantity.log else ''}"
     names = {row: name for row, name in enumerate(grid.layers) if row % step == 0}

@@ -1,4 +1,4 @@
-"""Records for the trackers of experiments: Weights & Biases, Trackio and MLflow."""
+"""Sinks for experiment trackers: Weights & Biases, Trackio and MLflow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,36 @@ from attnscale.errors import ArgumentError, reject, reject_type
 
 MODULES = ("wandb", "trackio")
 STEP = f"{PREFIX}/step"
-SHOWN_HEADS = 20  # in one alert
+SHOWN_HEADS = 20  # per alert
 MLFLOW_BATCH = 1000  # metrics per request, the limit of MLflow servers
 
 
 class TrackerSink:
-    """Logs to a run of W&B or Trackio: a given one, or that of the named module.
+    """Logs to a W&B or Trackio run.
 
-    `TrackerSink("wandb", project="p")` starts a run with these arguments at the first report and ends it with the sink;
-    `TrackerSink("wandb")` uses the run that is active then. In W&B, `attn/step` is the axis of all `attn/…`, and the
-    numbers are added to the open row, so that W&B's own step count is unaffected.
+    `TrackerSink("wandb", project="p")` starts a run with these arguments at the first report and ends it on `close`.
+    `TrackerSink("wandb")` uses the run that is active at the first report. In W&B, `attn/step` is the x-axis of all
+    `attn/…` metrics, and values are added to the open row, so W&B's own step count does not change.
 
-    `heads` adds the mean of each head, `full` every number there is, which is a lot for a tracker.
+    Args:
+        run: "wandb", "trackio", or a run object with a `log` method.
+        heads: whether to log the mean of each head.
+        full: log every number instead of the main quantities. This is a large number of metrics.
+        start: arguments of `init` for a new run. Not allowed together with a run object.
+
+    Raises:
+        ArgumentError: unknown module name, or `start` arguments together with a run object.
+        ArgumentTypeError: `run` has no `log` method.
+        MissingDependencyError: the named package is not installed.
+
+    Example:
+        >>> from attnscale.diagnostics import Record
+        >>> class Run:
+        ...     def log(self, values, step):
+        ...         print(values, step)
+        >>> sink = TrackerSink(Run(), heads=False)
+        >>> sink.log([Record(0, "layers.0", 0, scalars={"gain": 0.5})], step=0)
+        {'attn/layers.0/gain': 0.5} 0
     """
 
     def __init__(self, run: Any, *, heads: bool = True, full: bool = False, **start: Any) -> None:
@@ -37,16 +55,19 @@ class TrackerSink:
             if not callable(getattr(run, "log", None)) or isinstance(run, type):
                 reject_type("run", run, f"a run with log(...), or one of {', '.join(MODULES)}")
             if start:
-                raise ArgumentError(f"{', '.join(start)} is not accepted: expected none with a run that exists")
+                raise ArgumentError(
+                    f"{', '.join(start)} is not accepted together with an existing run; expected only run=..."
+                )
             self._module = None
             self._run = run
         self.heads = heads
         self.full = full
         self._start = start
         self._defined = False
-        self._open_row: int | None = None  # the W&B row with the last report
+        self._open_row: int | None = None  # W&B row of the last report
 
     def log(self, records: Sequence[Record], step: int) -> None:
+        """Log the records of a step to the run."""
         values = flatten(records) if self.full else compact(records, heads=self.heads)
         run = self._started()
         if not callable(getattr(run, "define_metric", None)):
@@ -61,11 +82,12 @@ class TrackerSink:
             run.log({STEP: step, **values})
             return
         if row == self._open_row:
-            run.log({}, commit=True)  # or this report would replace the last one in the same row
+            run.log({}, commit=True)  # otherwise this report would overwrite the last one in the same row
         run.log({STEP: step, **values}, commit=False)
         self._open_row = _row_of(run)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        """Send one alert per kind, if the run supports alerts."""
         run = self._started()
         if not callable(getattr(run, "alert", None)):
             return
@@ -77,34 +99,44 @@ class TrackerSink:
             run.alert(title=f"attention: {kind}", text="\n".join(lines), **level)
 
     def close(self) -> None:
-        """End the run if it was started here."""
+        """End the run if this sink started it."""
         if self._start and self._run is not None:
             self._run.finish()
         self._run = None
 
     def _started(self) -> Any:
-        """The run. Looked up or started at the first report, since only one of several processes logs."""
+        """Return the run. It is started or looked up at the first report, because only one process logs."""
         if self._run is None:
             if self._module is None:
                 raise ValueError("the sink is closed")
             if self._start:
                 self._run = self._module.init(**self._start)
             else:
-                active = getattr(self._module, "run", None)  # in trackio a module of that name
+                active = getattr(self._module, "run", None)  # in trackio, `run` is a module
                 self._run = active if callable(getattr(active, "log", None)) else self._module
         return self._run
 
 
 class MlflowSink:
-    """Logs metrics to an MLflow run: the given one, else the one active at the first report, else a new one.
+    """Logs metrics to an MLflow run. Alerts become tags `attn.alert.<kind>` with the latest alert of each kind.
 
-    A new run ends with the sink. `heads` adds the mean of each head, `full` every number there is. Alerts become tags
-    `attn.alert.<kind>`, which hold the latest of each kind.
+    Args:
+        run_id: id of an existing run. None uses the run that is active at the first report, or starts a new run, which
+            ends on `close`.
+        heads: whether to log the mean of each head.
+        full: log every number instead of the main quantities.
+
+    Raises:
+        ArgumentTypeError: `run_id` is not a string.
+        MissingDependencyError: mlflow is not installed.
+
+    Example:
+        `attnscale.Monitor(model, sinks=[MlflowSink()])`
     """
 
     def __init__(self, run_id: str | None = None, *, heads: bool = True, full: bool = False) -> None:
         if run_id is not None and not isinstance(run_id, str):
-            reject_type("run_id", run_id, "the id of a run, or None")
+            reject_type("run_id", run_id, "the id of a run as a str, or None")
         self._mlflow = need("mlflow", "MlflowSink", "mlflow")
         self.heads = heads
         self.full = full
@@ -113,12 +145,14 @@ class MlflowSink:
         self._closed = False
 
     def log(self, records: Sequence[Record], step: int) -> None:
+        """Log the records of a step as metrics. Raises ValueError if the sink is closed."""
         values = iter((flatten(records) if self.full else compact(records, heads=self.heads)).items())
         run_id = self._started()
         while batch := dict(islice(values, MLFLOW_BATCH)):
             self._mlflow.log_metrics(batch, step=step, run_id=run_id)
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
+        """Store the latest alert of each kind as a tag. Raises ValueError if the sink is closed."""
         client = self._mlflow.MlflowClient()
         run_id = self._started()
         for kind, (*_, latest) in by_kind(alerts).items():
@@ -126,7 +160,7 @@ class MlflowSink:
             client.set_tag(run_id, f"attn.alert.{kind}", text)
 
     def close(self) -> None:
-        """End the run if it was started here."""
+        """End the run if this sink started it."""
         if self._ours and not self._closed:
             self._mlflow.MlflowClient().set_terminated(self.run_id)
             active = self._mlflow.active_run()
@@ -146,7 +180,7 @@ class MlflowSink:
 
 
 def _row_of(run: Any) -> int | None:
-    """The open row; None where there is none, as in a run shared by several processes."""
+    """Return the open row; None if there is none, as in a run shared by several processes."""
     try:
         return int(run.step)
     except Exception:

@@ -1,5 +1,5 @@
-"""How people see records: flat names, the terminal view of a run, and `observe` for notebooks.
+"""Views of records: flat names, the terminal view of a run, and `observe` for notebooks.
 
-`display` holds every label, unit, scale, colour and explanation. Views import `records` and libraries for drawing, the
-latter only where they draw; `observe` also starts a monitor, to have something to show.
+`display` defines labels, units, scales, colours and explanations. Views import `records`, and plotting libraries only
+inside the functions that draw. `observe` also runs a monitor.
 """

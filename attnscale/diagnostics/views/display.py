@@ -1,6 +1,6 @@
-"""How quantities and layers are shown: names, units, scales, colours and explanations.
+"""Names, units, scales, colours and explanations of all quantities.
 
-The page, the terminal, plots, TensorBoard and the README take them from here.
+Used by the HTML page, the terminal, plots, TensorBoard and the README.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from attnscale.diagnostics.records.record import Record, layers_of
 
-# Viridis at nine places, dark for low values; still readable in grey print.
+# Nine samples of viridis, dark for low values; readable in greyscale.
 COLOURS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
 RGB = tuple(tuple(bytes.fromhex(colour[1:])) for colour in COLOURS)
-MISSING = (225, 225, 225)  # a head the layer does not have, or NaN
+MISSING = (225, 225, 225)  # NaN, or a head index that the layer does not have
 
 
 class Quantity(NamedTuple):
-    """A number in records: per row in `forward` or `backward`, or one per head (`scalars`) where there is no phase.
+    """A quantity of a record: per row (phase "forward" or "backward"), or a scalar per head (empty phase).
 
-    Statistics that backward computes again have the phase "forward" here.
+    Statistics measured in both passes have the phase "forward".
     """
 
     name: str
@@ -28,30 +28,30 @@ class Quantity(NamedTuple):
     title: str  # for a column or a small plot
     label: str  # for a list or an axis, with the unit
     explanation: str
-    low: float | None = None  # ends of the scale, where they are fixed
+    low: float | None = None  # ends of the scale, if fixed
     high: float | None = None
     log: bool = False
 
     @property
     def is_share(self) -> bool:
-        """Whether both ends of the scale are fixed."""
+        """Whether the scale is fixed at both ends, as for a value in [0, 1]."""
         return self.low is not None and self.high is not None
 
     def of(self, record: Record, statistic: str = "mean") -> float | None:
-        """Its value in a record, None if it is not there."""
+        """Return the value in a record, None if it was not recorded."""
         return record.value(self.phase, self.name, statistic)
 
 
 GAP_COUNT = "gap_count_"  # followed by the gap t
 
-# In the order of lists; N(t) comes last.
+# In display order; N(t) comes last.
 _ROWS = (
     Quantity("w_max", "forward", "w_max", "largest weight w_max", "1 if one key has all the weight", 0.0, 1.0),
-    Quantity("relative_entropy", "forward", "H / ln n", "entropy / ln n", "1 if all keys weigh the same", 0.0, 1.0),
-    Quantity("entropy", "forward", "entropy, nats", "entropy H, nats", "of the weights, after temperature"),
+    Quantity("relative_entropy", "forward", "H / ln n", "entropy / ln n", "1 if all weights are equal", 0.0, 1.0),
+    Quantity("entropy", "forward", "entropy, nats", "entropy H, nats", "entropy of the weights, after temperature"),
     Quantity("max_logit", "forward", "max logit", "largest logit", "in nats, after temperature"),
     Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1, w_max ≥ 1/ζ(r)", log=True),
-    Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: how closely keys follow the best"),
+    Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: high if many keys are near the best"),
     Quantity("prominence", "forward", "prominence", "prominence of the best score", "about 1 if the scores are noise"),
     Quantity(
         "first_share",
@@ -63,35 +63,35 @@ _ROWS = (
         1.0,
     ),
     Quantity(
-        "winner", "forward", "winner", "place of the winning key", "0: the largest weight is on the first visible key"
+        "winner", "forward", "winner", "index of the winning key", "0 if the first visible key has the largest weight"
     ),
-    Quantity("beta", "forward", "β", "temperature β", "the factor of the logits that the policy gave"),
-    Quantity("visible", "forward", "n", "visible keys n", "keys that the row may see"),
+    Quantity("beta", "forward", "β", "temperature β", "factor on the logits, set by the policy"),
+    Quantity("visible", "forward", "n", "visible keys n", "number of keys the row can attend to"),
     Quantity("score_gradient", "backward", "|dS|", "row norm of dS", "gradient of a row's raw scores", log=True),
-    Quantity("beta_gradient", "backward", "dβ", "gradient of β", "of a row"),
-    Quantity("gain", "", "gain", "gain ‖(dQ, dK, dV)‖ / ‖dO‖", "how much gradient reaches the inputs", log=True),
-    Quantity("angle_ratio", "", "angle ratio", "angle ratio, out / in", "0 if all rows become one direction", 0.0),
-    Quantity("mismatch", "", "mismatch", "forward/backward mismatch", "largest difference of a row's statistics"),
+    Quantity("beta_gradient", "backward", "dβ", "gradient of β", "gradient of the loss with respect to a row's β"),
+    Quantity("gain", "", "gain", "gain ‖(dQ, dK, dV)‖ / ‖dO‖", "ratio of input to output gradient", log=True),
+    Quantity("angle_ratio", "", "angle ratio", "angle ratio, out / in", "0 if all output rows are parallel", 0.0),
+    Quantity("mismatch", "", "mismatch", "forward/backward mismatch", "largest difference in a row statistic"),
     Quantity("query_gradient", "", "‖dQ‖", "‖dQ‖", "gradient of the queries"),
-    Quantity("key_gradient", "", "‖dK‖", "‖dK‖", "gradient of the keys; grouped heads have equal shares"),
-    Quantity("value_gradient", "", "‖dV‖", "‖dV‖", "gradient of the values; grouped heads have equal shares"),
+    Quantity("key_gradient", "", "‖dK‖", "‖dK‖", "gradient of the keys; divided equally among grouped heads"),
+    Quantity("value_gradient", "", "‖dV‖", "‖dV‖", "gradient of the values; divided equally among grouped heads"),
     Quantity("output_gradient", "", "‖dO‖", "‖dO‖", "gradient of the output"),
-    Quantity("broken_row", "", "broken row", "first broken row", "the first with NaN or infinity, if there is one"),
-    Quantity("skipped_calls", "", "skipped", "skipped calls", "calls that could not be measured, if there are any"),
+    Quantity("broken_row", "", "broken row", "first broken row", "first row with NaN or infinity, if any"),
+    Quantity("skipped_calls", "", "skipped", "skipped calls", "number of calls that could not be measured, if any"),
 )
 QUANTITIES = {row.name: row for row in _ROWS}
 
-# What compact reports and tables show, in this order.
+# Quantities of compact reports and tables, in this order.
 MAIN = tuple(
     QUANTITIES[name]
     for name in ("w_max", "relative_entropy", "max_logit", "criticality", "angle_ratio", "score_gradient", "gain")
 )
-# What the terminal shows of each layer, and how heads become one number: a single bad head shows in an extreme.
+# Quantities of the terminal view, and their reduction over heads. Extremes reveal a single bad head.
 WATCHED = {"w_max": "mean", "relative_entropy": "mean", "gain": "least", "max_logit": "largest"}
 
 
 def quantity_of(name: str, phase: str = "forward") -> Quantity:
-    """The row of a name; one that is not known is shown as it is.
+    """Return the quantity of a name. An unknown name is used as its own label.
 
     >>> [quantity_of(name).label for name in ("w_max", "gap_count_0.5", "mine")]
     ['largest weight w_max', 'N(0.5), keys within 0.5 of the best', 'mine']
@@ -104,36 +104,36 @@ def quantity_of(name: str, phase: str = "forward") -> Quantity:
 
 
 def place_on_scale(x: float, low: float, high: float, log: bool) -> float:
-    """Where a value lies between the ends of a scale, 0 to 1; NaN stays NaN."""
+    """Map a value to its position on a scale, 0 to 1. NaN stays NaN."""
     if math.isnan(x):
         return math.nan
-    if x <= low or x >= high:  # infinities, and what has no logarithm, lie at the ends
+    if x <= low or x >= high:  # infinities and values without a logarithm lie at the ends
         return 0.5 if x == low == high else float(x > low)
     return math.log(x / low) / math.log(high / low) if log else (x - low) / (high - low)
 
 
 class Grid(NamedTuple):
-    """One quantity over layers × heads; NaN where there is none."""
+    """One quantity over layers × heads; NaN if missing."""
 
     quantity: Quantity
     layers: list[str]
     values: list[list[float]]
 
     def scale(self) -> tuple[float, float]:
-        """The ends of the colour scale: fixed ones, or the least and largest value that can be shown."""
+        """Return the ends of the colour scale: fixed, or the smallest and largest value that can be shown."""
         shown = [x for row in self.values for x in row if math.isfinite(x) and (x > 0 or not self.quantity.log)]
         low = self.quantity.low if self.quantity.low is not None else min(shown, default=0.0)
         high = self.quantity.high if self.quantity.high is not None else max(shown, default=low)
         return low, max(high, low)
 
     def shares(self) -> list[list[float]]:
-        """The values as places on the scale, 0 to 1; NaN stays NaN."""
+        """Return the values as positions on the scale, 0 to 1. NaN stays NaN."""
         low, high = self.scale()
         return [[place_on_scale(x, low, high, self.quantity.log) for x in row] for row in self.values]
 
 
 def grid_of(records: Sequence[Record], quantity: Quantity) -> Grid | None:
-    """A quantity over layers × heads, rows filled up to the layer with most heads; None if no record has it."""
+    """Return a quantity over layers × heads, padded with NaN to the largest number of heads; None if not recorded."""
     layers = layers_of(records)
     known = {(r.layer, r.head): x for r in records if (x := quantity.of(r)) is not None}
     if not known:
@@ -144,12 +144,12 @@ def grid_of(records: Sequence[Record], quantity: Quantity) -> Grid | None:
 
 
 def main_grids(records: Sequence[Record]) -> list[Grid]:
-    """The grids of the main quantities that are there."""
+    """Return the grids of all recorded main quantities."""
     return [grid for quantity in MAIN if (grid := grid_of(records, quantity)) is not None]
 
 
 def colour(share: float) -> tuple[int, int, int]:
-    """The colour of a place on the scale, 0 to 1.
+    """Return the colour of a position on the scale, 0 to 1.
 
     >>> colour(0.0), colour(1.0), colour(float("nan"))
     ((68, 1, 84), (253, 231, 37), (225, 225, 225))
@@ -164,7 +164,7 @@ def colour(share: float) -> tuple[int, int, int]:
 
 
 def short_names(layers: Sequence[str]) -> list[str]:
-    """Paths without what all of them begin and end with; a number keeps the word before it.
+    """Strip the common prefix and suffix of module paths. A number keeps the word before it.
 
     >>> short_names(["model.layers.0.attn", "model.layers.1.attn"])
     ['layers.0', 'layers.1']

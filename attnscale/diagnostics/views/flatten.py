@@ -1,4 +1,4 @@
-"""Records as one dictionary of names and numbers, for trackers, Trainer logs and data frames."""
+"""Flattens records into a dictionary of names and numbers, for trackers, Trainer logs and data frames."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def flatten(
     marks: Collection[str] = STATISTICS,
     heads: bool = True,
 ) -> dict[str, float]:
-    """`attn/<layer>/h<head>/<phase>/<quantity>/<mark>`; no phase and mark for a number per head.
+    """Flatten records to `attn/<layer>/h<head>/<phase>/<quantity>/<mark>`; scalars have no phase and mark.
 
-    `names` chooses quantities, as `w_max` for both phases or as `forward/w_max` (None: all). Without `heads` a layer
-    has one number each: the extreme for min and max, otherwise the mean over its heads.
+    `names` selects quantities, as `w_max` for both phases or `forward/w_max` (None: all). With `heads=False`, each
+    quantity is reduced over the heads of a layer: the extreme for min and max, otherwise the mean.
 
     >>> from attnscale.diagnostics import Summary
     >>> w_max = Summary(mean=0.5, p10=0.1, p50=0.4, p90=0.9, min=0.0, max=1.0, rows=64)
@@ -45,7 +45,7 @@ def flatten(
 
 
 def compact(records: Sequence[Record], *, heads: bool = True) -> dict[str, float]:
-    """The main quantities: their spread per layer and, with `heads`, their mean per head."""
+    """Flatten the main quantities: mean and percentiles per layer and, with `heads`, the mean per head."""
     layers = flatten(records, names=MAIN_NAMES, marks=SPREAD, heads=False)
     return layers | flatten(records, names=MAIN_NAMES, marks=("mean",)) if heads else layers
 
@@ -53,7 +53,7 @@ def compact(records: Sequence[Record], *, heads: bool = True) -> dict[str, float
 def numbers_of(
     record: Record, names: Collection[str] | None = None, marks: Collection[str] = STATISTICS
 ) -> Iterator[tuple[str, float]]:
-    """Names as in `flatten`, without layer and head, and numbers."""
+    """Iterate over names and numbers as in `flatten`, without layer and head."""
     for phase, name, summary in record.summaries():
         if names is None or name in names or f"{phase}/{name}" in names:
             yield from ((f"{phase}/{name}/{mark}", float(getattr(summary, mark))) for mark in marks)

@@ -1,4 +1,4 @@
-"""`observe`: the statistics of a model's attention inside a `with` block, for notebooks."""
+"""`observe`: attention statistics of a model inside a `with` block, for notebooks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,28 @@ from attnscale.errors import ArgumentError
 
 
 class Observation:
-    """`records`, one per layer and head, empty until the block ends. Prints as a table."""
+    """Result of `observe`: the statistics of all attention calls inside the block.
+
+    `records` has one `Record` per layer and head, and is empty until the block ends. Prints as a table, and as an HTML
+    table in notebooks.
+
+    Example:
+        >>> Observation()
+        <Observation of 0 heads>
+    """
 
     def __init__(self) -> None:
         self.records: Sequence[Record] = ()
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row per (layer, head) and columns such as `forward/w_max/mean` and `gain`.
+        """Convert to a pandas DataFrame.
 
-        `frame["forward/w_max/mean"].unstack()` is layer × head.
+        Returns:
+            A DataFrame with one row per (layer, head) and columns such as `forward/w_max/mean` and `gain`.
+            `frame["forward/w_max/mean"].unstack()` has the shape layer × head.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
         """
         pandas = need("pandas", "to_pandas", "report")
         rows = []
@@ -38,8 +51,16 @@ class Observation:
         return pandas.DataFrame(rows, columns=columns).set_index(["layer", "head"])
 
     def plot(self) -> Any:
-        """A matplotlib figure with a heat map of layer × head for each main quantity."""
-        # Unused here, but a notebook only shows figures once pyplot has been imported.
+        """Draw a heat map of layer × head for each main quantity.
+
+        Returns:
+            A matplotlib Figure.
+
+        Raises:
+            ArgumentError: there are no records.
+            MissingDependencyError: matplotlib is not installed.
+        """
+        # Unused here, but notebooks display figures only after pyplot has been imported.
         need("matplotlib.pyplot", "plot", "report")
         figures, colours = need("matplotlib.figure", "plot", "report"), need("matplotlib.colors", "plot", "report")
         grids = main_grids(self.records)
@@ -74,7 +95,7 @@ class Observation:
         lines = [["layer", "head", *(grid.quantity.title for grid in main_grids(self.records))]]
         lines += [[layer, str(head), *map(_short, numbers)] for layer, head, numbers, _ in self._lines()]
         if len(lines) == 1:
-            return "nothing was seen: the model has not been called, or the block has not ended"
+            return "no records: the model was not called, or the block has not ended"
         first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = ([layer.ljust(first), *map(str.rjust, cells, others)] for layer, *cells in lines)
         return "\n".join(map("  ".join, aligned))
@@ -93,7 +114,7 @@ class Observation:
         return f"<table>{''.join(lines)}</table>"
 
     def _lines(self) -> Iterator[tuple[str, int, list[float], list[float]]]:
-        """Layer, head, and for each main quantity its value and its place on the colour scale."""
+        """Iterate over layer, head, and the values of the main quantities with their positions on the colour scale."""
         grids = [(grid, grid.shares()) for grid in main_grids(self.records)]
         for record in self.records:
             row = grids[0][0].layers.index(record.layer)
@@ -103,17 +124,29 @@ class Observation:
 
 @contextmanager
 def observe(model: nn.Module, rows: int | None = None) -> Iterator[Observation]:
-    """Measure every attention of a model while a block runs, including a backward inside it.
+    """Measure the attention of a model inside a `with` block, forward and backward.
 
-    `rows` samples so many rows of each call instead of all. The model is left as it was.
+    The model is restored at the end of the block.
 
-    >>> import torch, attnscale
-    >>> model = attnscale.MultiheadAttention(16, 2, batch_first=True)
-    >>> x = torch.randn(1, 8, 16)
-    >>> with attnscale.observe(model) as record:
-    ...     output, _ = model(x, x, x, need_weights=False)
-    >>> [(seen.layer, seen.head, seen.forward["visible"].max) for seen in record.records]
-    [('MultiheadAttention', 0, 8.0), ('MultiheadAttention', 1, 8.0)]
+    Args:
+        model: a model that `Monitor` accepts.
+        rows: number of sampled rows per attention call. None measures all rows.
+
+    Returns:
+        A context manager that yields an `Observation`.
+
+    Raises:
+        ArgumentError: the model has no attention that can be measured, or `rows` is less than 1.
+        ArgumentTypeError: `model` is not a torch.nn.Module.
+
+    Example:
+        >>> import torch, attnscale
+        >>> model = attnscale.MultiheadAttention(16, 2, batch_first=True)
+        >>> x = torch.randn(1, 8, 16)
+        >>> with attnscale.observe(model) as observed:
+        ...     output, _ = model(x, x, x, need_weights=False)
+        >>> [(record.layer, record.head, record.forward["visible"].max) for record in observed.records]
+        [('MultiheadAttention', 0, 8.0), ('MultiheadAttention', 1, 8.0)]
     """
     observation = Observation()
     with Monitor(model, every=1, rows=rows, alerts=None) as monitor:

@@ -1,4 +1,4 @@
-"""The terminal view of a run: a line per layer with sparklines over steps, and the alerts below."""
+"""Terminal view of a run: one line per layer with sparklines over steps, and the latest alerts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from attnscale.diagnostics.views.display import QUANTITIES, WATCHED, place_on_sc
 from attnscale.errors import reject
 
 BARS = "▁▂▃▄▅▆▇█"
-PLAIN = ".:-=+*#@"  # for a terminal without Unicode
+PLAIN = ".:-=+*#@"  # for terminals without Unicode
 BROKEN = "×"
-NUMBER = 8  # characters of a number and the gap before it
-NARROW = 6  # the shortest useful sparkline
+NUMBER = 8  # width of a number, including the gap before it
+NARROW = 6  # minimum width of a sparkline
 SHOWN_ALERTS = 8
-RECORDS = "a file of records, lines of JSON that a JsonlSink writes"
+RECORDS = "a file of records written by JsonlSink"
 
 
 class History:
-    """Takes records and alerts as they come. Memory is bounded: of many steps every second, fourth, … is kept.
+    """History of records and alerts in bounded memory: with many steps, only every second, fourth, … step is kept.
 
-    `series(layer, quantity)` are the values at `steps`, the last of which is the latest report, for each quantity of
-    `WATCHED`.
+    `series(layer, quantity)` returns the values at `steps` for a quantity of `WATCHED`. The last step is the latest
+    report.
     """
 
     def __init__(self, most_steps: int = 512, most_alerts: int = 256) -> None:
@@ -47,17 +47,17 @@ class History:
 
     @property
     def layers(self) -> list[str]:
-        """In the order they first appeared."""
+        """Layers in order of first appearance."""
         return list(self.heads)
 
     @property
     def steps(self) -> list[int]:
-        """Those that are kept, and the latest."""
+        """The kept steps and the latest step."""
         kept = [step for step, _ in self._kept]
         return kept if self._latest is None else [*kept, self._latest[0]]
 
     def add(self, items: Iterable[Record | Alert]) -> None:
-        """Take what has come."""
+        """Add new records and alerts."""
         for item in items:
             if isinstance(item, Alert):
                 self.alerts.append(item)
@@ -72,22 +72,22 @@ class History:
                 self.heads[item.layer] = max(self.heads.get(item.layer, 0), item.head + 1)
 
     def series(self, layer: str, quantity: str) -> list[float]:
-        """One value per step of `steps`; NaN where the layer has none."""
+        """Return one value per step of `steps`; NaN if missing."""
         values = [layers.get(layer, {}).get(quantity, math.nan) for _, layers in self._kept]
         return values if self._latest is None else [*values, self.latest(layer).get(quantity, math.nan)]
 
     def latest(self, layer: str) -> dict[str, float]:
-        """The layer's numbers in the latest report; empty where it is not in it."""
+        """Return the values of a layer in the latest report; empty if the layer is missing."""
         records = [] if self._latest is None else self._latest[1].get(layer, [])
         return {name: _join(records, name) for name in WATCHED} if records else {}
 
     def _begin(self, step: int) -> tuple[int, dict[str, list[Record]]]:
-        """Start a report, after keeping the latest one if it is one to keep."""
+        """Start a report. The previous report is kept if its index is a multiple of the stride."""
         if self._latest is not None:
             before, layers = self._latest
             if (self.reports - 1) % self._stride == 0 and before < step:
                 self._kept.append((before, {layer: self.latest(layer) for layer in layers}))
-            if before > step:  # resumed from a checkpoint: later steps are repeated
+            if before > step:  # resumed from a checkpoint: later steps run again
                 self._kept = [kept for kept in self._kept if kept[0] < step]
         self.alerting.clear()
         self.reports += 1
@@ -98,32 +98,32 @@ class History:
 
 
 class Watch:
-    """The present state of a run: `update` reads what is new, `view` shows it."""
+    """Current state of a run: `update` reads new records, `view` renders them."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if self.path.is_dir():
-            reject("path", str(path), "a file of records, not a directory")
+            reject("path", str(path), "a file of records, not a folder")
         self.tail = Tail(self.path)
         self.history = History()
 
     def update(self) -> None:
-        """Read what has been added to the file; a new file replaces the history."""
+        """Read new lines of the file. A new file replaces the history."""
         restarts = self.tail.restarts
         for item in self.tail.new():
             if self.tail.restarts != restarts:
                 restarts, self.history = self.tail.restarts, History()
             self.history.add((item,))
-        if self.tail.restarts != restarts:  # by a file that has no records yet
+        if self.tail.restarts != restarts:  # the new file has no records yet
             self.history = History()
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the file has content, none of which is a record."""
+        """Whether the file has content but no records."""
         return not self.history.layers and self.tail.foreign
 
     def view(self, width: int, height: int | None = None, *, bars: str = BARS) -> RenderableType:
-        """A table of this width, of all layers or as many as fit into the height."""
+        """Render a table of this width, with all layers or as many as fit into the height."""
         if self.is_foreign:
             return Text(f"{self.path}: not {RECORDS}", style="yellow")
         if not self.history.layers:
@@ -135,7 +135,7 @@ class Watch:
         parts: list[RenderableType] = [self._title(), self._table(shown, width, bars)]
         missing = len(self.history.layers) - len(shown)
         if missing:
-            parts.append(Text(f"{missing} more layers without an alert now; --once shows all", style="dim"))
+            parts.append(Text(f"{missing} more layers without a current alert; --once shows all", style="dim"))
         if alerts:
             kinds = ", ".join(f"{count} {kind}" for kind, count in self.history.by_kind.most_common())
             text = f"\n{self.history.by_kind.total()} alerts: {kinds}; the latest:"
@@ -151,11 +151,11 @@ class Watch:
         title.append(f" · {history.reports} reports · {len(history.layers)} layers × {each} heads", style="not bold")
         if self.tail.skipped:
             title.append(f" · {self.tail.skipped} unreadable lines", style="not bold yellow")
-        title.append(f" · {self.path}", style="not bold dim")  # last, since the end is cut off first
+        title.append(f" · {self.path}", style="not bold dim")  # last, because the end is truncated first
         return title
 
     def _choose(self, room: int | None) -> list[str]:
-        """The layers to show: those with an alert now first, then evenly spaced ones; in the order of the model."""
+        """Select layers: those with a current alert, then evenly spaced others; in model order."""
         layers = self.history.layers
         if room is None or len(layers) <= room:
             return layers
@@ -166,7 +166,7 @@ class Watch:
         return [layer for layer in layers if layer in set(wanted)]
 
     def _table(self, layers: list[str], width: int, bars: str) -> Table:
-        """As many quantities as fit with a sparkline each; where none does, only the number of one."""
+        """Build a table with as many sparklines as fit; if none fits, a single column of numbers."""
         names = short_names(layers)
         widest = max(5, min(max(map(len, names)), 28, width // 4))
         room = width - widest - 2 - 8 * bool(self.history.by_layer)
@@ -196,7 +196,7 @@ class Watch:
         return table
 
     def _range(self, quantity: str) -> tuple[float, float, bool]:
-        """The scale of a sparkline, the same for all layers: its ends, and whether it is logarithmic."""
+        """Return the ends of a sparkline scale and whether it is logarithmic; the same for all layers."""
         shown = QUANTITIES[quantity]
         if shown.low is not None and shown.high is not None:
             return shown.low, shown.high, False
@@ -206,7 +206,7 @@ class Watch:
 
 
 def _join(records: Iterable[Record], name: str) -> float:
-    """One number of a layer from those of its heads; NaN does not count."""
+    """Reduce a quantity over the heads of a layer. NaN is ignored."""
     statistic = {"mean": "mean", "least": "min", "largest": "max"}[WATCHED[name]]
     values = [x for r in records if (x := QUANTITIES[name].of(r, statistic)) is not None and not math.isnan(x)]
     if not values:
@@ -217,7 +217,7 @@ def _join(records: Iterable[Record], name: str) -> float:
 def sparkline(
     steps: Sequence[int], values: Sequence[float], width: int, low: float, high: float, log: bool, bars: str = BARS
 ) -> str:
-    """A character per range of steps, for the mean of the values in it; a blank where there is none.
+    """Draw one character per range of steps, for the mean of its values; blank if there are none.
 
     >>> sparkline([0, 1, 2, 3], [0.0, 0.3, 0.6, 1.0], 4, 0.0, 1.0, False)
     '▁▃▅█'
@@ -230,7 +230,7 @@ def sparkline(
     used = cells if last > first else cells[:1]
     line, previous = "", " "
     for cell in used:
-        # With fewer reports than characters, a value is repeated until the next.
+        # With fewer reports than characters, each value is repeated until the next one.
         previous = _bar(cell, low, high, log, bars) if cell else previous
         line += previous
     return line.ljust(width)
@@ -247,14 +247,14 @@ def _bar(cell: list[float], low: float, high: float, log: bool, bars: str) -> st
 
 
 def _number(value: float) -> str:
-    """Three significant digits in at most seven characters; a dash for NaN."""
+    """Format with three significant digits in at most seven characters; a dash for NaN."""
     if math.isnan(value):
         return "–"
     return f"{value:.3f}" if 1e-2 <= abs(value) < 10 or value == 0 else f"{value:.3g}"
 
 
 def _grouped(alerts: Iterable[Alert]) -> list[list[Alert]]:
-    """The latest alerts, newest first; those of one kind, layer and step together."""
+    """Group the latest alerts by step, layer and kind, newest first."""
     groups: dict[tuple[int, str, str], list[Alert]] = {}
     for alert in reversed(list(alerts)):
         key = (alert.step, alert.layer, alert.kind)
@@ -272,7 +272,7 @@ def _alert_line(group: list[Alert]) -> Text:
 
 
 def show(path: str | Path, console: Console, *, once: bool = False, interval: float = 1.0) -> None:
-    """Show a run until Ctrl-C; only its present state with `once`, or if the console is no terminal."""
+    """Show a run until Ctrl-C. With `once`, or if the console is not a terminal, print the current state and return."""
     once = once or not console.is_terminal
     watch = Watch(path)
     if once and not watch.path.exists():

@@ -1,6 +1,6 @@
-"""Long-context tasks for lm-evaluation-harness whose documents are written here: nothing is downloaded.
+"""Long-context tasks for lm-evaluation-harness with generated documents: nothing is downloaded.
 
-README.md beside this file is the guide. `FOLDER` is what `lm_eval --include_path` takes.
+Usage: README.md in this folder. `FOLDER` is the argument of `lm_eval --include_path`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,37 @@ FOLDER = Path(__file__).parent
 
 
 def task_manager(lm: Any, max_seq_lengths: Sequence[int], *, public_tasks: bool = False, **metadata: Any) -> Any:
-    """The `TaskManager` that knows our tasks, for documents of these lengths and the model of this `HFLM`.
+    """Return a `TaskManager` with the attnscale tasks.
 
-    Tokenizer and `max_length` are read from `lm`, so that what lm-eval would cut is refused; the record of the policies
-    goes along, so that the JSON of the results holds it. `metadata` is what else a task reads: `num_samples`, `seed`,
-    `haystack`. `public_tasks` indexes lm-eval's own tasks too, which takes it up to a minute.
+    Tokenizer and `max_length` come from `lm`, so that documents longer than `max_length` raise instead of being
+    truncated. The record of the model's policies is added to the metadata and thus to the results JSON.
 
-    Example: `lm_eval.simple_evaluate(lm, tasks=["attnscale_needle"], task_manager=task_manager(lm, [2048, 4096]))`.
+    Args:
+        lm: the `HFLM` to evaluate.
+        max_seq_lengths: document lengths in tokens.
+        public_tasks: also index the tasks of lm-eval, which takes up to a minute.
+        **metadata: other options of the tasks: `num_samples`, `seed`, `haystack`.
+
+    Returns:
+        An `lm_eval.tasks.TaskManager`.
+
+    Raises:
+        ArgumentError: the tokenizer of `lm` has no name or folder.
+        MissingDependencyError: lm-eval is not installed.
+
+    Example:
+        >>> tasks = task_manager(lm, [2048, 4096])  # doctest: +SKIP
+        >>> lm_eval.simple_evaluate(lm, tasks=["attnscale_needle"], task_manager=tasks)  # doctest: +SKIP
     """
     tasks = need("lm_eval.tasks", "task_manager", "eval")
     tokenizer = getattr(lm.tokenizer, "name_or_path", "")
     if not tokenizer:
-        reject("lm", lm, "an HFLM whose tokenizer was loaded from a name or a folder: save it and load it from there")
+        reject("lm", lm, "an HFLM whose tokenizer has a name or folder; save the tokenizer and load it from there")
     read = {
         "tokenizer": tokenizer,
         "max_length": lm.max_length,
         "max_seq_lengths": list(max_seq_lengths),
-        # Plain dicts: lm-eval copies them with the types that it finds.
+        # Plain dicts: lm-eval copies mappings with their own type.
         "attnscale": json.loads(json.dumps(getattr(lm.config, "attnscale", None))),
     }
     return tasks.TaskManager(include_path=str(FOLDER), include_defaults=public_tasks, metadata=read | metadata)

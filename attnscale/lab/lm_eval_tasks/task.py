@@ -1,7 +1,7 @@
-"""The tasks for lm-evaluation-harness: documents of a given length in tokens, and how they are scored.
+"""Tasks for lm-evaluation-harness: documents of a given length in tokens, and their scoring.
 
-The YAML files name `LengthTask`, and `needle`, `multi_needle` or `recall`, which lm-eval calls with the metadata of the
-run. It loads this file by its path, not as a module of the package.
+The YAML files refer to `LengthTask` and to `needle`, `multi_needle` or `recall`, which lm-eval calls with the metadata
+of the run. lm-eval loads this file by path, not as a module of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from attnscale.errors import reject
 
-# The haystack unless the metadata names a file. It holds no digit, so that every number in a prompt is one of a fact.
+# Default haystack. It contains no digits, so that every number in a prompt belongs to a fact.
 TEXT = """
 The harbour was quiet before the boats came in. A baker opened her window and let the cold air into the shop.
 Two children counted the steps of the old tower and disagreed. The train to the coast was late again. Nobody
@@ -37,12 +37,12 @@ SYLLABLES = tuple("".join(pair) for pair in itertools.product("bdfgklmnprstvz", 
 
 
 class Kind(NamedTuple):
-    """What the documents of a task look like."""
+    """Format of the documents of a task."""
 
     instruction: str
     fact: str
     question: str
-    prefix: str  # what the answer begins with, followed by the numbers asked for
+    prefix: str  # beginning of the answer, followed by the numbers
     facts: int
     asked: int
     separator: str
@@ -73,10 +73,10 @@ RECALL = Kind(
 
 
 class Settings(NamedTuple):
-    """The metadata of a run that documents depend on, checked."""
+    """Checked metadata of a run."""
 
-    tokens: Callable[[str], int]  # of a whole prompt, with what the tokenizer puts around it
-    tokens_within: Callable[[str], int]  # of a part of a prompt
+    tokens: Callable[[str], int]  # number of tokens of a whole prompt, special tokens included
+    tokens_within: Callable[[str], int]  # number of tokens of a part of a prompt
     sentences: tuple[str, ...]
     lengths: tuple[int, ...]
     samples: int
@@ -84,41 +84,42 @@ class Settings(NamedTuple):
 
 
 def needle(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """One fact in a text, at depths from its beginning to its end."""
+    """One fact in a text, at depths from beginning to end."""
     return _dataset(NEEDLE, _settings(metadata))
 
 
 def multi_needle(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """Four facts in a text, one of which is asked for."""
+    """Four facts in a text and a question about one."""
     return _dataset(MULTI_NEEDLE, _settings(metadata))
 
 
 def recall(**metadata: Any) -> dict[str, datasets.Dataset]:
-    """Nothing but facts, four of which are asked for: associative recall with several queries."""
+    """Only facts, with a question about four of them: multi-query associative recall."""
     return _dataset(RECALL, _settings(metadata))
 
 
 def _settings(metadata: dict[str, Any]) -> Settings:
     lengths = metadata.get("max_seq_lengths", (4096,))
     if not isinstance(lengths, (list, tuple)) or not lengths or not all(isinstance(n, int) for n in lengths):
-        reject("max_seq_lengths", lengths, "a list of numbers of tokens, for example [4096, 8192]")
+        reject("max_seq_lengths", lengths, "a list of ints, for example [4096, 8192]")
     limit = metadata.get("max_length")
     if not isinstance(limit, int):
-        reject("max_length", limit, "that of the model, in --model_args or the metadata: lm-eval cuts what is longer")
+        reject("max_length", limit, "the max_length of the model, in --model_args or the metadata")
     if max(lengths) > limit:
-        reject("max_seq_lengths", lengths, f"lengths up to the model's max_length={limit}: lm-eval cuts what is longer")
+        accepted = f"lengths up to the model's max_length={limit}; lm-eval truncates longer prompts"
+        reject("max_seq_lengths", lengths, accepted)
     samples = metadata.get("num_samples", 50)
     if not isinstance(samples, int) or samples < 1:
-        reject("num_samples", samples, "an int >= 1, the documents of each length")
+        reject("num_samples", samples, "an int >= 1, the number of documents per length")
     name = metadata.get("tokenizer") or metadata.get("pretrained")
     if not isinstance(name, str):
-        reject("tokenizer", name, "the name or folder of one, in --model_args or the metadata")
+        reject("tokenizer", name, "a name or folder, in --model_args or the metadata")
     tokenizer = AutoTokenizer.from_pretrained(name)
     file = metadata.get("haystack")
     text = TEXT if file is None else Path(file).read_text(encoding="utf-8")
     sentences = tuple(sentence for part in re.split(r"(?<=[.!?])\s+", text) if (sentence := " ".join(part.split())))
     if not sentences:
-        reject("haystack", file, "a file with text")
+        reject("haystack", file, "a non-empty text file")
     return Settings(
         tokens=lambda prompt: len(tokenizer(prompt).input_ids),
         tokens_within=functools.lru_cache(4096)(lambda part: len(tokenizer(part, add_special_tokens=False).input_ids)),
@@ -130,7 +131,7 @@ def _settings(metadata: dict[str, Any]) -> Settings:
 
 
 def _dataset(kind: Kind, settings: Settings) -> dict[str, datasets.Dataset]:
-    """Document i of every length before document i + 1 of any, so that `limit` takes as many of each."""
+    """Return the documents with lengths alternating, so that `limit` takes the same number of each length."""
     documents = [
         _document(kind, settings, length, sample) for sample in range(settings.samples) for length in settings.lengths
     ]
@@ -138,13 +139,13 @@ def _dataset(kind: Kind, settings: Settings) -> dict[str, datasets.Dataset]:
 
 
 def _document(kind: Kind, settings: Settings, length: int, sample: int) -> dict[str, Any]:
-    """One document of at most `length` tokens, answer included, and as close to it as whole sentences allow."""
+    """Return a document of at most `length` tokens, answer included, filled with whole sentences."""
     draw = random.Random(f"{settings.seed} {kind} {length} {sample}")
     numbers: dict[str, int] = {}
     while len(numbers) < kind.facts:
         numbers[_word(draw)] = _number(draw)
     asked = draw.sample(list(numbers), kind.asked)
-    # The depth of the one fact that is asked for goes evenly through the text; everything else lies anywhere.
+    # The depth of a single asked fact is spread evenly over the samples; all other depths are random.
     even = (sample + 0.5) / settings.samples
     depths = {word: even if [word] == asked else draw.random() for word in numbers}
     facts = {word: kind.fact.format(word=word, number=number) for word, number in numbers.items()}
@@ -154,7 +155,7 @@ def _document(kind: Kind, settings: Settings, length: int, sample: int) -> dict[
 
     def context(haystack: list[str]) -> str:
         text = list(haystack)
-        for word in sorted(facts, key=lambda word: -depths[word]):  # the last first: it does not move the others
+        for word in sorted(facts, key=lambda word: -depths[word]):  # last first, so that earlier indices stay valid
             text.insert(int(depths[word] * (len(haystack) + 1)), facts[word])
         return f"{kind.instruction}\n{kind.separator.join(text)}\n{question}"
 
@@ -164,14 +165,14 @@ def _document(kind: Kind, settings: Settings, length: int, sample: int) -> dict[
     haystack: list[str] = []
     least = tokens(haystack)
     if least > length:
-        reject("max_seq_lengths", length, f"lengths of at least {least} tokens, those of the question alone")
+        reject("max_seq_lengths", length, f"lengths of at least {least} tokens, the size without a haystack")
     spare = length - least
     for sentence in _haystack(kind, settings, draw, numbers):
         spare -= max(1, settings.tokens_within(kind.separator + sentence))
         if spare < 0:
             break
         haystack.append(sentence)
-    while (used := tokens(haystack)) > length:  # sentences may take more tokens together than each for itself
+    while (used := tokens(haystack)) > length:  # joined sentences may take more tokens than separate ones
         haystack.pop()
     return {
         "context": context(haystack),
@@ -184,7 +185,7 @@ def _document(kind: Kind, settings: Settings, length: int, sample: int) -> dict[
 
 
 def _haystack(kind: Kind, settings: Settings, draw: random.Random, taken: dict[str, int]) -> Iterator[str]:
-    """Sentences without end: of the text, from a random one on, or facts about other words."""
+    """Yield sentences endlessly: of the text, from a random one on, or facts about other words."""
     if kind.haystack_of_facts:
         while True:
             word = _word(draw)
@@ -203,25 +204,26 @@ def _number(draw: random.Random) -> int:
 
 
 class LengthTask(ConfigurableTask):
-    """A task by loglikelihood, teacher-forced in one forward, with one more accuracy for each length as in RULER."""
+    """Loglikelihood task, teacher-forced in one forward pass, with an additional accuracy per length as in RULER."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def build_all_requests(self, **options: Any) -> None:
-        """Check what the model will really get, with chat template and system prompt: lm-eval would cut it."""
+        """Check the length of complete prompts, with chat template and system prompt; lm-eval would truncate them."""
         if options.get("cache_requests"):
-            reject("cache_requests", True, "False: lm-eval's cache of requests does not tell lengths apart")
+            reject("cache_requests", True, "False, since the request cache of lm-eval does not distinguish lengths")
         super().build_all_requests(**options)
         metadata = self.config.metadata
         limit = metadata["max_length"]
         tokenizer = AutoTokenizer.from_pretrained(metadata.get("tokenizer") or metadata["pretrained"])
         longest = max(len(tokenizer("".join(request.args)).input_ids) for request in self.instances)
         if longest > limit:
-            reject("max_length", limit, f"at least {longest}, the longest prompt with its answer; lm-eval would cut it")
+            accepted = f"at least {longest}, the longest prompt with its answer; lm-eval truncates longer prompts"
+            reject("max_length", limit, accepted)
 
     def process_results(self, doc: Mapping[str, Any], results: list[tuple[float, bool]]) -> dict[str, float]:
-        """Right if every token of the answer is the likeliest one."""
+        """An answer is correct if each of its tokens is the most likely one."""
         ((loglikelihood, greedy),) = results
         return {"acc": float(greedy), "loglikelihood": loglikelihood, str(doc["max_length"]): float(greedy)}
 

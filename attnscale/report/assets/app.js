@@ -1,19 +1,19 @@
-// The page: one selection (step, quantity, statistic, layer, head), kept in the address, and everything drawn from it.
+// The page of a run. One selection (step, quantity, statistic, layer, head), stored in the URL, determines all plots.
 
 const by = (id) => document.getElementById(id);
 const PHASES = { forward: "forward", backward: "backward", scalar: "per head" };
-const STATISTICS = { mean: "mean", p10: "10 %", p50: "median", p90: "90 %", min: "least", max: "largest", value: "–" };
+const STATISTICS = { mean: "mean", p10: "10 %", p50: "median", p90: "90 %", min: "minimum", max: "maximum", value: "–" };
 const THEMES = ["auto", "light", "dark"];
 const quantityKey = ({ phase, name }) => `${phase}.${name}`;
 const gaps = run.quantities.filter(({ phase, name }) => phase === "forward" && name.startsWith("gap_count_"));
-const PAGE = 100; // alerts shown at once
+const PAGE = 100; // alerts per page
 
 const state = {
   step: run.steps.length - 1, // an index
   quantity: run.quantities.find(({ name }) => name === "w_max") || run.quantities[0],
   statistic: "mean",
   layer: 0,
-  head: 0, // the place of the head in its layer
+  head: 0, // index of the head in its layer
   range: "run",
   lines: "head",
   gap: gaps.length ? (gaps.find(({ name }) => name === "gap_count_1") || gaps[0]).name : "",
@@ -41,7 +41,7 @@ function titled(host, id, make) {
   return { heading, plot: make(inner) };
 }
 
-// --- the selection and the address
+// --- selection and URL
 
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
@@ -68,7 +68,7 @@ function writeAddress() {
   try {
     history.replaceState(null, "", `#${parts}`);
   } catch {
-    // In an embedded page the address may be read-only.
+    // In an embedded page the URL may be read-only.
   }
 }
 
@@ -98,7 +98,7 @@ function choose(changes) {
   render();
 }
 
-// --- numbers of a plane
+// --- values of a plane
 
 const at = (values, step, column) => values[step * columns.length + column];
 const columnOf = (layer, head) => firstColumn[layer] + head;
@@ -108,7 +108,7 @@ const kindsOf = (bits) => run.kinds.filter((_, index) => bits >> Math.min(index,
 const nameOf = (quantity) => quantity.label + (quantity.phase === "backward" ? " (backward)" : "");
 const sentence = (text) => text[0].toUpperCase() + text.slice(1);
 
-// A number per layer and step from those of its heads; cached, since it does not depend on the selection.
+// Aggregates the heads of each layer and step; cached, since the result does not depend on the selection.
 const joined = new WeakMap();
 function perLayer(values, join) {
   if (!joined.has(values)) joined.set(values, new Map());
@@ -130,7 +130,7 @@ async function render() {
   ]);
   const pairs = await Promise.all(["w_max", "entropy", state.gap].map((each) => Promise.all(
     ["forward", "backward"].map((side) => plane(side, each, "mean")))));
-  if (turn !== drawing) return; // the selection has changed meanwhile
+  if (turn !== drawing) return; // the selection has changed in the meantime
   applyTheme();
   fillControls();
   const data = { values, low, high, bits };
@@ -162,7 +162,7 @@ function drawReadout({ values, low, high, bits }) {
 function drawHeads({ values, low, high, bits }) {
   const { step } = state, most = Math.max(...run.layers.map(({ heads }) => heads.length));
   const within = state.range === "run" ? values : values.subarray(step * columns.length, (step + 1) * columns.length);
-  by("hint-heads").textContent = `${sentence(nameOf(state.quantity))} at step ${run.steps[step]}. Click a cell, or use the arrow keys, to select it.`;
+  by("hint-heads").textContent = `${sentence(nameOf(state.quantity))} at step ${run.steps[step]}. Click a cell or use the arrow keys to select it.`;
   const inside = (layer, head) => head < run.layers[layer].heads.length;
   maps.heads.draw({
     rows: run.layers.map(({ short }) => short),
@@ -187,7 +187,7 @@ function drawHeads({ values, low, high, bits }) {
   });
 }
 
-// Layer × step, from a number per layer and step.
+// Heat map of layer × step.
 function drawLayerSteps(map, name, text, numbers, bits) {
   const heads = perLayer(bits, alerting);
   map.draw({
@@ -210,7 +210,7 @@ function drawLayerSteps(map, name, text, numbers, bits) {
 }
 
 function drawSteps({ values, bits }) {
-  by("hint-steps").textContent = `${sentence(nameOf(state.quantity))}, mean over heads: where and when it begins.`;
+  by("hint-steps").textContent = `${sentence(nameOf(state.quantity))}, mean over heads: location and onset of changes.`;
   drawLayerSteps(maps.steps, state.quantity.name, state.quantity.label, perLayer(values, mean), bits);
 }
 
@@ -239,7 +239,7 @@ function drawCurve({ values, low, high }) {
     }));
   }
   const which = state.statistic === "value" ? "" : `, ${STATISTICS[state.statistic]} over rows`;
-  by("hint-curve").textContent = `${sentence(nameOf(state.quantity))}${which}. Click, or use the arrow keys, to choose a step.`;
+  by("hint-curve").textContent = `${sentence(nameOf(state.quantity))}${which}. Click or use the arrow keys to select a step.`;
   drawOverSteps(curve, state.quantity.name, series);
 }
 
@@ -251,7 +251,7 @@ function drawOverSteps(chart, name, series) {
   });
 }
 
-// A margin above and below lines, but not beyond the possible values.
+// Adds a margin above and below the lines, within the valid range.
 function padded(name, { low, high, log }) {
   if (SHARES.has(name)) return { low, high, log };
   if (log) return { low: low / 1.2, high: high * 1.2, log };
@@ -270,15 +270,15 @@ function drawBoth(pairs, mismatch) {
     both[index].heading.textContent = (run.quantities.find(({ name }) => name === quantity) || { title: quantity }).title;
     drawOverSteps(both[index].plot, quantity, series);
   });
-  both[3].heading.textContent = "largest difference of a row";
+  both[3].heading.textContent = "largest difference of any row";
   const values = run.steps.map((_, step) => mismatch ? at(mismatch, step, column) : NaN);
   drawOverSteps(both[3].plot, "mismatch", [{ label: "mismatch", values, colour: variable("--second") }]);
   let worst = 0, where = -1;
   for (let i = 0; mismatch && i < mismatch.length; i++) if (mismatch[i] > worst) [worst, where] = [mismatch[i], i];
   const verdict = !mismatch ? "This run has no backward records." : where < 0
-    ? "Backward saw what forward saw, in every head at every step."
+    ? "Forward and backward agree in every head at every step."
     : `The largest difference of the run is ${format(worst)}, in ${describe(where)}.`;
-  by("hint-both").textContent = `${name} · head ${heads[state.head]}: the same rows in forward, and as recomputed in backward. ${verdict}`;
+  by("hint-both").textContent = `${name} · head ${heads[state.head]}: the same rows in the forward pass and recomputed in the backward pass. ${verdict}`;
 }
 
 function describe(index) {
@@ -294,7 +294,7 @@ function drawGain(gain, bits) {
   const series = [];
   for (let head = 0; gain && head < most; head++) {
     const values = run.layers.map(({ heads }, layer) => head < heads.length ? at(gain, step, columnOf(layer, head)) : NaN);
-    series.push({ label: `head ${head}`, legend: head === 0 ? "a head" : "", values, colour: variable("--accent"), dots: true });
+    series.push({ label: `head ${head}`, legend: head === 0 ? "one head" : "", values, colour: variable("--accent"), dots: true });
   }
   const middle = (index) => perLayer(gain, median).map((steps) => steps[index]);
   if (gain && step > 0) {
@@ -339,15 +339,15 @@ function drawTable(values) {
 
 function drawAlerts() {
   const wanted = `${state.kind} ${alertsShown}`;
-  if (wanted === alertsDrawn) return; // nothing has changed
+  if (wanted === alertsDrawn) return;
   alertsDrawn = wanted;
   const chosen = run.alerts.filter(({ kind }) => !state.kind || kind === state.kind), body = by("alerts").tBodies[0];
   const left = run.groupCount - run.alerts.length;
   by("hint-alerts").textContent = run.alertCount
-    ? `${run.alertCount} alerts in ${run.groupCount} heads and kinds${left ? `; the ${left} that began last are left out` : ""}. A click goes to the first step of a line.`
-    : "None: no threshold was crossed.";
+    ? `${run.alertCount} alerts in ${run.groupCount} groups by kind and head${left ? `; the ${left} groups that began last are omitted` : ""}. Click a row to go to its first step.`
+    : "No threshold was exceeded.";
   by("kind").parentElement.hidden = by("alerts").hidden = !run.alertCount;
-  by("alerts").tHead.replaceChildren(row([["kind"], ["layer"], ["head", "number"], ["steps"], ["times", "number"], ["latest value", "number"], ["limit", "number"], ["what"]], "th"));
+  by("alerts").tHead.replaceChildren(row([["kind"], ["layer"], ["head", "number"], ["steps"], ["count", "number"], ["latest value", "number"], ["limit", "number"], ["message"]], "th"));
   body.replaceChildren(...chosen.slice(0, alertsShown).map((alert) => {
     const when = alert.first === alert.last ? `${alert.first}` : `${alert.first} to ${alert.last}`;
     const line = row([["", "kind"], [alert.layer], [alert.head, "number"], [when], [alert.count, "number"],
@@ -361,7 +361,7 @@ function drawAlerts() {
     return line;
   }));
   by("more").hidden = chosen.length <= alertsShown;
-  by("more").textContent = `show more (${Math.max(0, chosen.length - alertsShown)} left)`;
+  by("more").textContent = `show more (${Math.max(0, chosen.length - alertsShown)} remaining)`;
 }
 
 function goTo({ kind, layer, head, first }) {
@@ -401,9 +401,9 @@ function setUp() {
   alarm.className = run.alertCount ? "alarm" : "";
   alarm.textContent = run.alertCount ? `${run.alertCount} alerts` : "no alerts";
   by("about").append(`${run.layers.length} layers, ${heads} heads, ${run.reported} reports from step ${first} to ${last} · `, alarm);
-  const thinner = run.steps.length < run.reported ? ` To keep the page small it shows ${run.steps.length} of ${run.reported} reports.` : "";
-  const rounded = run.exact ? "" : " Numbers are rounded to about four digits, and bands may be coarser.";
-  by("footer").textContent = `${run.path} · attnscale ${run.version}. Entropy and logits in nats, after temperature; N(t) on raw scores.${thinner}${rounded}`;
+  const thinner = run.steps.length < run.reported ? ` To limit the size of the page, ${run.steps.length} of ${run.reported} reports are shown.` : "";
+  const rounded = run.exact ? "" : " Values are rounded to about four digits; bands may be coarser.";
+  by("footer").textContent = `${run.path} · attnscale ${run.version}. Entropy and logits are in nats, after temperature; N(t) uses raw scores.${thinner}${rounded}`;
   for (const [phase, text] of Object.entries(PHASES)) {
     const group = document.createElement("optgroup");
     group.label = text;
@@ -431,7 +431,7 @@ function setUp() {
   by("theme").addEventListener("click", () => choose({ theme: THEMES[(THEMES.indexOf(state.theme) + 1) % THEMES.length] }));
 }
 
-// --- light and dark, size and paper
+// --- theme, resizing and printing
 
 const darkness = matchMedia("(prefers-color-scheme: dark)"), paper = matchMedia("print");
 function applyTheme() {

@@ -1,4 +1,4 @@
-// Lines with bands, or dots, over steps or layers, as SVG. Arrow keys move the selected step or layer.
+// SVG chart of lines with bands, or of dots, over steps or layers. Arrow keys move the selection.
 
 const SPACE = document.getElementById("seed").namespaceURI;
 
@@ -12,13 +12,13 @@ function shape(name, attributes, text) {
 class Chart extends Plot {
   constructor(host, label, height) {
     const svg = shape("svg", { class: "chart" });
-    super(host, svg, "chart", label, "left and right arrow keys move");
+    super(host, svg, "chart", label, "left and right arrow keys move the selection");
     this.svg = svg;
     this.height = height;
   }
 
-  // options: x (numbers, rising), now (index in x), pick(index), domain, across, tick(x), head(index), series:
-  // [{label, values, low, high, colour, dash, faint, dots}], where dots draws points without a line
+  // options: x (ascending numbers), now (index in x), pick(index), domain, across, tick(x), head(index), series:
+  // [{label, values, low, high, colour, dash, faint, dots}]; dots draws points without a line
   draw(options) {
     this.options = options;
     const width = Math.max(140, this.host.clientWidth), { height } = this, { x, series, domain } = options;
@@ -62,7 +62,7 @@ class Chart extends Plot {
     const wanted = Math.max(2, Math.floor(width / 90));
     const places = high > low ? ticksOf({ low, high, log: false }, wanted).filter(Number.isInteger) : [low];
     for (const place of places) {
-      // A label at the edge is aligned inwards, so that it is not cut off.
+      // Labels at the edge are aligned inwards to avoid clipping.
       const text = tick(place), half = 3.2 * text.length, at = this.x(place);
       const anchor = at + half > width ? "end" : at - half < 0 ? "start" : "middle";
       const edge = { end: width - 1, start: 1, middle: at }[anchor];
@@ -70,7 +70,7 @@ class Chart extends Plot {
     }
   }
 
-  // Runs of points, interrupted where a value is NaN.
+  // Contiguous runs of points, split at NaN.
   pieces(values) {
     const found = [[]];
     this.options.x.forEach((place, index) => {
@@ -145,7 +145,7 @@ class Chart extends Plot {
     this.line("hover", null);
   }
 
-  // All lines if they are few, else those nearest to the pointer.
+  // All lines if there are few, else the nearest to the pointer.
   hover(event) {
     const index = this.nearest(event), { series, head, x } = this.options;
     const height = (event.clientY - this.svg.getBoundingClientRect().top);

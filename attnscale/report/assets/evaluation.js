@@ -1,4 +1,4 @@
-// The page of an evaluation: the charts are there already; this adds theme, tooltips, and heat maps of heads.
+// The page of an evaluation: theme, tooltips and heat maps of heads. The charts are static SVG.
 
 const by = (id) => document.getElementById(id);
 const THEMES = ["auto", "light", "dark"], MAPS = Object.keys(run.labels);
@@ -62,7 +62,7 @@ function setUpMaps() {
   });
 }
 
-// --- curves of heads, and tooltips of charts
+// --- head selector and chart tooltips
 
 const which = by("which");
 if (which) which.addEventListener("change", () => {
@@ -76,7 +76,7 @@ for (const chart of document.querySelectorAll("svg.figure")) {
   chart.addEventListener("pointerleave", () => tip.hide());
 }
 
-// --- light and dark, size and paper
+// --- theme, resizing and printing
 
 const darkness = matchMedia("(prefers-color-scheme: dark)"), paper = matchMedia("print");
 let drawn = 0;

@@ -1,4 +1,4 @@
-// A heat map on a canvas: rows are layers; one cell is selected, and arrow keys move it.
+// Heat map on a canvas: rows are layers. Arrow keys move the selected cell.
 
 class HeatMap extends Plot {
   constructor(host, label) {
@@ -8,7 +8,7 @@ class HeatMap extends Plot {
   }
 
   // options: rows and columns (labels), value(row, column), domain, selected [row, column], marked(row, column),
-  // pick(row, column), words(row, column), across (what the columns are), bar (what the colours are)
+  // pick(row, column), words(row, column), across (column axis label), bar (colour bar label)
   draw(options) {
     this.options = options;
     const { rows, columns, domain, selected } = options, ratio = devicePixelRatio || 1;
@@ -34,7 +34,7 @@ class HeatMap extends Plot {
       context.fillText(this.fitted(context, row), this.left - 6, (r + 0.5) * this.rowHeight + 0.5);
       columns.forEach((_, c) => {
         const value = options.value(r, c);
-        if (value === undefined) return; // this layer has fewer heads than another
+        if (value === undefined) return; // this layer has fewer heads
         const x = this.left + Math.floor(c * this.cellWidth), end = this.left + Math.floor((c + 1) * this.cellWidth);
         const share = shareOf(value, domain);
         context.fillStyle = Number.isNaN(share) ? none : colour(share);
@@ -53,7 +53,7 @@ class HeatMap extends Plot {
     return label;
   }
 
-  // An alert: a red corner, edged so that it shows on every colour; in a narrow cell a red line under it.
+  // An alert: a red corner with an outline visible on every colour; in narrow cells a red underline.
   mark(context, left, right, top, fill) {
     context.fillStyle = fill;
     if (right - left < 14) {
@@ -113,7 +113,7 @@ class HeatMap extends Plot {
     ramp.className = "area";
     ramp.style.cssText = `width: 110px; margin: 0 6px; background: ${GRADIENT}`;
     const scale = document.createElement("span");
-    scale.append(format(domain.low), ramp, format(domain.high), ` ${bar}${domain.log ? ", by powers" : ""}`);
+    scale.append(format(domain.low), ramp, format(domain.high), ` ${bar}${domain.log ? " (log scale)" : ""}`);
     const parts = [scale];
     if (marks) {
       const corner = document.createElement("span"), sign = document.createElement("span");

@@ -1,4 +1,4 @@
-// The planes of a run, numbers [steps, columns], where a column is a head. A plane is decoded when first needed.
+// The planes of a run: values [steps, columns]; a column is one head. Planes are decoded on first use.
 
 const columns = run.layers.flatMap((layer, index) => layer.heads.map((head) => ({ layer: index, head })));
 const firstColumn = [];
@@ -11,7 +11,7 @@ function planeIndex(phase, name, statistic) {
   return run.planes.findIndex((p) => p.phase === phase && p.name === name && p.statistic === statistic);
 }
 
-// The numbers of a plane, or null where the run has none of the kind.
+// The values of a plane, or null if the run does not have it.
 function plane(phase, name, statistic) {
   const index = planeIndex(phase, name, statistic);
   if (index < 0) return Promise.resolve(null);
@@ -19,7 +19,7 @@ function plane(phase, name, statistic) {
   return unpacked.get(index);
 }
 
-// The bits of alerts, which come after the planes.
+// The alert bits, stored after the planes.
 function alertBits() {
   if (!unpacked.has("alerts")) unpacked.set("alerts", toIntegers(run.planes.length, 1));
   return unpacked.get("alerts");
@@ -32,7 +32,7 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Inverse of `pack` in encode.py: lowest bytes of all numbers first; numbers of less than four bytes are differences between steps.
+// Inverse of `pack` in page.py: lowest bytes of all values first; values of fewer than four bytes are differences between steps.
 async function toIntegers(index, width) {
   const bytes = await inflate(texts[index].textContent);
   const wide = columns.length, count = run.steps.length * wide, found = new Uint32Array(count);

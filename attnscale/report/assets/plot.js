@@ -1,6 +1,6 @@
-// What heat maps and charts share: a node that takes pointer and keys, a legend below it, and the tooltip of the page.
+// Base of heat maps and charts: a node with pointer and keyboard events, a legend below it, and a tooltip.
 
-// The tooltip, one for the whole page.
+// One tooltip for the whole page.
 const tip = {
   box: document.getElementById("tip"),
   show(text, event) {
@@ -17,7 +17,7 @@ const tip = {
 function variable(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
 class Plot {
-  // kind: "heat map" or "chart"; label: what is plotted; keys: what the keys do
+  // kind: "heat map" or "chart"; label: plotted quantity; keys: description of the keys
   constructor(host, node, kind, label, keys) {
     this.host = host;
     this.legend = document.createElement("div");

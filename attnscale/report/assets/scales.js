@@ -1,4 +1,4 @@
-// Numbers as positions, colours and text.
+// Mapping of values to positions, colours and text.
 
 const COLOURS = run.colours.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const GRADIENT = `linear-gradient(to right, ${COLOURS.map((rgb) => `rgb(${rgb})`).join(", ")})`;
@@ -8,10 +8,10 @@ function colour(share) {
   return `rgb(${COLOURS[left].map((x, i) => Math.round(x + (place - left) * (COLOURS[left + 1][i] - x)))})`;
 }
 
-// Quantities between 0 and 1 are always shown on the whole range, so that pictures can be compared.
+// Quantities between 0 and 1 always use the full range, so that plots are comparable.
 const SHARES = new Set(run.quantities.filter(({ share }) => share).map(({ name }) => name));
 
-// The range of an axis or a colour bar: {low, high, log}; logarithmic where values differ more than a hundredfold.
+// The range of an axis or colour bar: {low, high, log}; logarithmic if values differ by more than a factor of 100.
 function domainOf(name, arrays) {
   if (SHARES.has(name)) return { low: 0, high: 1, log: false };
   let low = Infinity, high = -Infinity, positive = Infinity;
@@ -30,7 +30,7 @@ function domainOf(name, arrays) {
   return { low, high, log: false };
 }
 
-// The position of a value in its domain, 0 to 1; NaN stays NaN.
+// Position of a value in its domain, 0 to 1; NaN stays NaN.
 function shareOf(x, { low, high, log }) {
   if (Number.isNaN(x)) return NaN;
   if (log) return Math.min(1, Math.max(0, Math.log(Math.max(x, low) / low) / Math.log(high / low)));

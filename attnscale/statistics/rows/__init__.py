@@ -1,1 +1,1 @@
-"""The one engine for row statistics in torch: tiles of raw scores in, a few numbers per row out."""
+"""Row engine: attention output and row statistics in torch, computed from tiles of raw scores."""

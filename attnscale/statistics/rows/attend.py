@@ -1,7 +1,7 @@
-"""Attention and statistics of the rows of a call, tile by tile, with a backward pass; memory is linear in length.
+"""Attention and row statistics of a call, tile by tile, with a backward pass. Memory is linear in length.
 
-The forward keeps output and lse only; the backward computes each tile again. Both are operators, which torch.compile
-takes as they are. There is no further derivative.
+The forward pass saves output and lse only; the backward pass recomputes each tile. Both are custom operators, opaque
+to torch.compile. Higher derivatives are not supported.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from attnscale.errors import BackendError
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import FLAT_REQUEST, StatsRequest, sample_rows
 from attnscale.statistics.row_stats import RowStats
-from attnscale.statistics.rows.chosen_slots import first_share
 from attnscale.statistics.rows.measures import (
     FLOATS,
     GapMeasures,
     RowMeasures,
     RowSums,
     add_keys,
+    add_shares,
     best_scores,
     measure_gaps,
     row_measures,
+    weight_at,
 )
 from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 from attnscale_kernels.availability import other_derivative
@@ -40,7 +41,7 @@ NOTHING = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
 
 
 class MeasuredRows(NamedTuple):
-    """The output [B, H, Tq, Dv] of a call and the measures [B, H, Tq] of its rows, which are detached."""
+    """Output [B, H, Tq, Dv] of a call, and detached measures [B, H, Tq] of its rows."""
 
     out: Tensor
     measures: RowMeasures
@@ -49,58 +50,61 @@ class MeasuredRows(NamedTuple):
 def attend_rows(
     call: AttentionCall, request: StatsRequest = NOTHING, *, seed: Tensor | None = None, prominence: bool = False
 ) -> MeasuredRows:
-    """Output and measures of all rows of a call. The seed is that of dropout, where there is any; None: a new one."""
+    """Output and measures of all rows of a call. `seed` is the dropout seed; None draws a new one."""
     if call.dropout_p > 0.0 and seed is None:
         seed = torch.randint(2**62, (), device="cpu")
-    # Without gradients and graphs the function itself, as an operator costs a tenth of a millisecond; but not for meta
-    # tensors, which have no values to read, nor for subclasses, which compute by themselves.
+    # A direct call saves the operator overhead of 0.1 ms. Meta tensors and tensor subclasses need the operator.
     direct = type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta
     if direct and not torch.is_grad_enabled() and not is_watched():
         with autocast_off(call.query.device):
-            return _attend(call, request, prominence, seed)
+            return _attend_tiles(call, request, prominence, seed)
     flat = FlatCall.of(replace(call, beta=call.row_beta()))
     out, floats, integers = rows_forward(*flat, *request.flat(), prominence, seed)
     return MeasuredRows(out, RowMeasures.unpacked(floats.detach(), integers))
 
 
 def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool = False) -> RowMeasures:
-    """The measures of all rows of a call without its output."""
-    nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # no product with the values
+    """Measures of all rows of a call, without the output."""
+    nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # skips the product with the values
     with torch.no_grad():
         return attend_rows(replace(call.detached(), value=nothing), request, prominence=prominence).measures
 
 
 def measure_sampled_rows(call: AttentionCall, request: StatsRequest) -> RowStats:
-    """The statistics of the rows that a request samples, as [B, H, R]."""
+    """Statistics [B, H, R] of the rows sampled by a request."""
     queries = call.query.shape[2]
     rows = sample_rows(queries, queries if request.rows is None else request.rows, request.seed, call.query.device)
     return measure_statistics(call.detached().select(rows), request)._replace(rows=rows.clone())
 
 
 def measure_statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
-    """The statistics of all rows of a call, as [B, H, Tq], without its output."""
+    """Statistics [B, H, Tq] of all rows of a call, without the output."""
     known = RowStats.counted(call, with_sink=request.softmax)
     measures = measure_rows(call, request)
-    stats = measures.to_stats(request, known, call.row_beta().detach())
-    if request.first_share is None:
-        return stats
-    return stats._replace(first_share=first_share(call, request.first_share, measures.lse))
+    stats = measures.to_stats(request.with_lse(), known, call.row_beta().detach())
+    return add_call_shares(stats, request, call).only(request)
+
+
+def add_call_shares(stats: RowStats, request: StatsRequest, call: AttentionCall) -> RowStats:
+    """Add the requested weights of selected keys of a call. `stats` must contain the lse."""
+    call = call.detached()
+    return add_shares(stats, request, call.context, lambda slots, seen: weight_at(call, slots, seen, stats.lse))
 
 
 @without_autocast
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     flat, (*asked, prominence, seed) = FlatCall.split(arguments)
-    out, measures = _attend(flat.to_call(), StatsRequest(*asked), prominence, seed)
+    out, measures = _attend_tiles(flat.to_call(), StatsRequest(*asked), prominence, seed)
     return out, *measures.packed()
 
 
-def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: Tensor | None) -> MeasuredRows:
+def _attend_tiles(call: AttentionCall, request: StatsRequest, prominence: bool, seed: Tensor | None) -> MeasuredRows:
     rows = CallRows(call)
     rows.drop_broken(keys=False)
     shape, thresholds = call.query.shape[:3], len(request.gap_thresholds or ())
     mixing = call.value.shape[-1] > 0
     out = call.query.new_zeros(*shape, call.value.shape[-1])
-    # m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m), the ends of Λ, and the prominence, of which rows without keys have none.
+    # m, Σ 2^(ℓ − m), Σ 2^(ℓ − m)·(ℓ − m), the bounds of Λ, and the prominence (NaN in rows without keys).
     sums = rows.query.new_zeros(*shape, 6)
     sums[..., 0] = HIDDEN
     if prominence:
@@ -120,7 +124,7 @@ def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: 
                 logits = rows.logits(piece) if scores is None else rows.logits_of(scores, piece)
                 kept = None if seed is None else _kept(logits, seed, next(number), call.dropout_p)
                 values = rows.keys_of(rows.value, piece) if mixing else None
-                found = add_keys(found, logits, request, tile=True, values=values, kept=kept, left=piece.left)
+                found = add_keys(found, logits, request, room=rows.room, values=values, kept=kept, left=piece.left)
         if found is not None:
             _store(rows, block, found, sums, integers)
             if found.mixed is not None:
@@ -128,7 +132,7 @@ def _attend(call: AttentionCall, request: StatsRequest, prominence: bool, seed: 
         if best is not None and scores is not None:
             pieces = list(block.pieces())
             tiles = [lambda scores=scores: scores] if len(pieces) == 1 else [partial(rows.scores, x) for x in pieces]
-            measured = measure_gaps(tiles, best, request, prominence=prominence, tile=True)
+            measured = measure_gaps(tiles, best, request, prominence=prominence, room=rows.room)
             rows.store(integers[..., 1:], block, measured.counts)
             rows.store(sums[..., 3:], block, torch.stack(measured[1:], dim=-1))
     top, total, moment, *of_gaps = sums.unbind(-1)
@@ -146,13 +150,13 @@ def _store(rows: CallRows, block: Block, found: RowSums, sums: Tensor, integers:
 
 
 def _divide(rows: CallRows, block: Block, found: RowSums, out: Tensor) -> None:
-    """Write the output of a block: Σ 2^(ℓ − m)·v over the sum of the powers."""
+    """Write the output of a block: Σ 2^(ℓ − m)·v / Σ 2^(ℓ − m)."""
     whole, context, sinks = found.total, rows.call.context, rows.call.sinks
     if sinks is not None:
         sink = (sinks.to(rows.dtype) * LOG2E)[None, :, None, None].expand(*out.shape[:3], 1)
         whole = whole + torch.exp2(rows.rows_of(sink, block) - found.top)
     if block.clear_left >= block.clear_right or context.padding is not None or context.mask is not None:
-        # A row that sees nothing has powers of hidden keys, as many as there are; a NaN has been seen.
+        # A row without visible keys has summed the powers of hidden keys. NaN rows are not affected.
         whole = whole.masked_fill(found.top <= HIDDEN / 2, math.inf)
     part = rows.place(out, block)
     mixed = found.mixed if found.mixed is not None else part
@@ -160,7 +164,7 @@ def _divide(rows: CallRows, block: Block, found: RowSums, out: Tensor) -> None:
 
 
 def _kept(like: Tensor, seed: Tensor, number: int, dropout_p: float) -> Tensor:
-    """The dropout mask of a tile, scaled; the same again for the same seed and tile number."""
+    """The scaled dropout mask of a tile, reproducible from the seed and the tile number."""
     generator = torch.Generator(device=like.device).manual_seed(int(seed) + number)
     kept = torch.rand(like.shape, generator=generator, device=like.device) >= dropout_p
     return kept.to(like.dtype) / (1 - dropout_p) if dropout_p < 1.0 else torch.zeros_like(like)
@@ -192,9 +196,9 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 @without_autocast
 def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, β, mask and sinks; the last two empty where there is nothing to give.
+    """Gradients of query, key, value, β, mask and sinks; the last two are empty if not needed.
 
-    `whole` says how the forward cut the call, on which the dropout mask depends.
+    `whole` is the tiling mode of the forward pass. The dropout mask depends on the tiling.
     """
     flat, (gradient, out, lse, seed, whole, wants_mask) = FlatCall.split(arguments)
     call = flat.to_call()
@@ -202,7 +206,7 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     rows.drop_broken(keys=True)
     rows.drop_unseeing(lse)
     gradient = gradient.to(rows.dtype)
-    delta = (gradient * out.to(rows.dtype)).sum(-1)  # [B, H, Tq]: what the softmax subtracts from each row
+    delta = (gradient * out.to(rows.dtype)).sum(-1)  # [B, H, Tq], the softmax correction of each row
     lse_in_bits = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
     dq, dk, dv = (torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (rows.query, rows.key, rows.value))
     dbeta = torch.zeros_like(delta)
@@ -272,7 +276,7 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
     flat = FlatCall(*tensors, *ctx.constants)
     derivative = other_derivative(gradient, flat.query, flat.key, flat.value, flat.beta, flat.mask, flat.sinks)
     if derivative is not None:
-        raise BackendError(f"backend='blockwise' cannot compute this backward: {no_derivative(derivative)}")
+        raise BackendError(f"backend='blockwise' cannot compute this backward pass: {no_derivative(derivative)}")
     wants_mask = ctx.needs_input_grad[flat._fields.index("mask")]
     arguments = gradient, out, measures[..., LSE], seed, ctx.whole, wants_mask
     dq, dk, dv, dbeta, dmask, dsinks = rows_backward(*flat, *arguments)
@@ -283,7 +287,7 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
 
 def _refuse_second(*_: Any) -> NoReturn:
     raise BackendError(
-        "backend='blockwise' has no second derivative: ask for backend='reference', which has every derivative"
+        "backend='blockwise' has no second derivative: use backend='reference', which supports all derivatives"
     )
 
 
@@ -292,5 +296,5 @@ rows_backward.register_autograd(_refuse_second)
 
 
 def no_derivative(derivative: str) -> str:
-    """Why a backend with a forward and a backward of its own cannot be used where another derivative is taken."""
-    return f"it has one backward pass, and no {derivative}; backend='reference' has, in memory of Tq × Tk"
+    """The reason why a backend with a custom backward pass does not support another derivative."""
+    return f"it has a first-order backward pass only, no {derivative}; backend='reference' has, in Tq × Tk memory"

@@ -1,13 +1,13 @@
-"""What a monitor reports of rows: in forward, and with the gradients of their scores in backward.
+"""Quantities that a monitor records per row: in the forward pass, and with score gradients in the backward pass.
 
-Everything is in fp32, and NaN for a row that sees nothing: such rows are in no aggregate.
+All quantities are fp32. Rows without visible keys are NaN and excluded from aggregates.
 """
 
 from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,24 +16,26 @@ from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import count_visible, count_visible_before
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest
-from attnscale.statistics.rows.attend import measure_rows
-from attnscale.statistics.rows.chosen_slots import first_share
+from attnscale.statistics.row_stats import RowStats
+from attnscale.statistics.rows.attend import add_call_shares, measure_rows
 from attnscale.statistics.rows.measures import RowMeasures
 from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 
-# Gaps at which N(t) is counted: in units of raw scores, from a tie to the whole row.
+# Thresholds t of the gap counts N(t), in units of raw scores.
 THRESHOLDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 MIN_RANK = 2
-FIRST_KEYS = 4  # where attention sinks lie
-REQUEST = StatsRequest(gap_thresholds=THRESHOLDS, accumulation="bracket", min_rank=MIN_RANK, winner=True)
+FIRST_KEYS = 4  # the usual place of attention sinks
+REQUEST = StatsRequest(
+    gap_thresholds=THRESHOLDS, accumulation="bracket", min_rank=MIN_RANK, winner=True, first_share=FIRST_KEYS
+)
 
 
 def gap_name(threshold: float) -> str:
-    """The name of N(t)."""
+    """The quantity name of N(t)."""
     return f"gap_count_{threshold:g}"
 
 
-# What is compared between forward and backward, to notice a recomputation that differs.
+# Compared between forward and backward pass, to detect a recomputation that differs.
 COMPARED = ("w_max", "entropy", *map(gap_name, THRESHOLDS))
 FORWARD = (
     *COMPARED,
@@ -51,27 +53,28 @@ BACKWARD = (*COMPARED, "score_gradient", "beta_gradient")
 
 
 class MeasuredQuantities(NamedTuple):
-    """The measures of rows and what depends on which keys they see, all [B, H, R]."""
+    """Measures of rows, and values that depend on the visible keys; all [B, H, R]."""
 
     measures: RowMeasures
-    visible: Tensor  # how many keys, as a floating number
-    winner: Tensor  # how many of these lie before the one with the largest weight
-    first_share: Tensor  # weight of the first of them
+    visible: Tensor  # number of visible keys, floating
+    winner: Tensor  # number of visible keys before the key with the largest weight
+    first_share: Tensor  # weight of the first visible keys
 
 
 def measure_quantities(call: AttentionCall) -> MeasuredQuantities:
-    """What the quantities of all rows of a call are made of."""
+    """Measure all rows of a call."""
     measures = measure_rows(call, REQUEST, prominence=True)
     visible = count_visible(call.context).expand(call.query.shape[:3]).to(measures.lse.dtype)
     winner = count_visible_before(call.context, measures.winner)
-    return MeasuredQuantities(measures, visible, winner, first_share(call, FIRST_KEYS, measures.lse))
+    stats = add_call_shares(RowStats(visible, lse=measures.lse), REQUEST, call)
+    return MeasuredQuantities(measures, visible, winner, cast("Tensor", stats.first_share))
 
 
 def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
-    """Each quantity of `FORWARD` [Q, ...] of rows [...]."""
+    """The quantities of `FORWARD`, [Q, ...], for rows [...]."""
     measures, visible = measured.measures, measured.visible
     accumulation = measures.accumulation.middle
-    # Rows of one key or a tie at the top have none: Λ is 0 or infinite there, and would spoil any mean.
+    # Λ is 0 for a single key and infinite for a tie at the top. NaN keeps these rows out of means.
     accumulation = torch.where((accumulation < math.inf) & (accumulation > 0), accumulation, math.nan)
     relative = measures.entropy / torch.where(visible > 1, visible, math.nan).log()
     scales = measures.max_logit, accumulation, beta / accumulation, measures.prominence
@@ -80,27 +83,27 @@ def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
 
 
 def compared_quantities(measured: MeasuredQuantities) -> Tensor:
-    """Those of `COMPARED`."""
+    """The quantities of `COMPARED`, [Q, ...], for rows [...]."""
     return _stacked(measured, _compared(measured.measures))
 
 
 class ScoreGradients(NamedTuple):
-    """Of each row, [B, H, R]."""
+    """Gradients of each row, [B, H, R]."""
 
-    norm: Tensor  # of the gradient of its logits
-    beta: Tensor  # the gradient of its β
+    norm: Tensor  # norm of the gradient of the logits
+    beta: Tensor  # gradient of β
 
 
 def backward_quantities(measured: MeasuredQuantities, beta: Tensor, gradients: ScoreGradients) -> Tensor:
-    """Each quantity of `BACKWARD` [Q, ...] of rows [...]."""
+    """The quantities of `BACKWARD`, [Q, ...], for rows [...]."""
     return _stacked(measured, [*_compared(measured.measures), gradients.norm * beta.abs(), gradients.beta])
 
 
 def score_gradients(call: AttentionCall, upstream: Tensor, measured: MeasuredQuantities) -> ScoreGradients:
-    """From the gradient of the output [B, H, R, Dv] and the measures of the same rows.
+    """Gradients of scores and β, from the gradient of the output [B, H, R, Dv] and the measures of the same rows.
 
-    With weights w and p = ⟨dO, v⟩ of each key, dℓ = w·(p − Σ w·p). Dropout is not replayed: these are the gradients of
-    the weights as they were before it.
+    With weights w and p = ⟨dO, v⟩ of each key, dℓ = w·(p − Σ w·p). Dropout is not replayed: the gradients are those of
+    the weights before dropout.
     """
     rows, measures = CallRows(call), measured.measures
     gradient = upstream.to(rows.dtype)
@@ -112,14 +115,14 @@ def score_gradients(call: AttentionCall, upstream: Tensor, measured: MeasuredQua
         logits = rows.logits_of(scores, piece).sub_(rows.rows_of(top, piece)[..., None])
         weights = logits.exp2_().mul_(rows.rows_of(measures.w_max, piece)[..., None])
         pull = rows.products(gradient, call.value, piece, "powers")
-        # On devices other than the CPU reading the sum back would synchronise.
+        # On other devices, reading the sum back would synchronise.
         if pull.device.type != "cpu" or not math.isfinite(float(pull.sum())):
             pull.masked_fill_(scores <= HIDDEN / 2, 0.0)  # 0·NaN would be NaN
         return GradientTile(scores, weights, pull)
 
     for block in rows.blocks(whole=True):
         pieces = list(block.pieces())
-        tiles = [tile(piece) for piece in pieces] if len(pieces) == 1 else None  # computed twice where they are several
+        tiles = [tile(piece) for piece in pieces] if len(pieces) == 1 else None  # several tiles are computed twice
         centre = reduce(torch.add, (one.centre() for one in tiles or map(tile, pieces)))
         rows.store(found, block, reduce(torch.add, (one.gradients(centre) for one in tiles or map(tile, pieces))))
     squares, beta = found.unbind(-1)
@@ -127,39 +130,38 @@ def score_gradients(call: AttentionCall, upstream: Tensor, measured: MeasuredQua
 
 
 class GradientTile(NamedTuple):
-    """What the gradient of a tile's logits is made of, each [n, g·r, K]."""
+    """Terms of the logit gradient of a tile, each [n, g·r, K]."""
 
     scores: Tensor
-    weights: Tensor  # 0 where hidden
-    pull: Tensor  # ⟨dO, v⟩ of each key, the gradient of its weight
+    weights: Tensor  # 0 for hidden keys
+    pull: Tensor  # ⟨dO, v⟩, the gradient of the weight of each key
 
     def centre(self) -> Tensor:
         """Σ w·p of each row."""
         return torch.linalg.vecdot(self.weights, self.pull)  # type: ignore[no-any-return]
 
     def gradients(self, centre: Tensor) -> Tensor:
-        """Σ dℓ² and Σ dℓ·s of each row, [..., 2]; it uses up the tile."""
+        """Σ dℓ² and Σ dℓ·s of each row, [..., 2]. Overwrites the tile."""
         dlogits = self.pull.sub_(centre[..., None]).mul_(self.weights)
         squares = torch.linalg.vector_norm(dlogits, dim=-1).square_()
         return torch.stack([squares, torch.linalg.vecdot(dlogits, self.scores)], dim=-1)
 
 
 def angle_parts(call: AttentionCall, out: Tensor, seeing: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of 1 − cosine over pairs of rows, of the values at their own slots and of the outputs [B, H, R, Dv]; each
-    [B, H]. Rows count where `seeing` [B, H, R] is True: those that see a key.
+    """Mean of 1 − cosine over pairs of rows: of the values in the rows' own slots, and of the outputs [B, H, R, Dv].
 
-    The ratio of the two is the angle ratio, the sign of a rank collapse: 1 where attention leaves angles as they are, 0
-    where all rows become one. Both are 0 where there are no two rows, or a row has no slot of its own among the keys,
-    as across sequences.
+    Both results are [B, H]. Only rows with a visible key count (`seeing` [B, H, R]). The ratio of the two is the angle
+    ratio, an indicator of rank collapse: 1 if attention preserves angles, 0 if all rows become parallel. Both are 0 for
+    fewer than two rows, or if a row has no own slot among the keys (cross-attention).
     """
-    shared = seeing.unflatten(1, (-1, call.group)).any(2)  # type: ignore[no-untyped-call]  # by the rows of a head of k
+    shared = seeing.unflatten(1, (-1, call.group)).any(2)  # type: ignore[no-untyped-call]  # per key head
     before, after = _spread(_own_values(call), shared).repeat_interleave(call.group, dim=1), _spread(out, seeing)
     known = ~(before.isnan() | after.isnan())
     return torch.where(known, before, 0.0), torch.where(known, after, 0.0)
 
 
 def _own_values(call: AttentionCall) -> Tensor:
-    """The values [B, Hkv, R, Dv] in the slots of the rows themselves; NaN where one has none."""
+    """The values [B, Hkv, R, Dv] in the rows' own slots; all NaN if a row has no own slot."""
     slots, keys = call.context.slots(), call.key.shape[2]
     own = slots.clamp(0, max(keys - 1, 0))
     if own.shape[0] == 1:
@@ -170,7 +172,7 @@ def _own_values(call: AttentionCall) -> Tensor:
 
 
 def _spread(x: Tensor, seeing: Tensor) -> Tensor:
-    """1 − the mean cosine of pairs among rows [..., R, D], from the length of the sum of their directions."""
+    """1 − mean cosine over pairs of rows [..., R, D], from the norm of the sum of unit vectors."""
     x = x.to(torch.float32)
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12)
     together: Tensor = torch.where(seeing[..., None], x / lengths, 0.0).sum(-2).square().sum(-1)

@@ -1,7 +1,7 @@
-"""Tiles of scores: some rows of a call against the keys they may see, so that nothing of size Tq × Tk ever exists.
+"""Tiling: scores of some rows of a call against their visible keys. The full Tq × Tk matrix is never materialised.
 
-The one cutter of the package: forward and backward of the blockwise backend, sampled rows, the monitor, the ring and
-the lab iterate over its blocks.
+All users share this tiling: forward and backward pass of the blockwise backend, sampled rows, the monitor, the ring and
+the lab.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale._util.scratch import room
+from attnscale._util import state
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 from attnscale.statistics.gaps import HIDDEN
 
-# Rows of a block over all its heads, and of one head: enough for a matrix product to be fast, few enough for a cache.
+# Rows of a block over all its heads, and per head: enough for a fast matrix product, few enough for the cache.
 ROWS = 1024
 ROWS_PER_HEAD = 128
-LEAST_ROWS = 16  # of a head, where a block has several
-# Scores of a tile; and those of a call with few rows, as sampled ones are: these end far apart, and a block is as wide
-# as its widest row.
+LEAST_ROWS = 16  # per head, in a block with several heads
+# Scores per tile, and per tile of a call with few rows. Sampled rows have very different lengths, and a block is as
+# wide as its widest row.
 SCORES = 2**21
 SAMPLED_SCORES = 2**18
 LOG2E = 1 / math.log(2)
 
 
 class Block(NamedTuple):
-    """Rows [top, bottom) of the heads [first, last) of k of the sequences [begin, end) against the slots [left, right).
+    """Rows [top, bottom) of key heads [first, last) of sequences [begin, end), against slots [left, right).
 
-    Slots in [clear_left, clear_right) are inside the bounds of every row.
+    Slots in [clear_left, clear_right) are within the bounds of every row.
     """
 
     begin: int
@@ -49,7 +49,7 @@ class Block(NamedTuple):
     width: int  # of a piece
 
     def pieces(self) -> Iterator[Block]:
-        """The same rows against some of the slots at a time."""
+        """The block split into tiles of `width` slots."""
         for left in range(self.left, self.right, self.width):
             right = min(left + self.width, self.right)
             yield self._replace(
@@ -60,15 +60,15 @@ class Block(NamedTuple):
             )
 
     def of_sequences(self, x: Tensor) -> Tensor:
-        """The part of a tensor [B|1, ...] for its sequences."""
+        """The slice of a tensor [B|1, ...] for the sequences of the block."""
         return x if x.shape[0] == 1 else x[self.begin : self.end]
 
 
 class CallRows:
-    """The rows of a call, in the dtype in which scores are computed: fp32, or fp64 where given.
+    """The rows of a call in the dtype of the scores: fp32, or fp64 for fp64 inputs.
 
-    Tiles are [n, g·r, K]: n heads of k over all sequences of a block, g query heads to each, r rows, K slots. They lie
-    in buffers that all tiles of a thread share, valid until the next tile for the same purpose.
+    Tiles are [n, g·r, K]: n key heads over all sequences of a block, g query heads per key head, r rows, K slots. Tiles
+    live in per-thread buffers and are valid until the next tile with the same purpose.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -76,34 +76,35 @@ class CallRows:
         self.dtype = torch.promote_types(call.query.dtype, torch.float32)
         self.query, self.beta = call.query.to(self.dtype), call.row_beta().to(self.dtype)
         self.key, self.value = call.key, call.value
-        self.broken: Tensor | None = None  # [B, Hkv, Tk], True where a key or value is not finite
+        self.broken: Tensor | None = None  # [B, Hkv, Tk], True for a non-finite key or value
         self._start, self._stop = (bound.to(torch.int32) for bound in call.context.bounds())
         self._folded: Tensor | None = None
         self._scaled: Tensor | None = None
+        self._buffers: dict[str, Tensor] = {}
 
     @property
     def linear(self) -> bool:
-        """Whether logits are linear in the query, so that β may be multiplied into it: r·D products, not r·K."""
+        """Whether logits are linear in the query. β can then be folded into q: r·D products instead of r·K."""
         return self.call.softcap is None and self.call.bias is None
 
     def drop_broken(self, *, keys: bool) -> None:
-        """Replace values that are not finite by 0 and mark their keys as `broken`, as 0·NaN is NaN; so for `keys`.
+        """Replace non-finite values (with `keys`, also keys) by 0 and mark them as `broken`, because 0·NaN is NaN.
 
-        A forward may leave the keys: hidden scores are overwritten, and a visible NaN affects its own row only.
+        The forward pass can keep the keys: hidden scores are overwritten, and a visible NaN affects only its row.
         """
         if not keys and not self.value.shape[-1]:
             return
         total = self.value.sum(dtype=self.dtype)
         total = total + self.key.sum(dtype=self.dtype) if keys else total
         if bool(torch.isfinite(total)):
-            return  # the usual case, at the price of a sum or two
+            return  # the usual case, for the cost of one or two sums
         self.broken = ~(torch.isfinite(self.key).all(-1) & torch.isfinite(self.value).all(-1))
         self.key, self.value = (x.masked_fill(self.broken[..., None], 0.0) for x in (self.key, self.value))
 
     def drop_unseeing(self, lse: Tensor) -> None:
-        """Replace query and β of rows that see no key by 0, if any is not finite: 0·NaN would reach every key.
+        """Replace non-finite query and β of rows without visible keys by 0: 0·NaN would reach every key's gradient.
 
-        Such a row has the lse of its sink alone, or −∞, and has no part in any gradient.
+        The lse of these rows is that of the sink, or −∞. They do not contribute to gradients.
         """
         if bool(torch.isfinite(self.query.sum() + self.beta.sum())):
             return
@@ -112,16 +113,16 @@ class CallRows:
         self.query, self.beta = self.query.masked_fill(alone[..., None], 0.0), self.beta.masked_fill(alone, 0.0)
 
     def blocks(self, *, whole: bool, by_sequence: bool = False) -> Iterator[Block]:
-        """Blocks that hold all rows, to be taken in `pieces`; slots that no row of a block may see are outside of it.
+        """Blocks that cover all rows, excluding slots that are hidden from the whole block.
 
-        A `whole` one is a single piece, unless a single row is longer than that. How a sequence is cut depends on its
-        own bounds and on shapes, not on other sequences, so that sums have the same order whatever the batch. Blocks of
-        several sequences are for products that are taken by sequence; others need `by_sequence`.
+        A `whole` block is a single tile, unless one row exceeds the tile size. The tiling of a sequence depends on its
+        bounds and on shapes, not on other sequences, so the order of sums is independent of the batch. With
+        `by_sequence`, a block has one sequence only.
         """
         batch, queries, kv_heads, keys = self.query.shape[0], self.query.shape[2], *self.key.shape[1:3]
         if not self.beta.numel() or not keys:
             return
-        on_host = self._start.device.type == "cpu"  # elsewhere reading bounds would synchronise
+        on_host = self._start.device.type == "cpu"  # on other devices, reading bounds would synchronise
         if on_host:
             starts, stops = self._start.tolist(), self._stop.tolist()
         else:
@@ -145,15 +146,15 @@ class CallRows:
                     yield Block(begin, end, first, last, top, min(top + rows, queries), left, right, *clear, width)
 
     def _extent(self, whole: bool) -> tuple[int, int]:
-        """How many heads of k a block has, and how many rows of each head of q."""
+        """Key heads of a block, and rows per query head."""
         queries, kv_heads, keys = self.query.shape[2], *self.key.shape[1:3]
         if whole:
-            room = max(1, self._scores // (keys * self.group))  # for rows of heads of k
+            room = max(1, self._scores // (keys * self.group))  # rows × key heads that fit
             most = max(room // kv_heads, min(LEAST_ROWS, room))
             most = max(1, min(queries, ROWS_PER_HEAD // self.group or 1, most))
             rows = -(-queries // -(-queries // most))  # of even size
             return max(1, min(kv_heads, room // rows)), rows
-        # Fewer rows where neighbours may end far apart.
+        # Fewer rows if the lengths of neighbouring rows may differ widely.
         apart = keys / queries
         per_head = ROWS_PER_HEAD if apart < 8 else max(64, int(4 * ROWS_PER_HEAD / apart))
         rows = max(1, min(queries, per_head // self.group))
@@ -161,13 +162,13 @@ class CallRows:
 
     @property
     def _scores(self) -> int:
-        """How many scores a tile has at most, unless one row of a head has more."""
+        """Maximum number of scores in a tile; exceeded only if a single row is longer."""
         return SAMPLED_SCORES if self.query.shape[2] < ROWS_PER_HEAD else SCORES
 
     def scores(self, block: Block) -> Tensor:
-        """Raw scores softcap(scale·q·k) + bias of a tile; hidden ones are `HIDDEN`."""
+        """Raw scores softcap(scale·q·k) + bias of a tile; hidden entries are `HIDDEN`."""
         if self._scaled is None:
-            self._scaled = torch.mul(self.query, self.call.scale, out=room("scaled", self.query.shape, self.query))
+            self._scaled = torch.mul(self.query, self.call.scale, out=self._whole("scaled"))
         scores = self._capped(self.products(self._scaled, self.key, block, "scores"))
         if self.call.bias is not None:
             bias = self.mask_place(self.call.bias, block)
@@ -176,28 +177,28 @@ class CallRows:
         return scores
 
     def logits(self, block: Block) -> Tensor:
-        """β·s of a tile in units of ln 2; hidden ones are `HIDDEN`."""
+        """Logits β·s of a tile in units of ln 2; hidden entries are `HIDDEN`."""
         if not self.linear:
             return self.logits_of(self.scores(block), block)
         if self._folded is None:
             factor = (self.beta * (self.call.scale * LOG2E))[..., None]
-            self._folded = torch.mul(self.query, factor, out=room("folded", self.query.shape, self.query))
+            self._folded = torch.mul(self.query, factor, out=self._whole("folded"))
         logits = self.products(self._folded, self.key, block, "logits")
         self._hide(logits, block)
         return logits
 
     def logits_of(self, scores: Tensor, block: Block) -> Tensor:
-        """The same from the scores of the tile, which stay as they are."""
+        """Logits from the scores of a tile. The scores are not modified."""
         factor = (self.rows_of(self.beta, block) * LOG2E)[..., None]
-        logits = torch.mul(scores, factor, out=tile_room("logits", scores.shape, scores))
+        logits = torch.mul(scores, factor, out=self.room("logits", scores.shape))
         self._hide(logits, block)  # β may be 0 or negative
         return logits
 
     def score_gradient(self, block: Block, dlogits: Tensor) -> ScoreGradient:
-        """What a tile contributes to the gradients, from those of its logits in nats, which are 0 where hidden.
+        """Gradient contributions of a tile, from the gradient of its logits in nats (0 for hidden keys).
 
-        ℓ = β·y, y = c·tanh(x/c) + bias, x = scale·q·k: so dβ = Σ dℓ·y, dbias = β·dℓ, dx = β·dℓ·(1 − tanh²). Where ℓ is
-        linear, Σ dℓ·y is scale·⟨q, dℓ·K⟩ and no y is needed.
+        ℓ = β·y, y = c·tanh(x/c) + bias, x = scale·q·k: so dβ = Σ dℓ·y, dbias = β·dℓ, dx = β·dℓ·(1 − tanh²). If ℓ is
+        linear, Σ dℓ·y = scale·⟨q, dℓ·K⟩, and y is not needed.
         """
         call, query, beta = self.call, self.rows_of(self.query, block), self.rows_of(self.beta, block)
         dbeta = dbias = None
@@ -208,8 +209,8 @@ class CallRows:
                 tanh = torch.tanh(capped / call.softcap)
                 capped, slope = call.softcap * tanh, 1 - tanh.square()
             if call.bias is not None:
-                # A bias that is not finite is left out: 0·∞ and 0·NaN would be NaN. Where −∞ or another rule hides the
-                # key, its gradient is 0; where a NaN or +∞ is seen, that of its row is NaN.
+                # A non-finite bias is replaced by 0, because 0·∞ and 0·NaN are NaN. The gradient of a hidden key is 0
+                # anyway, and a row with a visible NaN or +∞ has NaN gradients anyway.
                 bias = self.mask_place(call.bias, block).to(self.dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
                 self._by_row(capped, block).add_(bias)
             dbeta = (dlogits * capped).sum(-1)
@@ -227,29 +228,43 @@ class CallRows:
     def products(self, rows: Tensor, keys: Tensor, block: Block, purpose: str) -> Tensor:
         """⟨row, key⟩ of rows [B, H, Tq, D] and keys (or values) [B, Hkv, Tk, D] of a block."""
         part, of_keys = self.rows_of(rows, block), self.key_place(keys, block)
-        out = tile_room(purpose, (*part.shape[:2], of_keys.shape[2]), part)
-        # By sequence, as the heads of several need not lie evenly in memory.
+        out = self.room(purpose, (*part.shape[:2], of_keys.shape[2]))
+        # One sequence at a time: the heads of several sequences may not be evenly strided.
         for of_rows, its_keys, of_out in zip(*(x.chunk(of_keys.shape[0]) for x in (part, of_keys, out)), strict=True):
             _multiply(of_rows, its_keys[0], of_out)
         return out
 
+    def room(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        """Scratch memory for a tile [n, g·r, K], valid until the next request with the same purpose."""
+        heads, rows, keys = shape
+        numel = heads * rows * keys
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.numel() < numel:
+            most = max(self._scores, numel)
+            buffer = self._buffers[purpose] = state.SCRATCH.room(f"tile {purpose} {most}", (most,), self.query)
+        return buffer.as_strided(shape, (rows * keys, keys, 1))
+
+    def _whole(self, purpose: str) -> Tensor:
+        """Scratch memory in the shape of the query."""
+        return state.SCRATCH.room(purpose, self.query.shape, self.query)
+
     def rows_of(self, x: Tensor, block: Block) -> Tensor:
-        """The rows of a tensor [B, H, Tq, ...] that belong to a block, as [n, g·r, ...]."""
+        """The rows of a block in a tensor [B, H, Tq, ...], as [n, g·r, ...]."""
         part = self.place(x, block)
         heads, rows = (block.end - block.begin) * (block.last - block.first), self.group * part.shape[2]
         return part.reshape(heads, rows, *part.shape[3:])
 
     def keys_of(self, x: Tensor, block: Block) -> Tensor:
-        """The keys or values [B, Hkv, Tk, D] of a block, as [n, K, D]."""
+        """The keys or values of a block in a tensor [B, Hkv, Tk, D], as [n, K, D]."""
         return self.key_place(x, block).flatten(0, 1).to(self.dtype)
 
     def place(self, x: Tensor, block: Block) -> Tensor:
-        """Where the rows of a block are in a tensor [B, H, Tq, ...], as [b, h·g, r, ...]."""
+        """View of the rows of a block in a tensor [B, H, Tq, ...], as [b, h·g, r, ...]."""
         heads = block.first * self.group, block.last * self.group
         return _window(x, block.begin, block.end, *heads, block.top, block.bottom)
 
     def key_place(self, x: Tensor, block: Block) -> Tensor:
-        """Where the keys of a block are in a tensor [B, Hkv, Tk, ...], as [b, h, K, ...]."""
+        """View of the keys of a block in a tensor [B, Hkv, Tk, ...], as [b, h, K, ...]."""
         return _window(x, block.begin, block.end, block.first, block.last, block.left, block.right)
 
     def store(self, target: Tensor, block: Block, rows: Tensor) -> None:
@@ -272,7 +287,7 @@ class CallRows:
         return x.view(block.end - block.begin, block.last - block.first, self.group, rows, x.shape[-1])
 
     def mask_place(self, mask: Tensor, block: Block) -> Tensor:
-        """Where the entries of a block are in a mask [B|1, H|1, Tq, Tk], broadcasting to [b, h, g, r, K]."""
+        """View of the entries of a block in a mask [B|1, H|1, Tq, Tk], broadcastable to [b, h, g, r, K]."""
         part = block.of_sequences(mask)[:, :, block.top : block.bottom, block.left : block.right]
         if mask.shape[1] == 1:
             return part[:, :, None]
@@ -280,7 +295,7 @@ class CallRows:
         return part.unflatten(1, (-1, self.group))  # type: ignore[no-any-return, no-untyped-call]
 
     def _hide(self, x: Tensor, block: Block) -> None:
-        """Overwrite what a row of [n, g·r, K] may not see."""
+        """Overwrite the hidden entries of [n, g·r, K]."""
         by_row, context = self._by_row(x, block), self.call.context
         for left, right in ((block.left, block.clear_left), (max(block.clear_left, block.clear_right), block.right)):
             if left < right:
@@ -300,14 +315,14 @@ class CallRows:
 
 
 def whole_row_scores(call: AttentionCall) -> Iterator[tuple[CallRows, Block, Tensor]]:
-    """Raw scores [n, g·r, K] of all rows, block by block, hidden ones `HIDDEN`; they may be overwritten."""
+    """Raw scores [n, g·r, K] of all rows, block by block. Hidden entries are `HIDDEN`. Callers may overwrite them."""
     rows = CallRows(call)
     for block in rows.blocks(whole=True):
         yield rows, block, rows.scores(block)
 
 
 class ScoreGradient(NamedTuple):
-    """What a tile contributes to the gradients of a call."""
+    """Contributions of a tile to the gradients of a call."""
 
     query: Tensor  # [n, g·r, D]
     key: Tensor  # [n, K, D]
@@ -316,7 +331,7 @@ class ScoreGradient(NamedTuple):
 
 
 def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
-    """⟨row, key⟩ of rows [h, r, D] and keys [h, K, D]; keys are widened to the rows' dtype a tile's worth at a time."""
+    """⟨row, key⟩ of rows [h, r, D] and keys [h, K, D]. Keys are converted to the rows' dtype in chunks."""
     if keys.dtype == rows.dtype:
         torch.bmm(rows, keys.mT, out=out)
         return
@@ -325,21 +340,14 @@ def _multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         torch.bmm(rows, keys[:, left : left + step].to(rows.dtype).mT, out=out[..., left : left + step])
 
 
-def tile_room(purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Memory for a tensor like the scores of a tile; valid until this thread uses it for the same purpose again."""
-    numel = math.prod(shape)
-    most = next((size for size in (SAMPLED_SCORES, SCORES) if numel <= size), numel)
-    return room(f"tile {purpose} {most}", (most,), like)[:numel].view(shape)
-
-
 def _window(x: Tensor, begin: int, end: int, first: int, last: int, top: int, bottom: int) -> Tensor:
-    """x[begin:end, first:last, top:bottom] as one operator: three would cost several microseconds on cold caches."""
+    """x[begin:end, first:last, top:bottom] as one operator; three would cost several microseconds on cold caches."""
     a, b, c, *others = x.stride()
     at = x.storage_offset() + begin * a + first * b + top * c
     return x.as_strided((end - begin, last - first, bottom - top, *x.shape[3:]), (a, b, c, *others), at)
 
 
-# How `HIDDEN` is written in the dtypes that tiles are computed in.
+# Bit pattern of `HIDDEN` in the dtypes of tiles.
 _PATTERNS = {
     torch.float32: (torch.int32, *struct.unpack("=i", struct.pack("=f", HIDDEN))),
     torch.float64: (torch.int64, *struct.unpack("=q", struct.pack("=d", HIDDEN))),
@@ -347,7 +355,7 @@ _PATTERNS = {
 
 
 def _keep(x: Tensor, seen: Tensor) -> None:
-    """Write `HIDDEN` where a key is not seen, also over a NaN; on the CPU several times faster than masked_fill."""
+    """Write `HIDDEN` for hidden keys, also over NaN. On the CPU several times faster than masked_fill."""
     integer, pattern = _PATTERNS[x.dtype]
-    kept = seen.to(integer).neg_()  # all bits where a key is seen, else none
+    kept = seen.to(integer).neg_()  # all bits set for a visible key, none for a hidden key
     x.view(integer).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(pattern))

@@ -12,7 +12,17 @@ from attnscale.attention import attention_with_stats
 from attnscale.statistics import RowStats, StatsRequest, row_statistics
 from attnscale.theory import condensation, families
 from attnscale.theory.estimates import Estimate, deviation, mean, slope
-from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, collect, line_style, new_figure
+from attnscale.theory.experiments import (
+    GREY,
+    Comparison,
+    Experiment,
+    Picture,
+    Progress,
+    Rows,
+    collect,
+    line_style,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +38,7 @@ SMALL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color"
 
 
 class Sizes(NamedTuple):
-    """How much is sampled: rows of up to 4096 keys and of more, and sizes of the signal and of whole attention."""
+    """Sample sizes: lengths, rows of up to 4096 keys, rows of more keys, keys beside a signal, and whole attention."""
 
     lengths: list[int]
     rows: int
@@ -38,7 +48,7 @@ class Sizes(NamedTuple):
     batches: int
 
     def rows_of(self, n: int) -> int:
-        """Rows of n keys."""
+        """The number of rows at n keys."""
         return self.rows if n <= 2**12 else self.long_rows
 
 
@@ -64,18 +74,18 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
         [*comparisons, *_of_signal(retrieval), *_of_dimension(unscaled)],
         data,
         {
-            "crossover": partial(crossover_figure, crossover),
-            "order": partial(order_figure, crossover),
-            "retrieval": partial(retrieval_figure, retrieval, unscaled),
+            "crossover": Picture(crossover_figure, {"crossover": crossover}),
+            "order": Picture(order_figure, {"crossover": crossover, "limits": _limits()}),
+            "retrieval": Picture(retrieval_figure, {"retrieval": retrieval, "unscaled": unscaled}),
         },
-        (partial(draw_crossover, rows=crossover),),
+        (Picture(draw_crossover, {"crossover": crossover}),),
     )
 
 
 def _measure(n: int, rows: int, seed: int, betas: list[float]) -> list[RowStats]:
-    """Statistics [rows] of the same Gaussian rows at each β."""
+    """Statistics [rows] of the same Gaussian rows, for each β."""
     generator = torch.Generator().manual_seed(seed)
-    # Filled in place: small results that outlive the large ones of their chunk would fragment the heap to gigabytes.
+    # Filled in place: small results that outlive the large tensors of their chunk fragment the heap.
     lse, max_logit, w_max = (torch.empty(len(betas), rows, dtype=torch.float64, device="cpu") for _ in range(3))
     chunk = max(1, min(rows, CHUNK // n))
     for start in range(0, rows, chunk):
@@ -111,7 +121,7 @@ def _crossover(n: int, rows: int, seed: int) -> Rows:
 
 
 def _poisson_rows(rows: int) -> Rows:
-    """Rows of the limit itself, scores −ln Γ_k at β = t, for which the law of w_max has a closed form."""
+    """Rows drawn from the limit, scores −ln Γ_k at β = t; their w_max has a closed form."""
     found = Rows()
     for t in (2.0, 3.0, 4.0):
         arrivals = families.arrival_times(rows, 2048, torch.Generator().manual_seed(7))
@@ -122,8 +132,21 @@ def _poisson_rows(rows: int) -> Rows:
     return found
 
 
+def _limits() -> Rows:
+    """The order parameters for n → ∞ over t."""
+    return Rows(
+        {
+            "t": t,
+            "mean_w_max": condensation.w_max_limit(t) if t > 1 else 0.0,
+            "sum_of_squares": condensation.participation_limit(t),
+            "spread": condensation.log_partition_spread_limit(t),
+        }
+        for t in (0.0, 1.0, *(1.02 + 0.02 * step for step in range(50)))
+    )
+
+
 def _retrieval(n: int, rows: int) -> Rows:
-    """A signal key beside n − 1 noise keys; their statistics are merged, so that the noise is measured once."""
+    """A signal key beside n − 1 noise keys. The statistics of both are merged, so the noise is measured once."""
     critical = condensation.critical_beta(n)
     temperatures = (0.5, 1.0, 2.0)
     noise = _measure(n - 1, rows, 100, [t * critical for t in temperatures])
@@ -151,7 +174,7 @@ def _retrieval(n: int, rows: int) -> Rows:
 
 
 def _unscaled(n: int, batches: int) -> Rows:
-    """Attention at β = 1 with and without d^(−1/2), one query with |q|² = d and n Gaussian keys in each batch."""
+    """Attention at β = 1 with and without d^(−1/2): one query with |q|² = d and n Gaussian keys per batch."""
     found = Rows()
     for d in (4, 16, 64, 256):
         generator = torch.Generator().manual_seed(d)
@@ -223,7 +246,7 @@ def crossover_figure(rows: Rows) -> Figure:
 
 
 def draw_crossover(axes: Axes, rows: Rows) -> None:
-    """Typical w_max against n, a series per t: measured, exact at finite n, and the limit of the slope."""
+    """Typical w_max against n, one series per t: measured, exact at finite n, and the limit of the slope."""
     for place, t, chosen in rows.series("t"):
         n, colour = chosen.column("n"), line_style(place)["color"]
         exact, measured = (
@@ -245,23 +268,17 @@ def draw_crossover(axes: Axes, rows: Rows) -> None:
     axes.legend(loc="lower left", frameon=False, fontsize=8.5)
 
 
-def order_figure(rows: Rows) -> Figure:
+def order_figure(rows: Rows, limits: Rows) -> Figure:
     """E w_max, E Σ w² and the spread of ln Z against t, with their limits."""
     figure, panels = new_figure(columns=3, size=(4.2, 3.7))
-    limit_t = [1.02 + 0.02 * step for step in range(50)]
-    columns = (
-        ("mean_w_max", "E w_max", condensation.w_max_limit),
-        ("sum_of_squares", "E Σ w²", condensation.participation_limit),
-        ("spread", "standard deviation of ln Z, nats", condensation.log_partition_spread_limit),
-    )
+    columns = {"mean_w_max": "E w_max", "sum_of_squares": "E Σ w²", "spread": "standard deviation of ln Z, nats"}
     lengths = rows.distinct("n")
-    for axes, (name, label, limit) in zip(panels, columns, strict=True):
+    for axes, (name, label) in zip(panels, columns.items(), strict=True):
         for place, n in enumerate((lengths[0], lengths[len(lengths) // 2], lengths[-1]), start=1):
             chosen = rows.where(n=n)
             chosen.line(axes, "t", f"{name}_predicted", place, linestyle="solid", linewidth=1)
             chosen.error_bars(axes, "t", place, name, f"{name}_error", label=f"n = {n}")
-        limits = [0, 0, *map(limit, limit_t)]
-        axes.plot([0, 1, *limit_t], limits, color="black", linestyle=(0, (5, 2)), label="n → ∞")
+        limits.line(axes, "t", name, 0, linestyle=(0, (5, 2)), label="n → ∞")
         axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
         axes.set(xlabel="t = β/β_c", ylabel=label)
         axes.legend(loc="upper left", frameon=False, fontsize=8.5)

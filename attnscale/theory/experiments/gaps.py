@@ -1,4 +1,4 @@
-"""Λ of every family against its law, the exponents, the transition at β = Λ, and the bounds that hold for each row."""
+"""Λ of every score family against its law, its exponents, the transition at β = Λ, and the bounds on each row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ from torch import Tensor
 
 from attnscale.statistics import StatsRequest, row_statistics
 from attnscale.theory import families, gap_counting
-from attnscale.theory.estimates import Estimate, median, slope
-from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, line_style, new_figure
+from attnscale.theory.estimates import ROUNDING, Estimate, median, slope
+from attnscale.theory.experiments import (
+    GREY,
+    Comparison,
+    Experiment,
+    Kind,
+    Picture,
+    Progress,
+    Rows,
+    line_style,
+    new_figure,
+)
 from attnscale.theory.families import Family
 from attnscale.theory.gap_counting import ContactPoint
 
@@ -21,17 +31,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CRITICALITIES = [2 ** (step / 2) for step in range(-10, 9)]  # r = β/Λ
+TWO_LEVELS = ("simplex", "cluster")  # one key ahead of equal others: closed forms at every n
 REQUEST = StatsRequest(lse=False, max_logit=False)
-SHOWN = 6  # rows of each place that are drawn against the bounds
-LONG = [2**power for power in range(16, 41, 4)]  # of the exponent of Gaussian rows, which has corrections in ln ln n
-BEST = 512  # scores of a long row that are drawn: its contact is nearly always among the first
-ROUNDING = 1e-12  # of a bound that holds with equality
+SHOWN = 6  # rows per family, n and r in the figure of the bounds
+LONG = [2**power for power in range(16, 41, 4)]  # Gaussian rows: corrections to their exponent vanish like ln ln n/ln n
+BEST = 512  # scores sampled from a long row; its contact point is nearly always among them
 
 Corner = Literal["upper left", "upper right"]
 
 
 class Sizes(NamedTuple):
-    """How much is sampled: scores per length and rows at most, rows of the transition, and long Gaussian rows."""
+    """Sample sizes: lengths, most scores and rows per length, rows of the transition, and long Gaussian rows."""
 
     lengths: list[int]
     scores: int
@@ -45,7 +55,7 @@ FULL = Sizes([2**power for power in range(6, 17, 2)], 1 << 24, 4096, 64, 8192)
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
-    """Measure Λ and its point of contact over n for every family, and the weights of the same rows at β = rΛ."""
+    """Measure Λ and its contact point over n for every family, and the weights of the same rows at β = rΛ."""
     sizes = QUICK if quick else FULL
     laws, transition, certified = Rows(), Rows(), Rows()
     fits: dict[str, tuple[Family, list[ContactPoint]]] = {}
@@ -70,25 +80,26 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     row, line = _long_gaussian(sizes.long_rows)
     exponents.append(row)
     worst = max(abs(row["residual"]) for row in exponents)
-    lines = [line, *lines, Comparison("|ξ_Λ − (ξ_α − ξ_Δ + 1)|, largest", "all families", 0.0, worst)]
+    ends = Rows(row for row in transition if row["n"] in (sizes.lengths[0], sizes.lengths[-1]))
+    lines = [line, *lines, Comparison("max |ξ_Λ − ξ_α + ξ_Δ − 1|", "all families", 0.0, worst)]
     return Experiment(
         "gaps",
         [*lines, *_of_laws(laws), *_of_transition(transition)],
         {"laws": laws, "exponents": exponents, "transition": transition, "rows": certified},
         {
-            "laws": partial(laws_figure, laws),
-            "transition": partial(transition_figure, transition),
-            "bounds": partial(bounds_figure, certified),
+            "laws": Picture(laws_figure, {"laws": laws}),
+            "transition": Picture(transition_figure, {"transition": transition}),
+            "bounds": Picture(bounds_figure, {"rows": certified, "bounds": _bounds()}),
         },
         (
-            partial(draw_laws, rows=laws),
-            partial(draw_transition, rows=transition, quantity="separation"),
+            Picture(draw_laws, {"laws": laws}),
+            Picture(partial(draw_transition, quantity="separation"), {"transition": ends}),
         ),
     )
 
 
 def _members() -> dict[str, Family]:
-    """What is measured, by the name in tables and legends."""
+    """The measured families by their names in tables and legends."""
     members = {
         "gaussian": families.family("gaussian"),
         "correlated": families.family("correlated_gaussian", rho=0.75),
@@ -101,9 +112,8 @@ def _members() -> dict[str, Family]:
 
 
 def _contacts(family: Family, n: int, sizes: Sizes, generator: torch.Generator) -> tuple[ContactPoint, Tensor]:
-    """Points of contact of all rows, and the scores of the first of them, for the transition."""
-    varied = family.random or isinstance(family, families.AlmostSimplex)
-    rows = max(sizes.transition_rows, min(sizes.rows, sizes.scores // n)) if varied else 2
+    """Contact points of all rows, and the scores of the first rows for the transition."""
+    rows = 2 if family.exact else max(sizes.transition_rows, min(sizes.rows, sizes.scores // n))
     chunk = max(sizes.transition_rows, (1 << 19) // n)
     parts, kept = [], None
     for start in range(0, rows, chunk):
@@ -133,7 +143,7 @@ def _law(label: str, family: Family, n: int, contact: ContactPoint, ratio: Estim
 
 
 def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tuple[Rows, Rows]:
-    """Entropy, w_max and w_(1) − w_(2) of rows at β = rΛ, each with its own Λ, and how far the bounds are."""
+    """Entropy, w_max and w_(1) − w_(2) of rows at β = rΛ with the Λ of each row, and the number of broken bounds."""
     rows = len(scores)
     accumulation, rank = contact.accumulation[:rows], contact.rank[:rows]
     best = scores.topk(2, dim=-1).values
@@ -152,6 +162,7 @@ def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tu
                 "entropy_share": entropy.median().item() / math.log(n),
                 "separation": separation.median().item(),
                 "w_max": w_max.median().item(),
+                "separation_bound": gap_counting.separation_bound(r) if r < 1 else None,
                 "violations": _violations(r, n, rank, w_max, entropy, separation),
             }
         )
@@ -162,7 +173,7 @@ def _transition(label: str, n: int, scores: Tensor, contact: ContactPoint) -> tu
 
 
 def _violations(r: float, n: int, rank: Tensor, w_max: Tensor, entropy: Tensor, separation: Tensor) -> int:
-    """In how many rows a bound fails by more than rounding."""
+    """The number of rows that break a bound by more than rounding."""
     if r > 1:
         wrong = (w_max < gap_counting.certificate(r, n) * (1 - ROUNDING)) | (entropy > gap_counting.entropy_bound(r))
     elif r < 1:
@@ -175,7 +186,7 @@ def _violations(r: float, n: int, rank: Tensor, w_max: Tensor, entropy: Tensor, 
 
 
 def _exponents(fits: dict[str, tuple[Family, list[ContactPoint]]], lengths: list[int]) -> tuple[Rows, list[Comparison]]:
-    """ξ_Λ, ξ_α and ξ_Δ by family, and lines for the powers of ln n and, on the sphere, of n."""
+    """ξ_Λ, ξ_α and ξ_Δ by family, and comparisons of the powers of ln n and, on the sphere, of n."""
     rows, lines = Rows(), []
     for label, (family, contacts) in fits.items():
         found = gap_counting.fit_exponents(lengths, contacts)
@@ -184,22 +195,23 @@ def _exponents(fits: dict[str, tuple[Family, list[ContactPoint]]], lengths: list
         if isinstance(family, families.Sphere):
             power = _median_slope([math.log(n) for n in lengths], contacts)
             rows[-1] |= {"power": power.value, "power_error": power.error}
-            lines.append(Comparison("power of n of median Λ", where, 2 / (family.d - 1), *power))
+            lines.append(Comparison("power of n of median Λ", where, 2 / (family.d - 1), *power, "limit"))
         elif family.exponent is not None and not family.random:
             xi = found.accumulation
-            lines.append(Comparison("ξ_Λ", where, family.exponent, xi.value, _error(xi)))
+            kind: Kind = "exact" if label in TWO_LEVELS else "limit"
+            lines.append(Comparison("ξ_Λ", where, family.exponent, xi.value, xi.random_error, kind))
     return rows, lines
 
 
 def _long_gaussian(rows: int) -> tuple[dict[str, Any], Comparison]:
-    """ξ_Λ of the median over Gaussian rows so long that only their best scores can be drawn."""
+    """ξ_Λ of the median Λ of Gaussian rows that are too long to sample whole: only their best scores are drawn."""
     family = families.Gaussian()
     generator = torch.Generator().manual_seed(2)
     contacts = [gap_counting.contact_point(family.sample_best(n, rows, BEST, generator)) for n in LONG]
     found = _median_slope([math.log(math.log(n)) for n in LONG], contacts)
     row = _exponent_row("gaussian, best scores", LONG, gap_counting.fit_exponents(LONG, contacts))
     row |= {"xi_median": found.value, "xi_median_error": found.error}
-    return row, Comparison("ξ_Λ of the median", "gaussian, n=2^16…2^40", 0.5, *found)
+    return row, Comparison("ξ_Λ of the median", "gaussian, n=2^16…2^40", 0.5, *found, "limit")
 
 
 def _median_slope(x: list[float], contacts: list[ContactPoint]) -> Estimate:
@@ -223,26 +235,32 @@ def _of_laws(laws: Rows) -> list[Comparison]:
     n = max(laws.column("n"))
     lines = []
     for row in laws.where(n=n):
-        error = _error(Estimate(row["median"], row["median_error"]))
-        lines.append(Comparison("median Λ", f"{row['family']}, n={n}", row["predicted"], row["median"], error))
+        error = Estimate(row["median"], row["median_error"]).random_error
+        kind: Kind = "exact" if error is None else "limit"
+        values = (row["predicted"], row["median"], error, kind, row["predicted_error"])
+        lines.append(Comparison("median Λ", f"{row['family']}, n={n}", *values))
     return lines
-
-
-def _error(found: Estimate) -> float | None:
-    """The standard error, but None where nothing is random and it is one of rounding."""
-    return found.error if found.error > ROUNDING * abs(found.value) else None
 
 
 def _of_transition(places: Rows) -> list[Comparison]:
     n = max(places.column("n"))
     lines = []
     for row in places.where(n=n):
-        if row["family"] in ("simplex", "cluster") and row["r"] in (0.5, 1.0, 2.0):
+        if row["family"] in TWO_LEVELS and row["r"] in (0.5, 1.0, 2.0):
             exact = gap_counting.two_level_entropy(n, row["r"]) / math.log(n)
             where = f"{row['family']}, r={row['r']:g}, n={n}"
             lines.append(Comparison("entropy/ln n", where, exact, row["entropy_share"]))
     broken = float(sum(places.column("violations")))
-    return [*lines, Comparison("rows that break a bound", "all families, n and r", 0.0, broken)]
+    return [*lines, Comparison("rows that break a bound", "all families, n and r", 0.0, broken, kind="bound")]
+
+
+def _bounds() -> Rows:
+    """The bounds for β > Λ over r = β/Λ."""
+    steps = (2 ** (0.05 + step / 20) for step in range(80))
+    return Rows(
+        {"r": r, "certificate": gap_counting.certificate(r), "entropy_bound": gap_counting.entropy_bound(r)}
+        for r in steps
+    )
 
 
 def laws_figure(rows: Rows) -> Figure:
@@ -283,19 +301,19 @@ def transition_figure(rows: Rows) -> Figure:
     draw_transition(raw, rows, over="beta", legend=None)
     draw_transition(entropy, rows, legend="upper right")
     draw_transition(separation, rows, quantity="separation", legend=None)
-    raw.set_title("over β: each family for itself", loc="left", fontsize=10)
-    limit = [2 ** (-5 + step / 8) for step in range(40)]
-    shown = [(r, gap_counting.separation_bound(r)) for r in limit if r < 1 and gap_counting.separation_bound(r) <= 1]
-    separation.plot(*zip(*shown, strict=True), color=GREY, linewidth=1.2)
+    raw.set_title("over β: one curve per family", loc="left", fontsize=10)
+    bound = Rows(row for row in rows.where(family=rows[0]["family"], n=rows[0]["n"]) if row["r"] < 1)
+    bound.line(separation, "r", "separation_bound", 0, color=GREY, linestyle="solid", linewidth=1.2)
     look: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": GREY}
-    separation.annotate("bound r/(e(1−r))", shown[-9], xytext=(-92, 2), **look)
+    place = (bound[-3]["r"], bound[-3]["separation_bound"])
+    separation.annotate("bound r/(e(1−r))", place, xytext=(-92, 2), **look)
     return figure
 
 
 def draw_transition(
     axes: Axes, rows: Rows, quantity: str = "entropy_share", over: str = "r", legend: Corner | None = "upper left"
 ) -> None:
-    """A statistic of the weights against β/Λ or β: thin for the shortest rows, with markers for the longest."""
+    """A statistic of the weights against β/Λ or β: thin lines for the shortest rows, markers for the longest."""
     lengths = rows.distinct("n")
     for place, family, chosen in rows.series("family"):
         thin, bold = (chosen.where(n=n) for n in (lengths[0], lengths[-1]))
@@ -313,8 +331,8 @@ def draw_transition(
         axes.legend(loc=legend, frameon=False, fontsize=7, handlelength=3)
 
 
-def bounds_figure(rows: Rows) -> Figure:
-    """Rows against what β/Λ guarantees: w_max above, w_max below, and entropy above."""
+def bounds_figure(rows: Rows, bounds: Rows) -> Figure:
+    """Rows against the bounds at their β/Λ: w_max for β > Λ, w_max for β < Λ, and entropy for β > Λ."""
     figure, (above, below, entropy) = new_figure(columns=3, size=(4.2, 3.8))
     for place, family, chosen in rows.series("family"):
         look = {"markersize": 3.5, "alpha": 0.5}
@@ -323,15 +341,14 @@ def bounds_figure(rows: Rows) -> Figure:
         high.points(above, "r", "w_max", place, label=family, **look)
         low.points(below, "bound", "w_max", place, **look)
         high.points(entropy, "r", "entropy", place, **look)
-    r = [2 ** (0.05 + step / 20) for step in range(80)]
-    above.plot(r, [gap_counting.certificate(x) for x in r], color="black", linewidth=1.6)
+    bounds.line(above, "r", "certificate", 0, linewidth=1.6)
     above.set(xlabel="β/Λ", ylabel="w_max", ylim=(0, 1.03))
-    above.set_title("w_max ≥ 1/ζ(β/Λ), the line", loc="left", fontsize=10)
+    above.set_title("β > Λ: w_max is at least the line, 1/ζ(β/Λ)", loc="left", fontsize=10)
     ends = [1e-6, 1]
     below.plot(ends, ends, color="black", linewidth=1.6)
     below.set(xscale="log", yscale="log", xlabel="k*^−(1−β/Λ)", ylabel="w_max")
     below.set_title("β < Λ: w_max is at most the line", loc="left", fontsize=10)
-    entropy.plot(r, [gap_counting.entropy_bound(x) for x in r], color="black", linewidth=1.6)
+    bounds.line(entropy, "r", "entropy_bound", 0, linewidth=1.6)
     entropy.set(yscale="log", xlabel="β/Λ", ylabel="entropy, nats", ylim=(5e-7, 1e3))
     entropy.set_title("β > Λ: entropy is at most the line", loc="left", fontsize=10)
     for axes in (above, entropy):

@@ -1,6 +1,6 @@
-"""Gaussian tokens: phases over (ρ, γ), the bounds of theorems 2.3 and 2.5, the middle phase, and Gaussian spacings.
+"""Gaussian tokens: phases over (ρ, γ), the bounds of Theorems 2.3 and 2.5, the middle phase, and Gaussian spacings.
 
-Figures 1 and 2, theorems and appendices C and D of "Critical Attention Scaling in Long-Context Transformers"
+Covers Figures 1 and 2, the theorems and Appendices C and D of "Critical Attention Scaling in Long-Context Transformers"
 (arXiv:2510.05554).
 """
 
@@ -21,6 +21,7 @@ from attnscale.theory.experiments import (
     REFERENCE,
     Comparison,
     Experiment,
+    Picture,
     Progress,
     Rows,
     collect,
@@ -41,7 +42,7 @@ LABELS = {
 
 
 class Sizes(NamedTuple):
-    """Tokens, cells along each axis and draws of the sweep, its dimensions, tokens in a group, and Gaussian rows."""
+    """Tokens, cells per axis, draws and dimensions of the sweep; tokens per group; scores and rows of the spacings."""
 
     n: int
     cells: int
@@ -62,17 +63,18 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     generator = torch.Generator().manual_seed(4)
     lines: list[Comparison] = []
     steps = [(f"sweep over (ρ, γ), d = {d}", "sweep", partial(_sweep, sizes, d, generator, lines)) for d in sizes.dims]
-    steps.append(("bounds of theorems 2.3 and 2.5", "bounds", partial(_bounds, sizes, generator, lines)))
+    steps.append(("bounds of Theorems 2.3 and 2.5", "bounds", partial(_bounds, sizes, generator, lines)))
     steps.append(("middle phase", "middle_phase", partial(_middle_phase, sizes, lines)))
     steps.append(("Gaussian spacings", "spacings", partial(_spacings, sizes, generator, lines)))
     data = collect(steps, progress)
-    figures = {name: partial(draw_sweep, data["sweep"], name) for name in LABELS} | {
-        "bounds": partial(draw_bounds, data["bounds"]),
-        "middle_phase": partial(draw_middle_phase, data["middle_phase"]),
-        "spacings": partial(draw_spacings, data["spacings"]),
+    figures = {
+        name: Picture(partial(draw_sweep, column=name), {"sweep": data["sweep"].only("n", "d", "rho", "gamma", name)})
+        for name in LABELS
     }
+    for name, draw in (("bounds", draw_bounds), ("middle_phase", draw_middle_phase), ("spacings", draw_spacings)):
+        figures[name] = Picture(draw, {name: data[name]})
     largest = data["sweep"].where(d=sizes.dims[-1])
-    return Experiment("phase", lines, data, figures, (partial(draw_strip_panel, rows=largest),))
+    return Experiment("phase", lines, data, figures, (Picture(draw_strip_panel, {"sweep": largest}),))
 
 
 def _sweep(sizes: Sizes, d: int, generator: torch.Generator, lines: list[Comparison]) -> Rows:
@@ -84,11 +86,13 @@ def _sweep(sizes: Sizes, d: int, generator: torch.Generator, lines: list[Compari
     eta, error = phase.jacobian_norm(x, beta, 16, generator)
     where = f"d={d} n={n} ρ=0.5 γ=3"
     closed = phase.closed_jacobian_norm(x, beta)
-    lines.append(Comparison("η, Hutchinson against the closed form", where, closed, eta, error))
-    if d >= n:  # below, cosines scatter too much for the transition to be that of the simplex
+    lines.append(Comparison("η, Hutchinson's estimate", where, closed, eta, error))
+    if d >= n:  # for d < n the cosines scatter too much to compare the transition with that of a simplex
+        draws = [x, *(phase.gaussian_tokens(n, d, 0.5, torch.Generator().manual_seed(seed)) for seed in range(7))]
+        ratios = torch.tensor([phase.angle_ratio(tokens, beta) for tokens in draws], device="cpu")
         predicted = simplex.angle_ratio(n, 0.5, beta)
-        lines.append(Comparison("λ, against the simplex", where, predicted, phase.angle_ratio(x, beta)))
-    # Each draw has a z₀ of its own: the tokens of one draw share it, and with it their length.
+        lines.append(Comparison("λ, against the simplex", where, predicted, *mean(ratios), "limit"))
+    # The tokens of one draw share z₀, and with it their length; each draw here has its own z₀.
     draws = [phase.gaussian_tokens(1, d, 0.5, generator) for _ in range(2000)]
     inverse = torch.cat(draws).square().sum(-1).reciprocal() * (1.0 - 1.0 / d)
     predicted = (1.0 - 1.0 / d) * d / (d - 2.0)  # E 1/‖x‖² = d/(d−2) for N(0, I/d)
@@ -97,7 +101,7 @@ def _sweep(sizes: Sizes, d: int, generator: torch.Generator, lines: list[Compari
 
 
 def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
-    """min cosine, distance from the identity and η over γ, each with its bound; d is large enough for Assumption 2."""
+    """Least cosine, distance from the identity and η over γ with their bounds; d is large enough for Assumption 2."""
     n, d, rho, alpha = sizes.n, 4 * sizes.n, 0.5, 0.5
     x = phase.gaussian_tokens(n, d, rho, generator)
     x = x * (0.8 + 0.4 * torch.rand(n, 1, generator=generator, dtype=x.dtype, device=generator.device))
@@ -120,20 +124,20 @@ def _bounds(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -
             | {"eta_lower": bounds.jacobian_lower_bound(given, beta)}
         )
     checks = {
-        "min ⟨y'_i, y'_j⟩ ≥ bound": ("cosine_bound", "cosine"),
+        "lower bound/min ⟨y'_i, y'_j⟩": ("cosine_bound", "cosine"),
         "the same with residual": ("residual_cosine_bound", "residual_cosine"),
-        "max ‖ATT(y_i) − y_i‖ ≤ bound": ("moved", "moved_bound"),
-        "η ≤ upper bound": ("eta", "eta_upper"),
-        "η ≥ lower bound": ("eta_lower", "eta"),
+        "max ‖ATT(y_i) − y_i‖/upper bound": ("moved", "moved_bound"),
+        "η/upper bound": ("eta", "eta_upper"),
+        "lower bound/η": ("eta_lower", "eta"),
     }
-    where = f"n={n} d={d}, share of {len(found)} values of γ"
+    where = f"n={n} d={d}, largest of {len(found)} values of γ"
     for name, (less, more) in checks.items():
-        lines.append(Comparison(name, where, 1.0, sum(row[less] <= row[more] for row in found) / len(found)))
+        lines.append(Comparison(name, where, 1.0, max(row[less] / row[more] for row in found), kind="bound"))
     return found
 
 
 def _middle_phase(sizes: Sizes, lines: list[Comparison]) -> Rows:
-    """The share of a row's weight on itself, on near and on far tokens: groups of √n tokens, through attention."""
+    """Weight of a row on its own token, on near and on far tokens, for groups of √n tokens, through attention."""
     n, size = sizes.group**2, sizes.group
     y = phase.grouped_tokens(n, size, FAR, NEAR)
     members = torch.eye(n // size, dtype=y.dtype, device=y.device).repeat_interleave(size, 0)  # a token's group
@@ -157,7 +161,7 @@ def _middle_phase(sizes: Sizes, lines: list[Comparison]) -> Rows:
             lines.append(Comparison("share of near tokens", where, exact.near, group - own))
     at = 0.5 * (edges.near_above + edges.near_below)
     mass = phase.row_mass(10**12, 10**6 - 1, FAR, NEAR, at * math.log(10**12))
-    lines.append(Comparison("limit of the share of near tokens", f"n=10¹² γ={at:.3g}", 1.0, mass.near))
+    lines.append(Comparison("share of near tokens", f"n=10¹² γ={at:.3g}", 1.0, mass.near, kind="limit"))
     return found
 
 
@@ -189,7 +193,7 @@ def _spacings(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
 
 
 def draw_sweep(rows: Rows, column: str) -> Figure:
-    """A panel per dimension over (ρ, γ) with the curve γ = 1/(1−ρ): figures 1 and 2 of the paper."""
+    """One panel per dimension over (ρ, γ), with the curve γ = 1/(1−ρ): Figures 1 and 2 of the paper."""
     figure, panels = new_figure(columns=len(rows.distinct("d")), size=(3.6, 3.5))
     for place, d, part in rows.series("d"):
         mesh = _heat_map(panels[place], part, column)
@@ -202,7 +206,7 @@ def draw_sweep(rows: Rows, column: str) -> Figure:
 
 
 def draw_strip_panel(axes: Axes, rows: Rows) -> None:
-    """The phase diagram of one dimension for the strip of the root README."""
+    """The phase diagram of one dimension, for the strip."""
     mesh = _heat_map(axes, rows, "angle_ratio")
     axes.set_title(f"Angle kept by one layer, d = {rows[0]['d']}", loc="left", fontsize=10)
     axes.legend(loc="upper left", fontsize=8, framealpha=0.9)
@@ -210,7 +214,7 @@ def draw_strip_panel(axes: Axes, rows: Rows) -> None:
 
 
 def draw_bounds(rows: Rows) -> Figure:
-    """Measured values with the bounds of theorems 2.3 and 2.5 on either side."""
+    """Measured values with the bounds of Theorems 2.3 and 2.5."""
     figure, panels = new_figure(columns=3, size=(4.3, 3.8))
     curves: tuple[tuple[int, str, str, int], ...] = (
         (0, "cosine", "measured, α = 0", 0),
@@ -240,7 +244,7 @@ def draw_bounds(rows: Rows) -> Figure:
 
 
 def draw_middle_phase(rows: Rows) -> Figure:
-    """Who gets the weight of a row as γ grows: all, the near ones, the token itself."""
+    """Shares of a row's weight over γ: far tokens, near tokens, the token itself."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
     names = {"far": "far tokens", "near": "near tokens", "own": "the token itself"}
     for place, (name, label) in enumerate(names.items()):
@@ -255,7 +259,7 @@ def draw_middle_phase(rows: Rows) -> Figure:
 
 
 def draw_spacings(rows: Rows) -> Figure:
-    """Gaps and largest weight of Gaussian scores: what appendix D prints, and what is."""
+    """Gaps and largest weight of Gaussian scores, as printed in Appendix D and as measured."""
     figure, panels = new_figure(columns=2, size=(4.9, 3.8))
     for axes, kind in zip(panels, ("gap", "weight"), strict=True):
         part = rows.where(kind=kind)

@@ -1,6 +1,6 @@
 """Tokens on a simplex: closed forms against attention, their limits, and many layers.
 
-Assumption 1 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554).
+The setting is Assumption 1 of "Critical Attention Scaling in Long-Context Transformers" (arXiv:2510.05554).
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import torch
 from attnscale.statistics import StatsRequest
 from attnscale.statistics.gaps import accumulation_scale
 from attnscale.theory import phase, simplex
-from attnscale.theory.experiments import GREY, Comparison, Experiment, Progress, Rows, collect, line_style, new_figure
+from attnscale.theory.experiments import (
+    GREY,
+    Comparison,
+    Experiment,
+    Picture,
+    Progress,
+    Rows,
+    collect,
+    line_style,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,8 +45,8 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
     )
     data = collect(steps, progress)
     figures = {
-        "limits": partial(draw_limits, data["limits"]),
-        "layers": partial(draw_layers, data["layers"], data["lifetime"]),
+        "limits": Picture(draw_limits, {"limits": data["limits"]}),
+        "layers": Picture(draw_layers, {"layers": data["layers"], "lifetime": data["lifetime"]}),
     }
     return Experiment("simplex", lines, data, figures)
 
@@ -72,26 +82,31 @@ def _closed_forms(quick: bool, lines: list[Comparison]) -> Rows:
 
 
 def _limits(lines: list[Comparison]) -> Rows:
-    """Both quantities over γ at growing n, and the approach to each phase's limit."""
+    """Output cosine and Jacobian norm over γ at growing n, and their distance from the limit of each phase."""
     critical = 1.0 / (1.0 - RHO)
     found = Rows()
     for n in LENGTHS:
         for ratio in (0.5 + step / 80 for step in range(81)):
             beta = ratio * critical * math.log(n)
             cosine, jacobian = simplex.output_cosine(n, RHO, beta), simplex.jacobian_norm(n, n, RHO, beta)
-            found.append({"n": n, "ratio": ratio, "cosine": cosine, "jacobian": jacobian})
+            limits = (
+                simplex.output_cosine_limit(ratio * critical, RHO),
+                simplex.jacobian_norm_limit(ratio * critical, RHO),
+            )
+            row = {"n": n, "ratio": ratio, "cosine": cosine, "jacobian": jacobian}
+            found.append(row | dict(zip(("cosine_limit", "jacobian_limit"), limits, strict=True)))
     for ratio in (0.75, 1.0, 1.25):
         gamma, n = ratio * critical, LENGTHS[-1]
         beta, where = gamma * math.log(n), f"ρ={RHO:g} γ/γ_c={ratio:g} n=d=10¹²"
-        limit = simplex.output_cosine_limit(gamma, RHO)
-        lines.append(Comparison("limit of ⟨y'_i, y'_j⟩", where, limit, simplex.output_cosine(n, RHO, beta)))
-        limit = simplex.jacobian_norm_limit(gamma, RHO, n)
-        lines.append(Comparison("limit of η", where, limit, simplex.jacobian_norm(n, n, RHO, beta)))
+        limit, value = simplex.output_cosine_limit(gamma, RHO), simplex.output_cosine(n, RHO, beta)
+        lines.append(Comparison("limit of ⟨y'_i, y'_j⟩", where, limit, value, kind="limit"))
+        limit, value = simplex.jacobian_norm_limit(gamma, RHO, n), simplex.jacobian_norm(n, n, RHO, beta)
+        lines.append(Comparison("limit of η", where, limit, value, kind="limit"))
     return found
 
 
 def _layers(quick: bool, lines: list[Comparison]) -> Rows:
-    """1 − ρ through layers, in closed form for n = 1000; and the end-to-end Jacobian, measured on n tokens."""
+    """1 − ρ over layers in closed form for n = 1000, and the measured end-to-end Jacobian of three layers."""
     n, most = 1000, 30
     found = Rows()
     for ratio, alpha in ((0.8, 0.0), (1.0, 0.0), (1.5, 0.0), (2.0, 0.0), (0.8, 1.0)):
@@ -109,7 +124,7 @@ def _layers(quick: bool, lines: list[Comparison]) -> Rows:
         lines.append(Comparison("1 − ρ after 3 layers", where, apart, measured))
         predicted = simplex.jacobian_norm_limit(ratio / (1 - RHO), RHO, tokens_used)
         eta, error = phase.jacobian_norm(x, beta, 8, torch.Generator().manual_seed(0), depth=3)
-        lines.append(Comparison("η of 3 layers, limit", where, predicted, eta, error))
+        lines.append(Comparison("η of 3 layers", where, predicted, eta, error, "limit"))
     return found
 
 
@@ -125,12 +140,13 @@ def _lifetime(quick: bool, lines: list[Comparison]) -> Rows:
                 found.append({"n": n, "ratio": ratio, "predicted": predicted, "counted": counted})
     last = max(found, key=lambda row: float(row["predicted"]))
     where = f"γ/γ_c={last['ratio']:g} n={last['n']:.0e}"
-    lines.append(Comparison("layers until 1 − ρ has halved", where, last["predicted"], float(last["counted"])))
+    values = (last["predicted"], float(last["counted"]))
+    lines.append(Comparison("layers until 1 − ρ has halved", where, *values, kind="limit"))
     return found
 
 
 def draw_limits(rows: Rows) -> Figure:
-    """Output cosine and Jacobian norm over γ for growing n: steps in the making."""
+    """Output cosine and Jacobian norm over γ for growing n, with their limits."""
     figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
     for place, n, part in rows.series("n"):
         for axes, column in ((left, "cosine"), (right, "jacobian")):
@@ -147,7 +163,7 @@ def draw_limits(rows: Rows) -> Figure:
 
 
 def draw_layers(layers: Rows, lifetime: Rows) -> Figure:
-    """1 − ρ through layers, and how many layers a supercritical configuration lasts."""
+    """1 − ρ over layers, and the number of layers until a supercritical configuration collapses."""
     figure, (left, right) = new_figure(columns=2, size=(4.9, 3.8))
     keys = dict.fromkeys((row["ratio"], row["alpha"]) for row in layers)
     for place, (ratio, alpha) in enumerate(keys):

@@ -1,4 +1,4 @@
-"""Keys on the sphere: three regimes, the Poisson limit, what sets the scale, and where it fails."""
+"""Keys on the sphere: the three regimes, the Poisson limit, the critical scale and its range of validity."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from attnscale.attention import attention_with_stats
 from attnscale.theory import sphere
-from attnscale.theory.estimates import mean, median, slope
+from attnscale.theory.estimates import Estimate, mean, median, slope
 from attnscale.theory.experiments import (
     DASHES,
     GREY,
     REFERENCE,
     Comparison,
     Experiment,
+    Kind,
+    Picture,
     Progress,
     Rows,
     collect,
@@ -31,12 +33,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ORDERED = 12  # how many of the ordered weights are shown
-HEAT_TILT = 1.5  # concentration of the density that the heat step sharpens
+ORDERED = 12  # ordered weights in the figure
+HEAT_TILT = 1.5  # concentration of the key density in the heat step
 
 
 class Sizes(NamedTuple):
-    """How much is sampled: keys and rows, draws of the limit, batches of the heat step, and growing contexts."""
+    """Sample sizes: keys and rows, draws of the limit, batches of the heat step, and lengths of growing contexts."""
 
     n: int
     rows: int
@@ -50,7 +52,7 @@ FULL = Sizes(2**14, 400, 20000, 24, (2**8, 2**10, 2**12, 2**14))
 
 
 def run(quick: bool, progress: Progress | None = None) -> Experiment:
-    """Compare every regime with simulated rows; quick takes fewer rows and shorter contexts."""
+    """Compare every regime with simulated rows; `quick` takes fewer rows and shorter contexts."""
     sizes = QUICK if quick else FULL
     generator = torch.Generator().manual_seed(1)
     lines: list[Comparison] = []
@@ -59,15 +61,15 @@ def run(quick: bool, progress: Progress | None = None) -> Experiment:
         ("largest weight against λ", "regimes", _regimes),
         ("bias and fluctuations below β*", "subcritical", _subcritical),
         ("backward heat step", "heat", _heat),
-        ("densities alike and unlike at the query", "local_exponent", _local_exponent),
+        ("densities that agree or differ at the query", "local_exponent", _local_exponent),
         ("growing dimension", "dimension", _dimension),
     )
     data = collect([(title, name, partial(step, sizes, generator, lines)) for title, name, step in tables], progress)
     figures = {
-        "weights": partial(draw_weights, data["weights"]),
-        "regimes": partial(draw_regimes, data["regimes"], data["subcritical"]),
-        "local_exponent": partial(draw_local_exponent, data["local_exponent"]),
-        "dimension": partial(draw_dimension, data["dimension"]),
+        "weights": Picture(draw_weights, {"weights": data["weights"]}),
+        "regimes": Picture(draw_regimes, {name: data[name] for name in ("regimes", "subcritical")}),
+        "local_exponent": Picture(draw_local_exponent, {"local_exponent": data["local_exponent"]}),
+        "dimension": Picture(draw_dimension, {"dimension": data["dimension"]}),
     }
     return Experiment("sphere", lines, data, figures)
 
@@ -84,15 +86,16 @@ def _critical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
         for keys in sphere.batches(sphere.uniform(d), n, rows, generator):
             output, w_max, _ = sphere.attention_to(keys, beta)
             best = keys[..., 0].topk(ORDERED, dim=-1).values
-            # The largest weight is that of the package; the others follow from their scores.
+            # The package returns the largest weight; the others follow from their scores.
             top = w_max[:, None] * (beta * (best - best[:, :1])).exp()
             parts.append((top, w_max, beta * (1.0 - output[:, 0]), beta * output[:, 1:].square().sum(-1)))
         ordered, largest, radial, tangential = map(torch.cat, zip(*parts, strict=True))
         where = f"d={d} n={n} λ=1"
         _compare(lines, "E w_max, Poisson limit", where, sphere.mean_largest_weight(1.0, law.exponent), largest)
-        _compare(lines, "E w_max, integral at this n", where, sphere.mean_largest_weight_at(n, d, beta), largest)
-        _compare(lines, "β*·E(1 − ⟨q, output⟩)", where, float(limit.radial.mean()), radial)
-        _compare(lines, "β*·E‖tangential output‖²", where, float(limit.tangential.mean()), tangential)
+        integral = sphere.mean_largest_weight_at(n, d, beta)
+        _compare(lines, "E w_max, integral at this n", where, integral, largest, "exact")
+        _compare(lines, "β*·E(1 − ⟨q, output⟩)", where, mean(limit.radial), radial)
+        _compare(lines, "β*·E‖tangential output‖²", where, mean(limit.tangential), tangential)
         for rank in range(ORDERED):
             row = {"d": d, "n": n, "rank": rank + 1, "limit": float(limit.weights[:, rank].mean())}
             found.append(row | mean(ordered[:, rank]).columns())
@@ -100,7 +103,7 @@ def _critical(sizes: Sizes, generator: torch.Generator, lines: list[Comparison])
 
 
 def _regimes(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
-    """E w_max from below to above β*, and the rate at which one key takes all."""
+    """E w_max from below to above β*, and the rate at which one key takes all weight."""
     n, rows = sizes.n // 2, sizes.rows
     ratios = [2.0**power for power in range(-5, 6)]
     found = Rows()
@@ -114,7 +117,7 @@ def _regimes(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) 
             found.append(row | {"deficit": sphere.supercritical_deficit(ratio, law.exponent)})
         deficit = 1.0 - readouts[-1].w_max
         predicted = sphere.supercritical_deficit(32.0, law.exponent)
-        _compare(lines, "E(1 − w_max) = ln 2·κΓ(2−1/κ)/λ", f"d={d} n={n} λ=32", predicted, deficit)
+        _compare(lines, "E(1 − w_max)", f"d={d} n={n} λ=32", predicted, deficit)
     return found
 
 
@@ -136,12 +139,12 @@ def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Compariso
             )
         chosen, output = betas[-2], outputs[-2]
         where = f"d={d} n={n} β={chosen:g}"
-        _compare(lines, "1 − ⟨q, output⟩ = 1 − A_d(β)", where, 1.0 - sphere.mean_cosine(d, chosen), 1.0 - output[:, 0])
+        _compare(lines, "1 − ⟨q, output⟩", where, 1.0 - sphere.mean_cosine(d, chosen), 1.0 - output[:, 0])
         variance = sphere.subcritical_variance(n, d, chosen)
         _compare(lines, "tangential variance", where, variance, output[:, 1:].square().mean(-1))
         kurtosis = output[:, 1:].flatten() / math.sqrt(variance)
         moments = kurtosis**4 / float(kurtosis.square().mean()) ** 2
-        _compare(lines, "4th moment of the fluctuation (Gaussian: 3)", where, 3.0, moments)
+        _compare(lines, "4th moment/variance²", where, 3.0, moments)
     concentration, cosine, beta = 3.0, 0.5, 40.0
     read = sphere.simulate(sphere.tilted(concentration, cosine), n, beta, rows, generator)
     query, centre = sphere.tilted_centre(1.0), sphere.tilted_centre(cosine)
@@ -150,13 +153,13 @@ def _subcritical(sizes: Sizes, generator: torch.Generator, lines: list[Compariso
     total = beta * query + concentration * centre
     exact = sphere.mean_cosine(3, float(total.norm())) * total / total.norm()
     where = f"d=3 n={n} β={beta:g} r={concentration:g}"
-    _compare(lines, "output along ∇log f, first order", where, float(first_order[1]), read.output[:, 1])
-    _compare(lines, "output along ∇log f, exact for n → ∞", where, float(exact[1]), read.output[:, 1])
+    _compare(lines, "output along ∇log f, order 1/β", where, float(first_order[1]), read.output[:, 1])
+    _compare(lines, "output along ∇log f, all orders", where, float(exact[1]), read.output[:, 1])
     return found
 
 
 def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
-    """Tokens drawn from a density f and moved by attention to keys from f: harmonics grow as f − Δf/β has them."""
+    """Tokens drawn from a density f and moved by attention to keys from f: harmonics grow as in f − Δf/β."""
     n, tokens, batches = sizes.n // 2, 2 * sizes.rows, sizes.heat_batches
     density, centre = sphere.tilted(HEAT_TILT, 1.0), sphere.tilted_centre(1.0)
     betas = (20.0, 40.0, 80.0)
@@ -180,12 +183,12 @@ def _heat(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> 
         )
         if beta == betas[-1]:
             where = f"ℓ={degree} β={beta:g} n={n}"
-            _compare(lines, "relative growth ℓ(ℓ+d−2)/β of a harmonic", where, first_order, measured)
+            _compare(lines, "growth of a harmonic", where, first_order, measured)
     return found
 
 
 def _local_exponent(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
-    """E w_max at the β* of uniform keys: densities that differ far away only, and one that differs at the query."""
+    """E w_max at the β* of uniform keys, for densities that differ far from the query and one that differs at it."""
     lengths, rows = sizes.lengths, sizes.rows
     d = 5
     uniform = sphere.uniform(d)
@@ -210,13 +213,13 @@ def _local_exponent(sizes: Sizes, generator: torch.Generator, lines: list[Compar
             errors.append(nearest.error / nearest.value)
         fit = slope([math.log(n) for n in lengths], distances, errors)
         exponent = 1.0 / density.law.exponent
-        lines.append(Comparison("growth exponent of β* = 1/κ", density.name, exponent, -fit.value, fit.error))
+        lines.append(Comparison("growth exponent 1/κ of β*", density.name, exponent, -fit.value, fit.error, "limit"))
         _compare(lines, "E w_max at the own β*", f"{density.name} n={n}", limit, own)
     return found
 
 
 def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]) -> Rows:
-    """E w_max at β* against d at a fixed n: the power law of caps holds only while (nC_d)^(−2/(d−1)) is small."""
+    """E w_max at β* against d at a fixed n: the power law of caps needs (nC_d)^(−2/(d−1)) ≪ 1."""
     n, rows = sizes.lengths[-2], sizes.rows // 2
     found = Rows()
     for d in (3, 5, 9, 17, 33, 65):
@@ -230,7 +233,7 @@ def _dimension(sizes: Sizes, generator: torch.Generator, lines: list[Comparison]
             | {"gaussian_beta": math.sqrt(2.0 * d * math.log(n)), "uniform_weight": 1.0 / n}
         )
         if d in (17, 65):
-            _compare(lines, "E w_max, integral at this n", f"d={d} n={n} β=β*={beta:.3g}", at_n, w_max)
+            _compare(lines, "E w_max, integral at this n", f"d={d} n={n} β=β*={beta:.3g}", at_n, w_max, "exact")
     return found
 
 
@@ -239,8 +242,17 @@ def _harmonic(degree: int, cosine: Tensor) -> Tensor:
     return cosine if degree == 1 else 1.5 * cosine.square() - 0.5
 
 
-def _compare(lines: list[Comparison], quantity: str, parameters: str, predicted: float, values: Tensor) -> None:
-    lines.append(Comparison(quantity, parameters, predicted, *mean(values)))
+def _compare(
+    lines: list[Comparison],
+    quantity: str,
+    parameters: str,
+    predicted: float | Estimate,
+    values: Tensor,
+    kind: Kind = "limit",
+) -> None:
+    """Compare the mean of samples with a prediction, which may itself be sampled."""
+    expected, error = predicted if isinstance(predicted, Estimate) else (predicted, 0.0)
+    lines.append(Comparison(quantity, parameters, expected, *mean(values), kind, error))
 
 
 def draw_weights(rows: Rows) -> Figure:
@@ -278,14 +290,14 @@ def draw_regimes(regimes: Rows, subcritical: Rows) -> Figure:
 
 
 def draw_local_exponent(rows: Rows) -> Figure:
-    """The scale of uniform keys fits what is uniform at the query, and nothing else."""
+    """E w_max at the scale of uniform keys and at the scale of each density."""
     figure, panels = new_figure(columns=2, size=(5.2, 4.0))
     for axes, columns, title in (
         (panels[0], ("at_uniform_scale", "uniform_error"), "at β* of uniform keys, (n·C₅)^(1/2)"),
         (panels[1], ("at_own_scale", "own_error"), "at β* of the density's own local law"),
     ):
         for place, name, part in rows.series("density"):
-            # Densities that agree lie on top of each other: a small shift keeps each visible.
+            # A small shift keeps densities visible that would lie on top of each other.
             shifted = Rows(row | {"n": row["n"] * 1.08**place} for row in part)
             look = {"capsize": 2, "linestyle": line_style(place)["linestyle"]}
             shifted.error_bars(axes, "n", place, *columns, label=name, **look)
@@ -301,7 +313,7 @@ def draw_local_exponent(rows: Rows) -> Figure:
 
 
 def draw_dimension(rows: Rows) -> Figure:
-    """Where the limit stops to describe a context of given length."""
+    """E w_max against the dimension at a fixed n, with the limit and the integral at this n."""
     figure, (axes,) = new_figure(size=(5.6, 4.0))
     dims, uniform = rows.column("d"), rows[0]["uniform_weight"]
     rows.line(axes, "d", "limit", 2, linestyle=DASHES[1], label="Poisson limit, n → ∞")
@@ -317,7 +329,7 @@ def draw_dimension(rows: Rows) -> Figure:
 
 
 def _against_limit(axes: Axes, rows: Rows, column: str) -> None:
-    """Measured values over a column, and the limit as a line, a series per dimension."""
+    """Measured values over a column with the limit as a line, one series per dimension."""
     for place, d, part in rows.series("d"):
         part.line(axes, column, "limit", place)
         part.error_bars(axes, column, place, label=f"d = {d}, n = {part[0]['n']}", capsize=2)

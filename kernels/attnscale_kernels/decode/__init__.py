@@ -1,1 +1,1 @@
-"""Decoding: a few queries against a long cache."""
+"""Decode attention: a few queries against a long KV cache."""

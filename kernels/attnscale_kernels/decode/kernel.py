@@ -1,11 +1,11 @@
-"""A few queries of each sequence against a long cache of keys, split over the keys and merged.
+"""Split-K decode attention: a few queries of each sequence against a long KV cache.
 
-A program takes one sequence, one key head and one part of the keys, with all query heads of the group as rows of its
-tile, so that a key is read once for all of them. It writes m, l, u and the unnormalised output of the flash forward to
-scratch memory, and a second kernel merges the parts; where there is one part only, it writes the result itself.
+A program handles one sequence, one key head and one split of the keys. All query heads of the group are rows of its
+tile, so each key is loaded once for all of them. It writes m, l, u and the unnormalised output of the flash forward
+kernel to scratch memory, and a second kernel merges the splits. With a single split it writes the result directly.
 
-Whatever changes from token to token is an argument that nothing is compiled for: one compiled variant serves all
-lengths. Members of tuples are always compiled for, so the slot of the first query is no part of the rule here.
+Arguments that change from token to token are not specialised, so one compiled variant serves all lengths. Triton always
+specialises members of tuples, so the slot of the first query is a separate argument here and not part of the rule.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_SLOT = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _span(rule, batch, slot, queries, keys):
-    """`key_range` of all queries, whose bounds are few enough to be read here instead of from a table."""
+    """`key_range` of all queries. The few bounds are read here instead of from a table."""
     if rule.start_ptr is not None:
         at = batch * rule.stride_bound
         first = tl.load(rule.start_ptr + at)
@@ -60,7 +60,7 @@ def _span(rule, batch, slot, queries, keys):
             clear_first = tl.maximum(clear_first, start)
             clear_end = tl.minimum(clear_end, stop)
             end = tl.maximum(end, stop)
-        first = tl.maximum(first, 0)  # bounds may be any numbers
+        first = tl.maximum(first, 0)  # bounds may hold any value
         clear_end = tl.minimum(clear_end, keys)
         end = tl.minimum(end, keys)
     else:
@@ -70,7 +70,7 @@ def _span(rule, batch, slot, queries, keys):
 
 @triton.jit
 def _part(first, end, split, splits, BLOCK: tl.constexpr):
-    """The slots [low, high) of a split: the same number of tiles for each; the last ones may get none."""
+    """Return the slots [low, high) of a split: equal numbers of tiles, where the last splits may be empty."""
     low = first // BLOCK * BLOCK
     tiles = tl.where(end > first, tl.cdiv(end - low, BLOCK), 0)
     share = tl.cdiv(tiles, splits) * BLOCK
@@ -80,11 +80,10 @@ def _part(first, end, split, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _parts(scratch_ptr, splits, rows, DV: tl.constexpr):
-    """What the splits leave for the merge: outputs [splits, B, H, Tq, DV], and behind them m, l and u of each row.
+    """Return pointers to the results of the splits: outputs [splits, B, H, Tq, DV], followed by m, l and u of each row.
 
-    Where the winner is asked for, also the largest score, of keys with broken values too, and the bits of its slot.
-
-    One memory for both, since the host takes more than a microsecond to allocate another.
+    If the winner is requested, the largest score, including keys with non-finite values, and the bits of its slot
+    follow. Both share one buffer, because a second allocation takes more than a microsecond on the host.
     """
     return scratch_ptr, scratch_ptr + (splits * DV).to(tl.int64) * rows
 
@@ -96,14 +95,14 @@ def decode_split_kernel(
     v,  # [B, Hkv, Tk, DV]
     beta,  # [B|1, H|1, Tq] fp32
     scratch_ptr,  # fp32, see `_parts`
-    out,  # [B, H, Tq, DV]; this and the next five are written, or read, where there is one split
+    out,  # [B, H, Tq, DV]; this and the next five are used with a single split only
     sinks_ptr,  # [H]
-    lse_ptr,  # [B, H, Tq] fp32, and so the next two
+    lse_ptr,  # [B, H, Tq] fp32, as are the next two
     top_ptr,
     entropy_ptr,
     winner_ptr,  # [B, H, Tq] int64
-    rule,  # whose slot is 0
-    slot,  # of the first query; 0 where the rule has a table
+    rule,  # with slot 0
+    slot,  # of the first query; 0 if the rule has bounds
     rows,  # B·H·Tq
     heads,
     group,
@@ -127,7 +126,7 @@ def decode_split_kernel(
     kv_heads = heads // group
     batch, kv_head = (kv_index // kv_heads).to(tl.int64), (kv_index % kv_heads).to(tl.int64)
 
-    # The rows of the tile are the heads of a group times the queries.
+    # Rows of the tile: heads of the group × queries.
     packed = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BM]
     exists = packed < group * queries
     head = kv_head * group + tl.where(exists, packed // queries, 0)
@@ -172,7 +171,7 @@ def decode_split_kernel(
             acc = tl.where(broken, 0.0, acc)
         for left_key in tl.range(low, high, BLOCK_N, num_stages=1 if phase == 3 else None):
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
-            # The offset of the sequence is added here: outside the loop it took 115 registers on gfx942, not 93.
+            # The batch offset is added inside the loop: hoisted, it raised the registers on gfx942 from 93 to 115.
             k_offset = batch * k.strides[0] + slots.to(tl.int64) * k.strides[2]
             v_offset = batch * v.strides[0] + slots.to(tl.int64) * v.strides[2]
             k_at = k_ptr + k_offset[None, :] + d[:, None]  # [BD, BN]
@@ -183,15 +182,16 @@ def decode_split_kernel(
             y = attention_scores(
                 q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
-            # As in flash/forward_kernel.py.
+            # The online softmax of flash/forward_kernel.py.
             if winner_ptr is not None and phase != 3:
                 winner = best_slot(y, left_key, m, winner)
             peak = tl.maximum(m, tl.max(y, axis=1))
-            fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
+            fall = tl.maximum((m - peak) * c, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
             base = peak * c
             if phase != 1:
-                # x is one fused operation: of two hidden scores it would be the rounding of 1e30, not 0.
+                # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
+                # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
             x = y * c[:, None] - base[:, None]
             p = tl.exp2(x)
@@ -203,7 +203,7 @@ def decode_split_kernel(
         if winner_ptr is not None and phase != 3:
             best, winner = no_winner_of_nan(m, winner, total)
 
-    # Heads of a group and their queries are contiguous in the scratch memory, as in the tile.
+    # Heads of a group and their queries are contiguous in scratch memory, as in the tile.
     row_at = (batch * kv_heads + kv_head) * group * queries + packed
     if splits == 1:
         seen = (m > SEEN_ABOVE) | (total != total)
@@ -235,7 +235,7 @@ def decode_merge_kernel(
     beta,  # [B|1, H|1, Tq] fp32
     sinks_ptr,  # [H]
     out,  # [B, H, Tq, DV]
-    lse_ptr,  # [B, H, Tq] fp32, and so the next two
+    lse_ptr,  # [B, H, Tq] fp32, as are the next two
     top_ptr,
     entropy_ptr,
     winner_ptr,  # [B, H, Tq] int64
@@ -243,7 +243,7 @@ def decode_merge_kernel(
     heads,
     queries,
     splits,
-    factor,  # the scale, or 1 where scores have it already
+    factor,  # the scale, or 1 if scores already include it
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -273,7 +273,7 @@ def decode_merge_kernel(
         acc_at = acc_ptr + row_at[:, None] * DV + dv[None, :]
         part_acc = tl.load(acc_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)  # [BS, BDV]
         peak = tl.maximum(m, tl.max(part_m, axis=0))
-        # Finite for parts that have seen nothing, whose sums are 0.
+        # Finite for splits without a visible key; their sums are 0.
         fall, part_fall = tl.maximum((m - peak) * c, -65536.0), tl.maximum((part_m - peak) * c, -65536.0)
         fade, part_fade = tl.exp2(fall), tl.exp2(part_fall)
         if entropy_ptr is not None:

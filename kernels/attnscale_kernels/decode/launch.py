@@ -1,4 +1,4 @@
-"""Host side of decoding: the number of splits, launches and their results."""
+"""Host side of decode attention: number of splits, launches and results."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from ..tile_rules import tile_for
 from ..visibility import Rule, Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
-MERGED_AT_ONCE = 16  # splits
-MANY_ROWS = 16  # of a group of heads: more take a tile of more rows
+MERGED_AT_ONCE = 16  # splits merged per step
+MANY_ROWS = 16  # rows of a head group; above this a larger tile is used
 
 
 class DecodePlan(NamedTuple):
-    """What decoding steps of one signature have in common, whatever the number of keys."""
+    """The launch parameters shared by decode steps of one signature, for any number of keys."""
 
     tile: Tile
-    programs: int  # of one split
+    programs: int  # programs per split
     most_splits: int
-    copies: bool  # of query, key or value
-    linear: bool  # whether raw scores are products times the scale
-    query_strides: tuple[int, ...]  # once copied
+    copies: bool  # query, key or value must be copied
+    linear: bool  # whether raw scores are scale·q·k
+    query_strides: tuple[int, ...]  # after copying
     beta_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
-    rule: Rule | None  # None: there are tensors in it, so that each call has its own
+    rule: Rule | None  # None: the rule contains tensors and is built per call
     split: PlannedKernel
     merge: PlannedKernel
 
 
 def most_splits(programs: int, multiprocessors: int) -> int:
-    """How many parts keys are split into where there are enough of them: two programs per multiprocessor."""
+    """Return the maximum number of splits: enough for two programs per multiprocessor."""
     return max(1, min(2 * multiprocessors // max(programs, 1), 128))
 
 
@@ -74,9 +74,9 @@ def decode_launches(
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch, ...], Forward]:
-    """`flash_forward` for few queries [B, H, Tq, D] and many keys [B, Hkv, Tk, D], divided among `splits` programs.
+    """Build the launches of `flash_forward` for few queries [B, H, Tq, D] and many keys [B, Hkv, Tk, D].
 
-    Correct for any Tq, and meant for 16 or fewer.
+    The keys are divided into `splits` parts. Correct for any Tq, intended for 16 or fewer.
     """
     if splits is not None:
         check_splits(splits)
@@ -95,12 +95,12 @@ def decode_launches(
             layout_of_any_length(key), key_batch, kv_heads, key_dim,
             layout_of_any_length(value), value_batch, value_heads, value_dim, values == keys,
             beta.shape, beta.stride(), beta.device, beta.data_ptr() % 16 == 0, sinks is not None and layout(sinks),
-            # Padding and masks are as long as the keys.
+            # Padding and masks have the length of the keys.
             visibility.layout()[1:], None if visibility.padding is None and visibility.mask is None else keys,
             softcap is None, not entropy, not winner, tile, assumed_resources(),
             query.dtype is torch.float32 and multiplies_in_tf32(),
         )  # fmt: skip
-    except (RuntimeError, ValueError):  # axes other than four, or no strides
+    except (RuntimeError, ValueError):  # not four axes, or no strides
         check_attention(query, key, value, beta, visibility, sinks)
         raise
     plan: DecodePlan | None = state.LAUNCHES.get(signature)
@@ -113,11 +113,11 @@ def decode_launches(
         sinks = sinks.contiguous()
     if plan.copies:
         query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
-    if splits is None:  # each with at least two tiles of keys
+    if splits is None:  # at least two key tiles per split
         splits = max(1, min(plan.most_splits, cdiv(keys, plan.tile.n) // 2))
     rows = batch * heads * queries
     shared: dict[str, object] = {
-        # One split needs no scratch memory; the kernel is the same, and so the type of what it is given.
+        # A single split needs no scratch memory, but the kernel argument must have the same type.
         "scratch_ptr": lse if splits == 1 else lse.new_empty(splits * rows * (value_dim + (5 if winner else 3))),
         "beta": new_view((beta, plan.beta_strides)),
         "out": new_view((out, plan.out_strides)),
@@ -163,7 +163,7 @@ def _decode_plan(
     out: Tensor,
     tile: Tile | None,
 ) -> DecodePlan:
-    """How to launch decoding, by nothing that is not in its signature."""
+    """Return the plan of a decode step; it depends on the signature only."""
     batch, heads, queries, dim = query.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
     resources = resources_of(query.device)

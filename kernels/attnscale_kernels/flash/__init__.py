@@ -1,1 +1,1 @@
-"""Flash attention: forward and backward."""
+"""Flash attention: forward and backward pass."""

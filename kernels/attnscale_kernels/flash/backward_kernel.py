@@ -1,7 +1,7 @@
-"""Gradients of attention with a temperature per row, without atomics: dQ in one pass over keys, dK and dV in another.
+"""Backward pass of attention with one temperature per row, without atomics: a dQ kernel and a dK/dV kernel.
 
-With w = 2^(y·c − lse) and Δ = ⟨dO, O⟩ per row, dℓ = w·(dP − Δ) is the gradient of the logits ℓ = β·s. Then
-dβ = Σ dℓ·s, which is scale·⟨q, dℓ·K⟩ where s is linear in q, and dq = scale·β·dℓ·K.
+With w = 2^(y·c − lse) and Δ = ⟨dO, O⟩ per row, the gradient of the logits ℓ = β·s is dℓ = w·(dP − Δ). Then dβ = Σ dℓ·s,
+which is scale·⟨q, dℓ·K⟩ where s is linear in q, and dq = scale·β·dℓ·K.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def flash_backward_rows_kernel(
     rows_ptr,  # [B, H, Tq, 4] fp32
     heads,
     queries,
-    factor,  # of β in c
+    factor,  # c = β·factor
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """What the other two kernels read of each row, side by side: c, lse in units of ln 2, β and Δ."""
+    """Preprocess: store c, lse in units of ln 2, β and Δ of each row, for the other two kernels."""
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
     dv = tl.arange(0, BLOCK_DV)
@@ -68,7 +68,7 @@ def flash_backward_rows_kernel(
     row_beta = load_beta(beta, batch, head, rows, exists)
     row_at = head_index.to(tl.int64) * queries + rows
     lse = tl.load(lse_ptr + row_at, mask=exists, other=0.0)
-    lse = tl.where(lse == -float("inf"), 1e30, lse)  # a row that sees nothing: every weight 2^(y − ∞) is 0
+    lse = tl.where(lse == -float("inf"), 1e30, lse)  # row without visible keys: every weight 2^(y − ∞) is 0
     at = rows_ptr + row_at * 4
     tl.store(at, row_beta * factor, mask=exists)
     tl.store(at + 1, lse * LOG2E, mask=exists)
@@ -78,9 +78,9 @@ def flash_backward_rows_kernel(
 
 @triton.jit
 def _row_numbers(at, exists, EDGE: tl.constexpr):
-    """c, lse in units of ln 2, β and Δ of rows; at an edge some rows may not exist.
+    """Load c, lse in units of ln 2, β and Δ of rows; at an edge some rows may be past the end.
 
-    They have zeros, which a load gives without a selection: their weights are 1, and their queries and gradients 0.
+    Those rows load as zeros, without a select instruction: their weights are 1, their queries and gradients 0.
     """
     if EDGE:
         c = tl.load(at, mask=exists, other=0.0)
@@ -97,7 +97,7 @@ def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
-    k_box,  # descriptors of k and v, in place of pointers
+    k_box,  # TMA descriptors of k and v, instead of pointers
     v_box,
     grad_out,  # [B, H, Tq, DV]
     grad_q,  # [B, H, Tq, D]
@@ -118,10 +118,10 @@ def flash_backward_query_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    K_ROW: tl.constexpr,  # strides of the rows of k and v
+    K_ROW: tl.constexpr,  # row strides of k and v
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
-    PAIRS: tl.constexpr,  # of fp32 numbers are worked on at once
+    PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -166,7 +166,7 @@ def flash_backward_query_kernel(
             left_key = at
             if LISTED:
                 left_key = following * BLOCK_N
-                following = tl.load(tiles_at + at + 1)  # as in the forward
+                following = tl.load(tiles_at + at + 1)  # prefetched, as in the forward kernel
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             if k_box is not None:
                 k_tile, broken_keys = load_whole_box(k_box, batch, kv_head, left_key, phase)
@@ -191,7 +191,7 @@ def flash_backward_query_kernel(
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
             change = difference(dp, delta[:, None], PAIRS)
             if phase == 3:
-                change = tl.where(seen, change, 0.0)  # a value that is not finite, times a weight of 0
+                change = tl.where(seen, change, 0.0)  # 0·∞ or 0·NaN, if a value is not finite
             dlogit = product(p, change, PAIRS)
             if dbeta_ptr is not None and not LINEAR:
                 dbeta += tl.sum(dlogit * y, axis=1)
@@ -233,10 +233,10 @@ def flash_backward_key_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    Q_ROW: tl.constexpr,  # strides of the rows of q and grad_out
+    Q_ROW: tl.constexpr,  # row strides of q and grad_out
     DO_ROW: tl.constexpr,
-    DRAW_FOURS: tl.constexpr,  # of the slots at once, where registers allow it
-    EDGE_STAGES: tl.constexpr,  # tiles in flight in the last phase; None: as in the others
+    DRAW_FOURS: tl.constexpr,  # dropout draws for four slots at once, if registers allow
+    EDGE_STAGES: tl.constexpr,  # pipeline stages of phase 2; None: as in the other phases
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -255,12 +255,12 @@ def flash_backward_key_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    # The last keys of a tile may not exist: their gradients are computed and not stored.
+    # Keys past the end of the last tile get gradients too; they are not stored.
     LISTED: tl.constexpr = rule.list_ptr is not None
     STEP: tl.constexpr = 1 if LISTED else BLOCK_M
     edges = phase_edges(rule, ranges, BLOCK_M)
-    # The loop over heads is inside the phases, and nothing is moved out of it: each phase then keeps only its own
-    # values in registers. The other order spilled 264 bytes on sm_100.
+    # The head loop is nested in the phase loop, with loop-invariant code motion disabled: each phase then keeps only
+    # its own values in registers. The other order spilled 264 bytes on sm_100.
     for phase in tl.static_range(first_phase(rule, True), 3):
         if not LISTED:
             low, high = phase_range(edges, phase)
@@ -270,7 +270,7 @@ def flash_backward_key_kernel(
             q_ptr = q.ptr + batch * q_batch + head * q_head
             do_ptr = grad_out.ptr + batch * do_batch + head * do_head
             rows_head = rows_ptr + head_index * queries * 4
-            if LISTED:  # for each head, since masks may differ
+            if LISTED:  # per head, as masks may differ
                 tiles_at = tile_list(rule, batch, head, tile)
                 low, high = phase_range(listed_edges(tiles_at, tl.cdiv(queries, BLOCK_M)), phase)
                 following = tl.load(tiles_at + low)
@@ -289,15 +289,15 @@ def flash_backward_key_kernel(
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
                 if rule.bias_ptr is not None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
-                # Keys by rows: the next products take the weights in this layout, and a transposition costs more.
+                # [keys, rows]: the following products take the weights in this layout, and a transposition costs more.
                 y = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BN, BM]
-                # A bias is read before the product and a bool mask behind it: the other way around sm_90 spilled 32
-                # bytes with the one, and sm_80 and sm_120 32 and 72 with the other.
+                # A bias is loaded before the product, a bool mask after it. The opposite order spilled 32 bytes on
+                # sm_90 with a bias, and 32 and 72 bytes on sm_80 and sm_120 with a mask.
                 if rule.bias_ptr is None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 y, slope = capped_scores(y, bias, rule, scale, softcap, phase != 1)
-                # What is hidden is left out before it is multiplied: LLVM moves a selection of products behind their
-                # rounding, where it takes four instructions for a score in place of one.
+                # Hidden scores are masked before the multiplication. LLVM moves a select on the products behind their
+                # rounding, which takes four instructions per score instead of one.
                 x = y * c[None, :] - lse[None, :]
                 if phase != 1:
                     x = tl.where(seen, x, HIDDEN)
@@ -318,7 +318,7 @@ def flash_backward_key_kernel(
                 if softcap is not None:
                     change *= slope
                 if phase != 1:
-                    change = tl.where(seen, change, 0.0)  # 0·NaN, where a value is not finite
+                    change = tl.where(seen, change, 0.0)  # 0·NaN, if a value is not finite
                 dscore = p * change
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 

@@ -1,7 +1,8 @@
-"""Attention with a temperature per row, forward: one pass over the keys that also collects statistics.
+"""Forward pass of attention with one temperature per row: one pass over the keys, which also collects statistics.
 
-Per row it keeps m = max y, l = Σ 2^x and u = Σ 2^x·x with x = (y − m)·c, from which lse, the largest logit and the
-entropy ln l − ln2·u/l follow, and the slot of m; see device.py for y and c. What is not asked for is compiled out.
+Per row the kernel keeps m = max y, l = Σ 2^x and u = Σ 2^x·x with x = (y − m)·c, and the slot of m. From these follow
+lse, the largest logit and the entropy ln l − ln2·u/l. y and c are defined in device.py. Statistics that are not
+requested are compiled out.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def flash_forward_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
     v,  # [B, Hkv, Tk, DV]
-    k_box,  # descriptors of k and v, in place of pointers
+    k_box,  # TMA descriptors of k and v, instead of pointers
     v_box,
     beta,  # [B|1, H|1, Tq] fp32
     out,  # [B, H, Tq, DV]
     sinks_ptr,  # [H]
     seed_ptr,  # int64
-    lse_ptr,  # [B, H, Tq] fp32, and so the next two
+    lse_ptr,  # [B, H, Tq] fp32, as are the next two
     top_ptr,
     entropy_ptr,
     winner_ptr,  # [B, H, Tq] int64
@@ -74,13 +75,13 @@ def flash_forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    K_ROW: tl.constexpr,  # strides of the rows of k and v: as numbers they take no registers
+    K_ROW: tl.constexpr,  # row strides of k and v; as constants they take no registers
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     SUMS_FIRST: tl.constexpr,
-    KEEP_POINTERS: tl.constexpr,  # of a tile of keys, in registers
-    PAIRS: tl.constexpr,  # of fp32 numbers are worked on at once
+    KEEP_POINTERS: tl.constexpr,  # keep the pointers of a key tile in registers
+    PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -99,7 +100,7 @@ def flash_forward_kernel(
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     place = (batch, head, rows, start, stop, queries, keys)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # summed over the parts at the end
+    total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # reduced over PARTS at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if winner_ptr is not None:
@@ -135,7 +136,7 @@ def flash_forward_kernel(
             left_key = at
             if LISTED:
                 left_key = following * BLOCK_N
-                following = tl.load(tiles_at + at + 1)  # a tile ahead, as keys are read; after the last it is no tile
+                following = tl.load(tiles_at + at + 1)  # prefetched; unused after the last tile
             slots = left_key + tl.arange(0, BLOCK_N)  # [BN]
             if k_box is not None:
                 k_tile = tl.trans(load_box(k_box, batch, kv_head, left_key))
@@ -155,18 +156,20 @@ def flash_forward_kernel(
             y = attention_scores(
                 q_tile, k_tile, broken_keys, sign, rule, place, left_key, slots, scale, softcap, PRECISION, phase
             )
-            if winner_ptr is not None and phase != 3:  # values that are not finite change no score
+            if winner_ptr is not None and phase != 3:  # non-finite values do not affect the winner
                 winner = best_slot(y, left_key, m, winner)
-            # The online softmax, which decode/kernel.py has too: as a shared device function it took more instructions
-            # on sm_100, by 3 % at 64 dimensions and 5 % at 16 with entropy, as constants then come in another order.
+            # The online softmax, duplicated in decode/kernel.py. As a shared device function it took more instructions
+            # on sm_100, by 3 % at D = 64 and 5 % at D = 16 with entropy, because constants are then emitted in a
+            # different order.
             peak = tl.maximum(m, tl.max(y, axis=1))
-            fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
+            fall = tl.maximum((m - peak) * c, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
             base = peak * c
             if phase != 1:
-                # x is one fused operation: of two hidden scores it would be the rounding of 1e30, not 0.
+                # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
+                # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-            # Beside the bias of a tile, pairs take registers that sm_100 has not: 16 bytes were spilled.
+            # With a bias tile, packed instructions exceed the registers of sm_100 and spilled 16 bytes.
             x = product_less(y, c[:, None], base[:, None], PAIRS and (phase == 1 or rule.bias_ptr is None))
             p = tl.exp2(x)
             if entropy_ptr is not None:
@@ -174,8 +177,8 @@ def flash_forward_kernel(
             total = total * fade[:, None] + sum_in_parts(p, PARTS)
             m = peak
             if SUMS_FIRST:
-                # The product waits for the sums: else x and p of all scores are kept until it is made. A sum that is
-                # NaN makes its row NaN anyway.
+                # Makes the product depend on the sums; otherwise x and p of all scores stay live until after it. A NaN
+                # sum makes its row NaN in any case.
                 sums = tl.sum(total + moment, axis=1)
                 fade = tl.where(sums == sums, fade, sums)
             acc = product(acc, fade[:, None], PAIRS)

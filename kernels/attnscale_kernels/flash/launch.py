@@ -1,4 +1,4 @@
-"""Host side of flash attention, forward and backward: launches and their results."""
+"""Host side of flash attention, forward and backward: launches and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOG2E = 1.4426950408889634
 
 
 class Backward(NamedTuple):
-    """What `flash_backward` returns; None where not asked for."""
+    """Gradients of `flash_backward`; None where not requested."""
 
     query: Tensor  # [B, H, Tq, D]
     key: Tensor  # [B, Hkv, Tk, D]
@@ -64,12 +64,12 @@ def forward_launches(
     winner: bool = False,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch, ...], Forward]:
-    """softmax(β·(softcap(scale·q·k) + bias))·v over what each row may see, with statistics of its rows.
+    """Build the launches of softmax(β·(softcap(scale·q·k) + bias))·v over the visible keys, with statistics per row.
 
-    Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] in one dtype; β broadcasts to [B, H, Tq]. A row
-    that sees nothing gives zeros and lse = −∞. A sink [H] is one more logit per head: in lse and entropy, not among
-    the keys. `seed` is an int64 scalar on the device; the same one drops the same weights in `flash_backward`. The last
-    launch is attention itself.
+    Query [B, H, Tq, D], key [B, Hkv, Tk, D] and value [B, Hkv, Tk, DV] share a dtype; β broadcasts to [B, H, Tq]. Rows
+    without a visible key give zeros and lse = −∞. `sinks` [H] adds one logit per head, which counts in lse and entropy
+    but is not a key. `seed` is an int64 scalar on the device; `flash_backward` with the same seed drops the same
+    weights. The last launch is the attention kernel.
     """
     if type(scale) is not float or not isfinite(scale):
         scale = finite("scale", scale)
@@ -137,7 +137,7 @@ flash_forward = launched(forward_launches)
 
 
 def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, **options: Any) -> Backward:
-    """Gradients of everything that `backward_launches` is given, and of the sinks."""
+    """Run `backward_launches` and compute the gradient of the sinks."""
     launches, result = made = backward_launches(gradient, *given, **options)
     run(made, gradient)
     if sinks is not None:
@@ -165,10 +165,10 @@ def backward_launches(
     query_tile: Tile | None = None,
     key_tile: Tile | None = None,
 ) -> tuple[tuple[Launch, ...], Backward]:
-    """Gradients for that of the output of `flash_forward`, given its arguments, its output and its lse.
+    """Build the launches of the backward pass, given the arguments, output and lse of `flash_forward`.
 
-    Deterministic: no two programs add to the same element. The last three launches are what is said of each row, the
-    gradient of queries, and those of keys and values.
+    Deterministic: no two programs write to the same element. The last three launches are the per-row preprocessing, dQ,
+    and dK/dV.
     """
     if type(scale) is not float or not isfinite(scale):
         scale = finite("scale", scale)
@@ -243,7 +243,7 @@ def backward_launches(
 
 
 def _seed(seed: Tensor | None, dropout_p: float) -> Tensor | None:
-    """The seed where there is dropout: without one, kernels drop nothing."""
+    """Return the seed if dropout is active. Kernels without a seed drop nothing."""
     if dropout_p > 0.0 and seed is None:
         reject("seed", None, f"an int64 scalar tensor with dropout_p={dropout_p!r}")
     return seed if dropout_p > 0.0 else None

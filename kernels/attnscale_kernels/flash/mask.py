@@ -1,4 +1,4 @@
-"""Launches that find which tiles of scores a mask hides or leaves as they are, and when they pay."""
+"""Launches that classify the tiles of a mask, and the decision whether they pay off."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..launch import Launch, Tile, cdiv
 from ..visibility import Rule, Visibility, key_ranges, query_ranges
 from .mask_kernel import mask_squares_kernel, mask_tiles_kernel
 
-SQUARE = 32  # rows and keys of a mask that are summed up in one number, as in mask_kernel.py
-ACROSS = 16  # squares of a program
-CHUNK = 64  # tiles that a list is made of at a time
-# Scores of a call from which on two launches more, about 10 µs, are little beside the attention to all of them.
+SQUARE = 32  # rows and keys of a mask block, as in mask_kernel.py
+ACROSS = 16  # blocks per program
+CHUNK = 64  # tiles per step of the list construction
+# Number of scores above which the cost of two additional launches, about 10 µs, is small.
 LEAST_SCORES = 2**23
 
 
 def pays(mask: Tensor, scores: tuple[int, int, int, int]) -> bool:
-    """Whether a call with scores [B, H, Tq, Tk] is to look for tiles that its mask hides or leaves as they are.
+    """Whether a call with scores [B, H, Tq, Tk] should classify the tiles of its mask.
 
-    The mask has to be read once more for it. So it should have at most a byte for each score, which it has if it is
-    bool, or shared by heads or sequences: a bias for each score seldom hides much.
+    Classification reads the mask once more. It pays off if the mask has at most one byte per score, that is, if it is
+    bool or shared by heads or sequences. A bias with its own number for each score rarely hides much.
     """
     batch, heads, rows, keys = _extents(mask)
     count = scores[0] * scores[1] * scores[2] * scores[3]
@@ -28,9 +28,9 @@ def pays(mask: Tensor, scores: tuple[int, int, int, int]) -> bool:
 
 
 def mask_squares(visibility: Visibility, scores: tuple[int, int, int, int]) -> tuple[tuple[Launch, ...], Tensor | None]:
-    """What the squares of a mask hold, [B|1, H|1, rows, keys] in uint8, and the launch that finds it.
+    """Return the launch that classifies the blocks of a mask, and its output [B|1, H|1, rows, keys] in uint8.
 
-    Nothing where there is no mask, or it does not pay.
+    Returns no launch and None if there is no mask or classification does not pay off.
     """
     mask = visibility.mask
     if mask is None or not pays(mask, scores):
@@ -56,7 +56,7 @@ def mask_squares(visibility: Visibility, scores: tuple[int, int, int, int]) -> t
 def key_rule(
     visibility: Visibility, squares: Tensor | None, queries: int, keys: int, tile: Tile
 ) -> tuple[tuple[Launch, ...], Rule]:
-    """The rule of a launch whose programs take rows and go over keys, and what has to be launched before it."""
+    """Return the rule for programs that own rows and loop over keys, and the launches it depends on."""
     ranges = key_ranges(visibility, queries, keys, tile.m)
     if squares is None:
         return (), visibility.rule(ranges)
@@ -67,7 +67,7 @@ def key_rule(
 def query_rule(
     visibility: Visibility, squares: Tensor | None, queries: int, keys: int, tile: Tile
 ) -> tuple[tuple[Launch, ...], Rule]:
-    """The same for a launch whose programs take keys and go over rows."""
+    """Return the rule for programs that own keys and loop over rows, and the launches it depends on."""
     ranges = query_ranges(visibility, queries, keys, tile.n)
     if squares is None:
         return (), visibility.rule(ranges)
@@ -85,7 +85,7 @@ def _tile_lists(
     *,
     by_keys: bool,
 ) -> tuple[Launch, Tensor]:
-    """The tiles that each tile visits, [B|1, H|1, tiles, steps + 2] in int32 as `mask_tiles_kernel` has them."""
+    """Return the launch of `mask_tiles_kernel` and its tile lists [B|1, H|1, tiles, steps + 2] in int32."""
     (rows, own), (columns, step) = ((queries, tile.m), (keys, tile.n))[:: -1 if by_keys else 1]
     tiles, steps = cdiv(rows, own), cdiv(columns, step)
     heads = squares.shape[1]
@@ -105,5 +105,5 @@ def _tile_lists(
 
 
 def _extents(mask: Tensor) -> tuple[int, ...]:
-    """Of the part of a mask that lies in memory: 1 along axes that are broadcast."""
+    """Return the extents of a mask in memory: 1 along broadcast axes."""
     return tuple([1 if stride == 0 else n for n, stride in zip(mask.shape, mask.stride(), strict=True)])

@@ -1,8 +1,8 @@
-"""Which tiles of scores a mask hides or leaves as they are: found once for a call, so that loops visit only the others.
+"""Classification of the tiles of a mask, once per call, so that attention loops skip fully masked tiles.
 
-One kernel reads the mask and says of each square of it what it holds. Another makes the list that a program of the
-forward or the backward goes through: tiles that every row sees whole, then those at an edge, by the mask and by bounds
-and padding together.
+`mask_squares_kernel` reads the mask and classifies blocks of 32 × 32. `mask_tiles_kernel` combines these classes with
+bounds and padding into one tile list per program of the forward or backward pass: fully visible tiles first, then
+partially visible ones.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import triton.language as tl
 from ..device import HIDDEN_BELOW, mask_pointers
 from ..tiles import key_range, phase_edges, query_range
 
-SQUARE = tl.constexpr(32)  # rows and keys of a square
-# What a square may hold, as bits.
-CHANGES = tl.constexpr(1)  # something that hides a key, or adds to its score
-SHOWS = tl.constexpr(2)  # something that does not hide its key
+SQUARE = tl.constexpr(32)  # rows and keys of a block
+# Block flags.
+CHANGES = tl.constexpr(1)  # contains an element that hides a key or changes a score
+SHOWS = tl.constexpr(2)  # contains an element that does not hide its key
 
 
 @triton.jit
 def mask_squares_kernel(
     squares_ptr,  # [B|1, H|1, squares of rows, squares of keys], uint8
     mask_ptr,  # [B|1, H|1, Tq|1, Tk|1], uint8 or None
-    bias_ptr,  # in its place
+    bias_ptr,  # instead of mask_ptr
     strides,  # of the mask
-    heads,  # and rows and keys: extents of the mask, where broadcast axes have 1
+    heads,  # extents of the mask, as are rows and keys; 1 along broadcast axes
     rows,
     keys,
-    ACROSS: tl.constexpr,  # squares of a program, side by side
+    ACROSS: tl.constexpr,  # adjacent blocks per program
 ):
-    """What each square of a mask holds: bits of CHANGES and SHOWS.
+    """Store the flags CHANGES and SHOWS of each mask block.
 
-    A NaN of a bias neither hides nor leaves a score as it is.
+    A NaN in a bias counts as both: it changes the score and does not hide the key.
     """
     across = tl.cdiv(keys, SQUARE)
     down = tl.cdiv(rows, SQUARE)
@@ -57,7 +57,7 @@ def mask_squares_kernel(
 
 @triton.jit
 def _any_of_square(found, ACROSS: tl.constexpr):
-    """Whether something is found, 1 or 0, in squares [ACROSS] side by side."""
+    """Reduce to 1 or 0 per block, for ACROSS adjacent blocks."""
     column = tl.max(found.to(tl.int32), axis=0)
     return tl.max(tl.reshape(column, [ACROSS, SQUARE]), axis=1)
 
@@ -71,14 +71,14 @@ def mask_tiles_kernel(
     heads,  # of the lists
     queries,
     keys,
-    OWN: tl.constexpr,  # rows of a program's tile
-    STEP: tl.constexpr,  # keys of the tiles that it goes over
-    BY_KEYS: tl.constexpr,  # a program takes a tile of keys and goes over rows
-    CHUNK: tl.constexpr,  # tiles at a time
+    OWN: tl.constexpr,  # rows of the program's own tile
+    STEP: tl.constexpr,  # keys of the tiles it loops over
+    BY_KEYS: tl.constexpr,  # the program owns a tile of keys and loops over rows
+    CHUNK: tl.constexpr,  # tiles per step
 ):
-    """The list of one tile: those that all of it sees whole, then others it sees some of, then the rest.
+    """Write the tile list of one program: fully visible tiles, partially visible tiles, then hidden tiles.
 
-    At the end stands how many are in the first part, and how many in the first two.
+    The last two entries are the number of fully visible tiles, and of fully or partially visible tiles.
     """
     own_count, step_count = queries, keys
     if BY_KEYS:
@@ -135,9 +135,9 @@ def _classes(
     STEP: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """Of the tiles that lie `step` [CHUNK] steps on, 1 or 0: those seen whole, and those that are seen at all.
+    """For tiles `step` [CHUNK], return 1 or 0: whether each is fully visible, and whether it is visible at all.
 
-    A tile smaller than a square is taken for all of it.
+    A tile smaller than a mask block gets the class of the block.
     """
     DOWN: tl.constexpr = (OWN + SQUARE - 1) // SQUARE
     ACROSS: tl.constexpr = (STEP + SQUARE - 1) // SQUARE

@@ -1,4 +1,4 @@
-"""Flash attention as operators of torch.library, with fakes and gradients, for autograd and torch.compile."""
+"""Flash attention as torch.library operators with fake kernels and gradients, for autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -32,10 +32,42 @@ def flash_attention(
     entropy: bool = False,
     winner: bool = False,
 ) -> Forward:
-    """`flash_forward` with gradients of query, key, value, β and sinks; the statistics have none.
+    """Attention with one temperature per query row: softmax(β·(softcap(scale·q·k) + bias))·v.
 
-    Forward mode, torch.func's gradients, a second backward and a gradient of an additive mask are refused: torch would
-    take them for zero.
+    Differentiable with respect to query, key, value, β and sinks; the statistics have no gradient.
+
+    Args:
+        query: [B, H, Tq, D] in fp32, fp16 or bf16, D ≤ 256.
+        key: [B, Hkv, Tk, D]; Hkv divides H.
+        value: [B, Hkv, Tk, DV], DV ≤ 256.
+        beta: The temperatures, any shape that broadcasts to [B, H, Tq].
+        visibility: The keys that each row may see, and an additive mask (bias).
+        scale: Factor of q·k.
+        softcap: c for c·tanh(scale·q·k / c), or None.
+        sinks: Attention sink logits [H], not scaled by β, or None.
+        dropout_p: Dropout probability of the weights. Requires `seed` if > 0.
+        seed: int64 scalar on the device of the query.
+        entropy: Also return the entropy of each row.
+        winner: Also return the slot of the largest logit of each row.
+
+    Returns:
+        A `Forward` with the output [B, H, Tq, DV] and the statistics of each row. Rows without a visible key give zeros
+        and lse = −∞.
+
+    Raises:
+        KernelArgumentError: An argument has an unsupported shape, device or value.
+        KernelTypeError: An argument has an unsupported type, dtype or layout.
+        KernelUnavailableError: Triton does not support the device.
+        RuntimeError: Forward-mode AD, torch.func gradients, double backward, or the gradient of an additive mask. These
+            are not supported; torch would silently treat them as zero.
+
+    Example:
+        >>> from attnscale_kernels import interpreting
+        >>> device = "cpu" if interpreting() else "cuda"
+        >>> q, k, v = (torch.randn(1, 2, 8, 16, device=device) for _ in range(3))
+        >>> beta = torch.arange(2.0, 10.0, device=device).log()
+        >>> flash_attention(q, k, v, beta, Visibility(right=0), scale=0.25).out.shape
+        torch.Size([1, 2, 8, 16])
     """
     if not isinstance(visibility, Visibility):
         reject_type("visibility", visibility, "a Visibility")
@@ -46,7 +78,7 @@ def flash_attention(
         tensors += (visibility.mask,)
     eager = is_eager(*tensors)
     recorded = eager and needs_gradient(*tensors)
-    # Tensors that have escaped from a transform of torch.func are for the operator: autograd records them by it alone.
+    # Tensors that escaped from a torch.func transform must go through the operator: autograd records them only there.
     if eager and not (recorded and any(map(is_functorch_wrapped_tensor, (query, key, value, beta)))):
         if recorded and visibility.mask is not None and visibility.mask.requires_grad:
             raise RuntimeError(NO_GRADIENT_OF_MASK)
@@ -73,7 +105,7 @@ def flash_attention(
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, and lse, largest logit, entropy and winner per row; the last two empty where not asked for."""
+    """Return output, lse, largest logit, entropy and winner; the last two are empty if not requested."""
     flat, (entropy, winner) = FlatAttention.split(arguments)
     return flash_forward(*flat.tensors, **flat.options, entropy=entropy, winner=winner).outputs()
 
@@ -92,7 +124,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, β [B, H, Tq] and sinks; the last two empty where there are none."""
+    """Return gradients of query, key, value, β [B, H, Tq] and sinks; the last two are empty if not requested."""
     flat, (gradient, out, lse, dbeta) = FlatAttention.split(arguments)
     found = flash_backward(gradient, *flat.tensors, out, lse, **flat.options, dbeta=dbeta)
     of_beta, of_sinks = (lse.new_empty(0) if x is None else x for x in (found.beta, found.sinks))
@@ -119,18 +151,20 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-NO_GRADIENT_OF_MASK = "flash_attention has no gradient of an additive mask: detach it, or use plain torch"
+NO_GRADIENT_OF_MASK = (
+    "flash_attention has no gradient of an additive mask: detach the mask or use a plain torch backend"
+)
 
 
 def _save(ctx: Any, flat: FlatAttention, out: Tensor, lse: Tensor) -> None:
     held = flat._asdict()
     ctx.save_for_backward(*map(held.pop, TENSORS), out, lse)
     ctx.constants = held
-    ctx.set_materialize_grads(False)  # of the statistics there are none
+    ctx.set_materialize_grads(False)  # the statistics have no gradients
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *, needs_beta: bool) -> dict[str, Tensor | None]:
-    """Gradients of query, key, value, β and sinks, in their dtypes and shapes."""
+    """Return the gradients of query, key, value, β and sinks, in their dtypes and shapes."""
     if gradient is None:
         return {}
     *tensors, out, lse = ctx.saved_tensors
@@ -138,7 +172,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, *, needs_beta: bool) -> di
     beta, sinks = flat.beta, flat.sinks
     given = (gradient, flat.query, flat.key, flat.value, beta, *(() if sinks is None else (sinks,)))
     refuse_others(*given)
-    # A second derivative is refused by the operator.
+    # The operator raises on double backward.
     differentiate = _gradients if is_eager(*given) and not torch.is_grad_enabled() else flash_backward_op
     dq, dk, dv, dbeta, dsinks = differentiate(*flat, gradient, out, lse, needs_beta)
     dbeta = dbeta.sum_to_size(beta.shape).to(beta.dtype) if needs_beta else None
@@ -166,7 +200,7 @@ flash_backward_op.register_autograd(refuse_second)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The same for autograd alone, which sees what has a gradient and nothing else: each tensor more takes its time."""
+    """The same gradients for eager mode. Only differentiable tensors are inputs, as each tensor costs host time."""
 
     @staticmethod
     def forward(
@@ -179,7 +213,7 @@ class _EagerAttention(torch.autograd.Function):
         found: Forward,
         flat: FlatAttention,
     ) -> Tensor:
-        """The output, which was found before; `flat` holds the same tensors."""
+        """Return the output that was computed before; `flat` holds the same tensors."""
         _save(ctx, flat, found.out, found.lse)
         return found.out
 
@@ -189,6 +223,6 @@ class _EagerAttention(torch.autograd.Function):
         return *map(found.get, ("query", "key", "value", "beta", "sinks")), None, None
 
 
-# Not `Function.apply`, which takes as long as autograd itself to look for transforms of torch.func, and for tensors
-# that have escaped from one: `flash_attention` looks for both.
+# Bypasses `Function.apply`, which spends as much time as autograd itself on checks for torch.func transforms and
+# escaped tensors. `flash_attention` has already made both checks.
 _record = super(torch.autograd.Function, _EagerAttention).apply

@@ -1,4 +1,4 @@
-"""How flash attention is launched, by what is in the signature of a call: tiles, constants and descriptors."""
+"""Launch plans of flash attention: tiles, constants and TMA descriptors that follow from the signature of a call."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from ..visibility import Rule, Visibility
 from .backward_kernel import flash_backward_key_kernel, flash_backward_query_kernel, flash_backward_rows_kernel
 from .forward_kernel import flash_forward_kernel
 
-ROWS = 32  # of a program of the kernel that prepares the backward
+ROWS = 32  # rows per program of the backward preprocessing kernel
 
 
 class ForwardPlan(NamedTuple):
-    """What forwards of one signature have in common."""
+    """The launch parameters shared by forward passes of one signature."""
 
     tile: Tile
     programs: int
-    key_block: list[int] | None  # what a descriptor copies at once; None: keys and values come by pointers
+    key_block: list[int] | None  # block shape of the TMA descriptor; None: pointers are used
     value_block: list[int] | None
-    copies: bool  # of query, key or value
-    strides: list[tuple[int, ...]]  # of query, key and value, once copied, of β and of the output
-    rule: Rule | None  # None: there are tensors in it, so that each call has its own
+    copies: bool  # query, key or value must be copied
+    strides: list[tuple[int, ...]]  # of query, key and value (after copying), β and output
+    rule: Rule | None  # None: the rule contains tensors and is built per call
     attention: PlannedKernel
 
 
 class BackwardPlan(NamedTuple):
-    """What backward passes of one signature have in common."""
+    """The launch parameters shared by backward passes of one signature."""
 
     query_tile: Tile
     key_tile: Tile
-    key_block: list[int] | None  # as in `ForwardPlan`, for dQ
+    key_block: list[int] | None  # as in `ForwardPlan`, for the dQ kernel
     value_block: list[int] | None
     rule: Rule | None
     rows: PlannedKernel
@@ -75,18 +75,18 @@ def forward_plan(
     dropout: bool,
     tile: Tile | None,
 ) -> ForwardPlan:
-    """How to launch a forward, by nothing that is not in its signature."""
+    """Return the plan of a forward pass; it depends on the signature only."""
     given = query, key, value
     query, key, value = near_rows(query), near_rows(key), near_rows(value)
     dim, value_dim = query.shape[-1], value.shape[-1]
     entropy, resources = result.entropy is not None, resources_of(query.device)
     boxed = fits_box(key, resources) and fits_box(value, resources)
-    busy = dropout or result.winner is not None  # with rows of one thread a winner does not fit sm_100
+    busy = dropout or result.winner is not None  # on sm_100 a winner does not fit into tiles with one row per thread
     if not resources.has_tensor_memory:
         busy |= visibility.start is not None or visibility.padding is not None or visibility.biased
     if not boxed:
         busy |= visibility.left is not None or _is_busy(dim, value_dim, visibility, softcap, dropout)
-        busy |= sinks and max(dim, value_dim) > 64  # sm_80 would spill 16 bytes
+        busy |= sinks and max(dim, value_dim) > 64  # otherwise sm_80 spills 16 bytes
     widest, size = block_of(max(dim, value_dim)), query.element_size()
     tile = tile or tile_for(
         "forward", widest, size, resources, boxed=boxed, busy=busy, masked=visibility.mask is not None,
@@ -132,7 +132,7 @@ def backward_plan(
     query_tile: Tile | None,
     key_tile: Tile | None,
 ) -> BackwardPlan:
-    """How to launch a backward, by nothing that is not in its signature."""
+    """Return the plan of a backward pass; it depends on the signature only."""
     dim, value_dim, resources = query.shape[-1], value.shape[-1], resources_of(query.device)
     launched_for = block_of(max(dim, value_dim)), query.element_size(), resources
     masked = visibility.mask is not None
@@ -176,28 +176,28 @@ def backward_plan(
 
 
 def _is_busy(dim: int, value_dim: int, visibility: Visibility, softcap: float | None, dropout: bool) -> bool:
-    """Whether a score needs more registers than usual; see the tiles of the forward."""
+    """Whether a score needs more registers than usual; see the forward table of tile_rules.py."""
     return _is_padded(dim, value_dim) or visibility.mask is not None or softcap is not None or dropout
 
 
 def _is_padded(dim: int, value_dim: int) -> bool:
-    """Whether a head dimension is no power of two, or less than a matrix product takes."""
+    """Whether a head dimension is not a power of two, or below the minimum of a matrix product."""
     return (block_of(dim), block_of(value_dim)) != (dim, value_dim)
 
 
 class Box(TensorDescriptor):  # type: ignore[misc]
-    """A descriptor of triton without its checks, which take longer than a launch: `fits_box` was asked before."""
+    """A Triton tensor descriptor without its checks, which take longer than a launch; `fits_box` covers them."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def fits_box(x: Tensor, resources: Resources) -> bool:
-    """Whether a descriptor can tell where [B, H, T, D] lies: in half precision, in steps of 16 bytes."""
+    """Whether a TMA descriptor can address [B, H, T, D]: half precision, strides in multiples of 16 bytes."""
     aligned = all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return resources.copies_boxes and x.element_size() == 2 and x.numel() > 0 and aligned
 
 
 def box(x: Tensor, block: list[int]) -> Box:
-    """A descriptor of [B, H, T, D], by which a block of [1, 1, rows, columns] is copied at once."""
+    """Return a TMA descriptor of [B, H, T, D] that loads blocks [1, 1, rows, columns]."""
     return Box(x, x.shape, x.stride(), block)

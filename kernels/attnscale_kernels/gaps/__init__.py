@@ -1,1 +1,1 @@
-"""Gap counting: N(t) and a bracket of Λ."""
+"""Gap counts N(t) and a certified bracket of Λ."""

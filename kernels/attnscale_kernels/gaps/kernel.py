@@ -1,7 +1,8 @@
 """Gap counting without a score matrix: a certified bracket of Λ per row, and exact counts N(t).
 
-Both take two passes over the keys of a row, on raw scores: the first finds the best, the second counts how far behind
-the others are. For Λ the first pass also finds the gap of the second best, and the second counts in the bins of `bins`.
+Both kernels make two passes over the keys of a row, on raw scores: the first finds the best score, the second counts
+the gaps to it. For Λ the first pass also finds the gap of the second-best score, and the second pass fills the bins of
+bins.py.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ EPSILON = tl.constexpr(bins.EPSILON)
 SLACK = tl.constexpr(bins.SLACK)
 TIED_BELOW = tl.constexpr(bins.TIED_BELOW)
 ODD_NIBBLES = tl.constexpr(0x0F0F0F0F0F0F0F0F)
-BINS = tl.constexpr(bins.BINS)  # nibbles of a 64-bit word per row
+BINS = tl.constexpr(bins.BINS)  # one nibble each in a 64-bit word per row
 LAST_BIN = tl.constexpr(bins.bin_edge(bins.BINS - 1))
-# The bits of a number in fp32 above these are its bin, counted from that of 2: its exponent and the step within.
+# The bits of an fp32 number above these, its exponent and leading mantissa bits, give the bin, counted from that of 2.
 LOWER_BITS = tl.constexpr(24 - bins.STEPS_PER_OCTAVE.bit_length())
 BITS_OF_TWO = tl.constexpr(128 * bins.STEPS_PER_OCTAVE)
 
@@ -42,9 +43,9 @@ BITS_OF_TWO = tl.constexpr(128 * bins.STEPS_PER_OCTAVE)
 def gap_scores(
     left_key, q_tile, given, place, D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Scores y [BM, BN] of the keys from `left_key` on, and which of them count.
+    """Return scores y [BM, BN] of the keys from `left_key` on, and their visibility.
 
-    `given` is k, rule, group, scale and softcap; `place` is batch, head, rows, start, stop, queries and keys.
+    `given` holds k, rule, group, scale and softcap; `place` holds batch, head, rows, start, stop, queries and keys.
     """
     k, rule, group, scale, softcap = given
     batch, head, rows, start, stop, queries, keys = place
@@ -62,19 +63,19 @@ def gap_scores(
 
 @triton.jit
 def halves(x):
-    """The left and the right half of [BM, N]; a thread holds both columns of a pair, so that no data moves."""
+    """Return the left and the right half of [BM, N]. A thread holds both columns of a pair, so no data moves."""
     return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
 
 
 @triton.constexpr_function
 def folds(columns):
-    """How often to halve a tile for the best two: down to eight columns, at least once."""
+    """Return the number of halvings in `best_two`: down to eight columns, at least one."""
     return max(1, (columns // 8).bit_length() - 1)
 
 
 @triton.jit
 def best_two(y, FOLDS: tl.constexpr):
-    """The best and the second best of [BM, N] among columns that fold onto each other, [BM, N / 2^FOLDS]."""
+    """Return the best and second-best of [BM, N] among columns that fold onto each other, [BM, N / 2^FOLDS]."""
     a, b = halves(y)
     best = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     second = tl.minimum(a, b)
@@ -90,7 +91,7 @@ def best_two(y, FOLDS: tl.constexpr):
 def find_best(
     edges, q_tile, given, place, D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SECOND: tl.constexpr
 ):
-    """The first pass: the best score of each row (NaN where a score is), and if SECOND the second best."""
+    """First pass: return the best score of each row, NaN if any score is NaN, and, if SECOND, the second-best."""
     FOLDS: tl.constexpr = folds(BLOCK_N)
     best = tl.full([q_tile.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
     second = tl.full([q_tile.shape[0], BLOCK_N >> FOLDS], HIDDEN, tl.float32)
@@ -104,7 +105,7 @@ def find_best(
             if SECOND:
                 second = tl.maximum(tl.minimum(best, best_here), tl.maximum(second, second_here))
             best = tl.maximum(best, best_here, propagate_nan=tl.PropagateNan.ALL)
-    top = tl.max(best, axis=1) + tl.sum(best - best, axis=1)  # the sum is 0, or NaN where a score is
+    top = tl.max(best, axis=1) + tl.sum(best - best, axis=1)  # the sum is 0, or NaN if a score is NaN
     at_top = best == top[:, None]
     runner_up = tl.maximum(tl.max(second, axis=1), tl.max(tl.where(at_top, HIDDEN, best), axis=1))
     return top, tl.where(tl.sum(at_top.to(tl.int32), axis=1) > 1, top, runner_up)
@@ -112,9 +113,9 @@ def find_best(
 
 @triton.jit
 def count_nibbles(word, even, odd):
-    """Adds the nibbles of words [BM, BN], each with a single one, to counts [BM, 8] of even and of odd nibbles.
+    """Add the nibbles of words [BM, BN], each with a single 1, to the counts [BM, 8] of even and of odd nibbles.
 
-    A nibble overflows at 16, so that only eight columns are added as nibbles; a byte counts a tile of up to 128 keys.
+    A nibble overflows at 16, so only eight columns are added as nibbles. A byte counts a tile of up to 128 keys.
     """
     GROUPS: tl.constexpr = max(1, word.shape[1] // 64)
     EACH: tl.constexpr = word.shape[1] // GROUPS // 8
@@ -125,13 +126,13 @@ def count_nibbles(word, even, odd):
 
 @triton.jit
 def _bytes(word):
-    """The eight bytes of the row sums of words, [BM, 8]."""
+    """Return the eight bytes of the row sums of words, [BM, 8]."""
     return ((tl.sum(word, axis=1)[:, None] >> (tl.arange(0, 8) * 8)[None, :]) & 255).to(tl.int32)
 
 
 @triton.jit
 def bin_start(number):
-    """Where a bin begins, as a multiple of the second best's gap."""
+    """Return the start of a bin as a multiple of the second-best gap."""
     bits = (number + BITS_OF_TWO) << LOWER_BITS
     return (bits.to(tl.float32, bitcast=True) + EPSILON) / (2 + EPSILON)
 
@@ -140,7 +141,7 @@ def bin_start(number):
 def gap_bracket_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
-    top_ptr,  # [B, H, Tq] fp32, and so the next three
+    top_ptr,  # [B, H, Tq] fp32, as are the next three
     gap_ptr,
     lower_ptr,
     upper_ptr,
@@ -162,7 +163,7 @@ def gap_bracket_kernel(
     q_tile = load_rows(q, batch, head, rows, queries, tl.arange(0, BLOCK_D), D)
     LINEAR: tl.constexpr = softcap is None and rule.bias_ptr is None
     if LINEAR:
-        q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # the best product is then that of the best score
+        q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # so that the largest product has the best score
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     edges = phase_edges(rule, ranges, BLOCK_N)
     given, place = (k, rule, group, scale, softcap), (batch, head, rows, start, stop, queries, keys)
@@ -182,14 +183,14 @@ def gap_bracket_kernel(
             if phase != 1:
                 y = tl.where(seen, y, top[:, None])
                 one = seen.to(tl.int64)
-            # The best itself goes to the first bin with the second. From 2 on, the lowest bits of the exponent and the
-            # highest of the mantissa are the number of the bin.
+            # The best key itself is counted in the first bin. From 2 on, the lowest exponent bits and the highest
+            # mantissa bits form the bin number.
             x = tl.maximum((top[:, None] - y) * factor[:, None] - EPSILON, 2.0)
             x = tl.minimum(x, LAST_BIN)
-            shift = (x.to(tl.int32, bitcast=True) >> (LOWER_BITS - 2)) & (4 * BINS - 4)  # four bits to a nibble
+            shift = (x.to(tl.int32, bitcast=True) >> (LOWER_BITS - 2)) & (4 * BINS - 4)  # four bits per nibble
             even, odd = count_nibbles(one << shift.to(tl.int64), even, odd)
 
-    # Of bin i the start a, the end b, and N(b); the last has no end.
+    # Start a, end b and N(b) of each bin; the last has no end.
     places = tl.arange(0, BINS)
     counts = tl.reshape(tl.join(even, odd), [BLOCK_M, BINS])
     ln_count = tl.log2(tl.maximum(tl.cumsum(counts, axis=1), 1).to(tl.float32)) * LN2
@@ -201,7 +202,7 @@ def gap_bracket_kernel(
     if LINEAR:
         top *= tl.abs(scale)
         gap *= tl.abs(scale)
-    # A tie has Λ = ∞, and a gap that is nearly one has a lower bound only. Fewer than two keys have Λ = 0.
+    # A tie has Λ = ∞. A nearly tied row has only a lower bound. Rows with fewer than two keys have Λ = 0.
     divisor = tl.maximum(gap, TIED_BELOW)
     lower = tl.where(gap == 0, float("inf"), tl.where(apart, lower, LN2 * (1 - SLACK)) / divisor)
     upper = tl.where(apart & (gap >= TIED_BELOW), upper / divisor, float("inf"))
@@ -237,7 +238,7 @@ def gap_count_kernel(
     exists = rows < queries
     q_tile = load_rows(q, batch, head, rows, queries, tl.arange(0, BLOCK_D), D)
     if softcap is None and rule.bias_ptr is None:
-        q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # the best product is then that of the best score
+        q_tile *= tl.where(scale < 0, -1.0, 1.0).to(q_tile.dtype)  # so that the largest product has the best score
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     edges = phase_edges(rule, ranges, BLOCK_N)
     given, place = (k, rule, group, scale, softcap), (batch, head, rows, start, stop, queries, keys)
@@ -255,6 +256,6 @@ def gap_count_kernel(
                 within = tl.sum((gap <= tl.load(thresholds_ptr + i)).to(tl.int32), axis=1)
                 counts += tl.where((t == i)[None, :], within[:, None], 0)
 
-    counts = tl.where((top > SEEN_ABOVE)[:, None], counts, 0)  # also 0 where top is NaN
+    counts = tl.where((top > SEEN_ABOVE)[:, None], counts, 0)  # also 0 if top is NaN
     counts_at = counts_ptr + (head_index.to(tl.int64) * queries + rows)[:, None] * T + t[None, :]
     tl.store(counts_at, counts, mask=exists[:, None] & (t < T)[None, :])

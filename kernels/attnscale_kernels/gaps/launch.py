@@ -1,4 +1,4 @@
-"""Host side of gap counting: launches and their results."""
+"""Host side of gap counting: launches and results."""
 
 from __future__ import annotations
 
@@ -28,18 +28,25 @@ from ..tile_rules import tile_for
 from ..visibility import Visibility, key_ranges
 from .kernel import gap_bracket_kernel, gap_count_kernel
 
-MOST_KEYS = 128  # of a tile, which a byte can count
+MOST_KEYS = 128  # keys per tile; a byte counts them
 
-# An infinite threshold admits every visible key, and no hidden one.
+# Clamp for infinite thresholds: counts every visible key and no hidden one.
 LARGEST_THRESHOLD = 5e29
 
 
 class GapBracket(NamedTuple):
-    """What `gap_bracket` finds, all [B, H, Tq] in fp32."""
+    """The bracket of Λ and its ingredients, each [B, H, Tq] in fp32.
 
-    top: Tensor  # the best raw score, −∞ where a row sees nothing
-    second_gap: Tensor  # how far behind the second best is, ∞ where there is none
-    lower: Tensor  # lower ≤ Λ ≤ upper
+    Attributes:
+        top: The best raw score, −∞ for rows without a visible key.
+        second_gap: The gap of the second-best score, ∞ if there is none.
+        lower: Lower bound of Λ.
+        upper: Upper bound of Λ.
+    """
+
+    top: Tensor
+    second_gap: Tensor
+    lower: Tensor
     upper: Tensor
 
 
@@ -52,11 +59,11 @@ def bracket_launches(
     softcap: float | None = None,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch], GapBracket]:
-    """A certified bracket of Λ = max ln k/Δ_k, over ranks k ≥ 2, of the raw scores softcap(scale·q·k) + bias.
+    """Build the launch that brackets Λ = max ln k/Δ_k, over ranks k ≥ 2, of the raw scores softcap(scale·q·k) + bias.
 
-    Query [B, H, Tq, D], key [B, Hkv, Tk, D]. upper ≤ (1 + `bins.WIDTH`)·lower for rows of up to `bins.LONGEST` keys;
-    beyond that the bracket holds, but widens slowly. Fewer than two visible keys have Λ = 0, a tie at the top has
-    Λ = ∞, both exactly. A visible score that is NaN makes its row NaN.
+    Query [B, H, Tq, D], key [B, Hkv, Tk, D]. upper ≤ (1 + `bins.WIDTH`)·lower for rows of up to `bins.LONGEST` keys.
+    For longer rows the bracket remains valid and widens slowly. Rows with fewer than two visible keys have exactly Λ =
+    0, ties at the top exactly Λ = ∞. A visible NaN score makes its row NaN.
     """
     shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
     result = GapBracket(*(query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(4)))
@@ -78,9 +85,10 @@ def count_launches(
     softcap: float | None = None,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch], Tensor]:
-    """N(t) [B, H, Tq, thresholds] in int32: visible keys whose raw score is within t of the best, that one included.
+    """Build the launch that counts N(t) [B, H, Tq, thresholds] in int32.
 
-    A key at the threshold counts; a threshold of ∞ counts all that a row sees.
+    N(t) is the number of visible keys with a raw score within t of the best. The best key itself counts, and so do keys
+    exactly at the threshold. A threshold of ∞ counts all visible keys.
     """
     shared, constants, grid, tile = _prepare(query, key, visibility, scale, softcap, tile)
     linear = visibility.linear_in_products(softcap)
@@ -98,7 +106,7 @@ gap_count = launched(count_launches)
 def _prepare(
     query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None, tile: Tile | None
 ) -> tuple[dict[str, object], dict[str, object], int, Tile]:
-    """What both kernels are given and compiled for, how many programs, and the tile."""
+    """Return the arguments and constants common to both kernels, the grid, and the tile."""
     check_scores(query, key, visibility)
     scale, softcap = finite("scale", scale), None if softcap is None else positive("softcap", softcap)
     batch, heads, queries, dim = query.shape
@@ -107,14 +115,14 @@ def _prepare(
         "gaps", block_of(dim), query.element_size(), resources_of(query.device), biased=visibility.biased
     )
     if tile.n > MOST_KEYS:
-        reject("tile", tile, f"at most {MOST_KEYS} keys, which a byte can count")
+        reject("tile", tile, f"a tile of at most {MOST_KEYS} keys")
     arguments = attention_arguments(query, key, scale, softcap)
     arguments["rule"] = visibility.rule(key_ranges(visibility, queries, key.shape[2], tile.m))
     return arguments, attention_constants(query, tile), batch * heads * cdiv(queries, tile.m), tile
 
 
 def _in_products(threshold: float, scale: float) -> float:
-    """A threshold in units of q·k; where the scale is 0 every gap is 0."""
+    """Convert a threshold to units of q·k. If the scale is 0, every gap is 0."""
     if scale == 0.0:
         return math.copysign(math.inf, threshold) if threshold != 0.0 else math.inf
     return threshold / abs(scale)

@@ -1,4 +1,4 @@
-"""Gap counting as operators of torch.library, and adaptive attention built on them. Counts have no gradient."""
+"""Gap counting as torch.library operators, and adaptive attention built on them. Counts have no gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,33 @@ def accumulation_bracket(
     scale: float,
     softcap: float | None = None,
 ) -> GapBracket:
-    """`gap_bracket` as an operator: the best raw score, the gap of the second, and Λ between two bounds, per row."""
+    """Bracket the accumulation scale Λ = max ln k/Δ_k of each row without a score matrix.
+
+    Δ_k is the gap between the best and the k-th best raw score softcap(scale·q·k) + bias, over ranks k ≥ 2.
+
+    Args:
+        query: [B, H, Tq, D] in fp32, fp16 or bf16.
+        key: [B, Hkv, Tk, D]; Hkv divides H.
+        visibility: The keys that each row may see, and an additive mask (bias).
+        scale: Factor of q·k.
+        softcap: c for c·tanh(scale·q·k / c), or None.
+
+    Returns:
+        A `GapBracket` with the best raw score, the gap of the second-best, and lower ≤ Λ ≤ upper, each [B, H, Tq].
+
+    Raises:
+        KernelArgumentError: An argument has an unsupported shape, device or value.
+        KernelTypeError: An argument has an unsupported type, dtype or layout.
+        KernelUnavailableError: Triton does not support the device.
+
+    Example:
+        >>> from attnscale_kernels import interpreting
+        >>> device = "cpu" if interpreting() else "cuda"
+        >>> q, k = (torch.randn(1, 1, 8, 16, device=device) for _ in range(2))
+        >>> found = accumulation_bracket(q, k, Visibility(right=0), scale=0.25)
+        >>> bool((found.lower <= found.upper).all())
+        True
+    """
     return GapBracket(*gap_bracket_op(*_arguments(query, key, visibility, scale, softcap)))
 
 
@@ -38,7 +64,31 @@ def gap_counts(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """`gap_count` as an operator: N(t) [B, H, Tq, thresholds] in int32."""
+    """Count, per row, the visible keys with a raw score within t of the best, for each threshold t.
+
+    Args:
+        query: [B, H, Tq, D] in fp32, fp16 or bf16.
+        key: [B, Hkv, Tk, D]; Hkv divides H.
+        visibility: The keys that each row may see, and an additive mask (bias).
+        thresholds: The values of t; ∞ counts all visible keys.
+        scale: Factor of q·k.
+        softcap: c for c·tanh(scale·q·k / c), or None.
+
+    Returns:
+        N(t) [B, H, Tq, thresholds] in int32. The best key itself counts.
+
+    Raises:
+        KernelArgumentError: An argument has an unsupported shape, device or value.
+        KernelTypeError: An argument has an unsupported type, dtype or layout.
+        KernelUnavailableError: Triton does not support the device.
+
+    Example:
+        >>> from attnscale_kernels import interpreting
+        >>> device = "cpu" if interpreting() else "cuda"
+        >>> q, k = (torch.randn(1, 1, 3, 16, device=device) for _ in range(2))
+        >>> gap_counts(q, k, Visibility(right=0), [0.0, float("inf")], scale=0.25)[..., 1].tolist()
+        [[[1, 2, 3]]]
+    """
     given = _arguments(query, key, visibility, scale, softcap)
     counts: Tensor = gap_count_op(*given, numbers("thresholds", thresholds))
     return counts
@@ -60,10 +110,41 @@ def adaptive_attention(
     seed: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Forward, Tensor]:
-    """`flash_attention` at β = r·Λ of each row, between `floor` and `ceiling`; and that β [B, H, Tq].
+    """`flash_attention` with β = r·Λ per row, clamped to [floor, ceiling].
 
-    β is a constant in gradients. Λ is the upper end of its bracket, so that r > 1 guarantees w_max ≥ 1/ζ(r). A tie at
-    the top gets the ceiling, a row of fewer than two keys the floor.
+    Λ is the upper end of its bracket, so r > 1 guarantees w_max ≥ 1/ζ(r) for rows below the ceiling. Ties at the top
+    get the ceiling, rows with fewer than two keys the floor. β is treated as a constant in the backward pass.
+
+    Args:
+        query: [B, H, Tq, D] in fp32, fp16 or bf16.
+        key: [B, Hkv, Tk, D]; Hkv divides H.
+        value: [B, Hkv, Tk, DV].
+        visibility: The keys that each row may see, and an additive mask (bias).
+        r: The target criticality β/Λ, > 0.
+        floor: The smallest β.
+        ceiling: The largest β.
+        scale: Factor of q·k.
+        softcap: c for c·tanh(scale·q·k / c), or None.
+        sinks: Attention sink logits [H], not scaled by β, or None.
+        dropout_p: Dropout probability of the weights. Requires `seed` if > 0.
+        seed: int64 scalar on the device of the query.
+        entropy: Also return the entropy of each row.
+
+    Returns:
+        The `Forward` of `flash_attention`, and β [B, H, Tq] in fp32.
+
+    Raises:
+        KernelArgumentError: An argument has an unsupported shape, device or value.
+        KernelTypeError: An argument has an unsupported type, dtype or layout.
+        KernelUnavailableError: Triton does not support the device.
+
+    Example:
+        >>> from attnscale_kernels import interpreting
+        >>> device = "cpu" if interpreting() else "cuda"
+        >>> q, k, v = (torch.randn(1, 1, 8, 16, device=device) for _ in range(3))
+        >>> _, beta = adaptive_attention(q, k, v, Visibility(right=0), r=2.0, floor=1.0, ceiling=64.0, scale=0.25)
+        >>> beta.shape, beta[0, 0, 0].item()
+        (torch.Size([1, 1, 8]), 1.0)
     """
     r, floor, ceiling = positive("r", r), finite("floor", floor), finite("ceiling", ceiling)
     if floor > ceiling:
@@ -82,7 +163,7 @@ def adaptive_attention(
 
 @operator("gap_bracket", schema=f"({FLAT_SCORES}) -> (Tensor, Tensor, Tensor, Tensor)")
 def gap_bracket_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Best raw score, gap of the second, and the two bounds of Λ, per row."""
+    """Return the best raw score, the gap of the second-best, and the two bounds of Λ, per row."""
     query, key, *visibility, scale, softcap = arguments
     found = gap_bracket(query, key, Visibility(*visibility), scale=scale, softcap=softcap)
     return found.top, found.second_gap, found.lower, found.upper
@@ -97,7 +178,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 @operator("gap_count", schema=f"({FLAT_SCORES}, float[] thresholds) -> Tensor")
 def gap_count_op(*arguments: Any) -> Tensor:
-    """N(t) per row and threshold."""
+    """Return N(t) per row and threshold."""
     query, key, *visibility, scale, softcap, thresholds = arguments
     return gap_count(query, key, Visibility(*visibility), thresholds, scale=scale, softcap=softcap)
 
@@ -113,7 +194,7 @@ def _(*arguments: Any) -> Tensor:
 def _arguments(
     query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None
 ) -> tuple[Any, ...]:
-    """What both operators begin with, checked; detached, as they have no gradient."""
+    """Check and detach the leading arguments of both operators."""
     if not isinstance(visibility, Visibility):
         reject_type("visibility", visibility, "a Visibility")
     check_scores(query, key, visibility)

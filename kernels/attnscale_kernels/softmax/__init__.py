@@ -1,1 +1,1 @@
-"""The softmax of a score matrix that exists."""
+"""Softmax over the rows of a materialised score matrix."""

@@ -1,12 +1,12 @@
-"""Softmax of β·(s + bias) over the rows of a score matrix that exists, with statistics: for eager attention.
+"""Softmax of β·(s + bias) over the rows of a materialised score matrix, with statistics; for eager attention.
 
-A row that fits one block is read once and written once. A longer one is read twice: online for its maximum, its sum
-and its entropy, then for its weights and gap counts. Per row m = max ±(s + bias), by the sign of β, and with
-x = (±(s + bias) − m)·|β|·log2 e the sums are l = Σ 2^x and u = Σ 2^x·x, as in flash attention. The difference is taken
-before the product, as scores may have a large common offset here.
+A row that fits into one block is read once and written once. A longer row is read twice: online for its maximum, sum
+and entropy, then for its weights and gap counts. Per row m = max ±(s + bias), with the sign of β, and x = (±(s + bias)
+− m)·|β|·log2 e; the sums are l = Σ 2^x and u = Σ 2^x·x, as in flash attention. The difference is taken before the
+product, because these scores may have a large common offset.
 
 Backward, with Δ = Σ w·dW: dℓ = w·(dW − Δ), dS = β·dℓ, and dβ = Σ dℓ·s is the covariance of dW and s under w. A weight
-of 0 has no gradient, so that backward needs no mask.
+of 0 has no gradient, so the backward pass needs no mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..tiles import load_beta, load_rows, store_rows
 
 @triton.jit
 def _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALIGN: tl.constexpr):
-    """s + bias of [rows, slots] in fp32, HIDDEN where it does not count, and whether it does."""
+    """Return s + bias of [rows, slots] in fp32, HIDDEN where masked, and the visibility."""
     inside = (rows < queries)[:, None] & (slots < keys)[None, :]
     seen = inside
     raw = load_rows(scores, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
@@ -30,23 +30,23 @@ def _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALI
     if bias is not None:
         bias_at = mask_pointers(bias.ptr, bias.strides, batch, head, rows, slots)
         added = tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-        seen &= ~(added <= HIDDEN_BELOW)  # a NaN hides no key: it has to reach the row
+        seen &= ~(added <= HIDDEN_BELOW)  # NaN does not hide the key: it must propagate to the row
         raw += added
-    seen &= ~(raw < SEEN_ABOVE)  # a score of −∞ is hidden, one that is no number is seen
+    seen &= ~(raw < SEEN_ABOVE)  # −∞ is hidden, NaN is visible
     return tl.where(seen, raw, HIDDEN), seen
 
 
 @triton.jit
 def _unnormalised(y, peak, c, seen):
-    """x and 2^x; the power is set to 0 for hidden keys, which x does not show where c is 0."""
+    """Return x and 2^x, which is set to 0 for hidden keys: x does not mark them if c is 0."""
     x = (y - peak[:, None]) * c[:, None]
-    x = tl.where(x < -65536.0, -65536.0, x)  # finite, so that 0·x is 0; and a NaN stays one
+    x = tl.where(x < -65536.0, -65536.0, x)  # finite, so that 0·x is 0; NaN is preserved
     return x, tl.where(seen, tl.exp2(x), 0.0)
 
 
 @triton.jit
 def _count_gaps(counts, raw, seen, best, thresholds_ptr, THRESHOLDS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Adds to [rows, thresholds] how many of [rows, slots] lie within each threshold of the best."""
+    """Add to counts [rows, thresholds] the number of [rows, slots] within each threshold of the best."""
     gap = best[:, None] - raw
     column = tl.arange(0, BLOCK_T)[None, :]
     for index in tl.range(0, THRESHOLDS):
@@ -63,7 +63,7 @@ def softmax_forward_kernel(
     bias,  # [B, H, Tq, Tk]
     weights,  # [B, H, Tq, Tk]
     thresholds_ptr,  # [thresholds] fp32
-    lse_ptr,  # [B, H, Tq] fp32, and so the next three
+    lse_ptr,  # [B, H, Tq] fp32, as are the next three
     top_ptr,
     w_max_ptr,
     entropy_ptr,
@@ -79,18 +79,18 @@ def softmax_forward_kernel(
     BLOCK_T: tl.constexpr,
 ):
     if ALIGN > 1:
-        keys = keys // ALIGN * ALIGN  # as the compiler is told
+        keys = keys // ALIGN * ALIGN  # exposes the divisibility to the compiler
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
     row_beta = load_beta(beta, batch, head, rows, exists)
-    sign = tl.where(row_beta < 0, -1.0, 1.0)  # goes to the scores, of which the maximum is taken
+    sign = tl.where(row_beta < 0, -1.0, 1.0)  # applied to the scores before the maximum is taken
     size = tl.abs(row_beta)
     c = size * LOG2E
     counts = tl.zeros([BLOCK_M, BLOCK_T], tl.int32)
 
     if LONG:
         m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-        best = tl.full([BLOCK_M], HIDDEN, tl.float32)  # of raw scores, whatever the sign of β
+        best = tl.full([BLOCK_M], HIDDEN, tl.float32)  # of raw scores, regardless of the sign of β
         total = tl.zeros([BLOCK_M], tl.float32)
         moment = tl.zeros([BLOCK_M], tl.float32)
         for first in tl.range(0, keys, BLOCK_N):
@@ -98,7 +98,7 @@ def softmax_forward_kernel(
             raw, seen = _raw_scores(scores, mask, bias, batch, head, rows, slots, queries, keys, ALIGN)
             y = tl.where(seen, raw * sign[:, None], HIDDEN)
             peak = tl.maximum(m, tl.max(y, axis=1))
-            fall = tl.maximum((m - peak) * c, -65536.0)  # finite where a row has seen nothing yet
+            fall = tl.maximum((m - peak) * c, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
             x, p = _unnormalised(y, peak, c, seen)
             moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
@@ -117,7 +117,7 @@ def softmax_forward_kernel(
         if THRESHOLDS:
             best = tl.max(raw, axis=1)
 
-    something = (total > 0) | (total != total)  # the largest has 2^0
+    something = (total > 0) | (total != total)  # the largest term is 2^0
     share = tl.where(something, 1 / tl.where(something, total, 1.0), 0.0)
     if LONG:
         for first in tl.range(0, keys, BLOCK_N):
@@ -145,7 +145,7 @@ def softmax_forward_kernel(
 def _weights_and_gradient(
     weights, grad_weights, scores, bias, batch, head, rows, slots, queries, keys, ALIGN: tl.constexpr
 ):
-    """w, dW and what β multiplies; the last two 0 where the weight is 0."""
+    """Return w, dW and s + bias; the last two are 0 where the weight is 0."""
     w = load_rows(weights, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
     dw = load_rows(grad_weights, batch, head, rows, queries, slots, keys, ALIGN).to(tl.float32)
     live = w != 0
@@ -178,12 +178,12 @@ def softmax_backward_kernel(
     LONG: tl.constexpr,
 ):
     if ALIGN > 1:
-        keys = keys // ALIGN * ALIGN  # as the compiler is told
+        keys = keys // ALIGN * ALIGN  # exposes the divisibility to the compiler
     _, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, False)
     exists = rows < queries
     row_beta = load_beta(beta, batch, head, rows, exists)
     delta = tl.zeros([BLOCK_M], tl.float32)
-    mean = tl.zeros([BLOCK_M], tl.float32)  # Σ w·s: without it dβ would be a small difference of large sums
+    mean = tl.zeros([BLOCK_M], tl.float32)  # Σ w·s, subtracted to avoid cancellation in dβ
     dbeta = tl.zeros([BLOCK_M], tl.float32)
 
     if LONG:

@@ -1,4 +1,4 @@
-"""Host side of the row softmax: tiles, launches and their results."""
+"""Host side of the row softmax: tiles, launches and results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from ..arguments import check_softmax, check_softmax_backward
 from ..launch import Launch, Resources, Tile, block_of, cdiv, launched, resources_of, unit_stride, view
 from .kernel import softmax_backward_kernel, softmax_forward_kernel
 
-ONE_BLOCK = 8192  # keys of the longest row that is held in registers
-CHUNK = 4096  # keys of a step through a longer one
+ONE_BLOCK = 8192  # longest row, in keys, that is held in registers
+CHUNK = 4096  # keys per step of a longer row
 
 
 class RowSoftmax(NamedTuple):
-    """Weights, and statistics per row in fp32 and nats (gap counts in int64; None: not asked for)."""
+    """Weights, and statistics per row in fp32 and nats.
+
+    Attributes:
+        weights: [..., Tq, Tk] in the dtype of the scores.
+        lse: [..., Tq]; −∞ for rows without a visible key.
+        max_logit: [..., Tq]; −∞ for rows without a visible key.
+        w_max: The largest weight [..., Tq].
+        entropy: [..., Tq].
+        gap_counts: N(t) [..., Tq, thresholds] in int64, or None if not requested.
+    """
 
     weights: Tensor  # [..., Tq, Tk]
     lse: Tensor  # [..., Tq]
@@ -28,14 +37,14 @@ class RowSoftmax(NamedTuple):
 
 
 class SoftmaxGradient(NamedTuple):
-    """What `backward_launches` will fill."""
+    """Results of `backward_launches`."""
 
     scores: Tensor  # [..., Tq, Tk]
-    beta: Tensor | None  # [..., Tq] fp32; None: not asked for
+    beta: Tensor | None  # [..., Tq] fp32; None: not requested
 
 
 def softmax_tile(queries: int, keys: int, resources: Resources) -> Tile:
-    """Several short rows, one of at most ONE_BLOCK keys, or CHUNK keys of a longer one; 8 or 16 scores per thread."""
+    """Return a tile of short rows, one row of at most ONE_BLOCK keys, or CHUNK keys; 8 or 16 scores per thread."""
     n = block_of(keys) if keys <= ONE_BLOCK else CHUNK
     m = max(1, min(1024 // n, triton.next_power_of_2(queries)))
     return Tile(m, n, min(max(m * n // (8 * resources.warp_size), 1), 16), 1)
@@ -50,11 +59,11 @@ def forward_launches(
     thresholds: Tensor | None,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch], RowSoftmax]:
-    """softmax(β·(s + bias)) over what the mask lets each row see.
+    """Build the launch of softmax(β·(s + bias)) over the visible keys of each row.
 
     Scores [..., Tq, Tk]; mask (True: visible) and bias (at or below −1e4: hidden) broadcast to them, β to [..., Tq].
-    Gap counts are of s + bias, in fp32, at `thresholds` [k] in fp32 on the device. A row that sees nothing gives
-    zeros, and lse = max = −∞.
+    Gap counts refer to s + bias in fp32; `thresholds` [k] is an fp32 tensor on the device. Rows without a visible key
+    give zeros and lse = max = −∞.
     """
     check_softmax(scores, beta, mask, bias, thresholds)
     shape = scores.shape
@@ -97,10 +106,11 @@ def backward_launches(
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> tuple[tuple[Launch], SoftmaxGradient]:
-    """Gradients of scores (which is also that of the bias, not yet summed to its shape) and of β, per row.
+    """Build the launch of the gradients of scores and β.
 
-    Deterministic: no two programs add to the same element. dβ needs scores and bias, and is None without scores.
-    `dtype` is that of the gradient of scores, by default the weights'.
+    The gradient of the bias is that of the scores, summed to the shape of the bias. Deterministic: no two programs
+    write to the same element. dβ needs scores and bias, and is None without scores. `dtype` is the dtype of the
+    gradient of the scores, by default that of the weights.
     """
     check_softmax_backward(gradient, weights, beta, scores, bias)
     shape = weights.shape
@@ -125,7 +135,7 @@ softmax_backward = launched(backward_launches)
 def _launch(
     kernel: Any, matrix: Tensor, beta: Tensor, tile: Tile | None, arguments: dict[str, Any], constants: dict[str, Any]
 ) -> Launch:
-    """A launch for all rows of a matrix [..., Tq, Tk], with what both kernels are given and compiled for."""
+    """Return a launch over all rows of a matrix [..., Tq, Tk], with the arguments common to both kernels."""
     batch, heads, queries, keys = as_axes(matrix, matrix.shape, 4).shape
     tile = tile or softmax_tile(queries, keys, resources_of(matrix.device))
     row_beta = as_axes(beta.to(torch.float32), matrix.shape[:-1], 3)
@@ -136,7 +146,7 @@ def _launch(
 
 
 def _alignment(keys: int, arguments: dict[str, Any]) -> int:
-    """8 where rows begin and end at multiples of 8 elements and triton, which looks for 16, does not see it; else 1."""
+    """Return 8 if rows start and end at multiples of 8 but not of 16 elements, which Triton does not detect; else 1."""
     names = ("scores", "weights", "grad_weights", "grad_scores")
     views = [x for name in names if (x := arguments.get(name)) is not None]
     extents = [keys, *(stride for x in views for stride in x.strides[:-1])]
@@ -145,6 +155,6 @@ def _alignment(keys: int, arguments: dict[str, Any]) -> int:
 
 
 def as_axes(x: Tensor, shape: tuple[int, ...], axes: int) -> Tensor:
-    """A tensor broadcast to a shape, with leading axes merged or added up to `axes`; a view where possible."""
+    """Broadcast a tensor to a shape and merge or add leading axes up to `axes`; a view where possible."""
     x = x.expand(shape)
     return x.flatten(0, x.ndim - axes) if x.ndim > axes else x[(None,) * (axes - x.ndim)]

@@ -1,4 +1,4 @@
-"""The row softmax as operators of torch.library, with fakes and gradients, for autograd and torch.compile."""
+"""The row softmax as torch.library operators with fake kernels and gradients, for autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -23,12 +23,33 @@ def row_softmax(
     bias: Tensor | None = None,
     thresholds: Sequence[float] | None = None,
 ) -> RowSoftmax:
-    """softmax(β·(s + bias)) over the last axis of scores [..., Tq, Tk], with statistics of each row, in one kernel.
+    """softmax(β·(s + bias)) over the last axis of a score matrix, with statistics of each row, in one kernel.
 
-    β broadcasts to [..., Tq], mask (bool, True: visible) and bias (at or below −1e4: hidden, as is a score of −∞) to
-    the scores. Weights come in the dtype of the scores; lse, max_logit, w_max and entropy in fp32 and nats, with no
-    gradient. `thresholds` asks for gap counts N(t) = #{j visible: s* − s_j ≤ t} [..., Tq, k] of s + bias. A row that
-    sees nothing gives zeros, lse = max = −∞ and no gradient.
+    Differentiable with respect to scores, β and bias; the statistics have no gradient.
+
+    Args:
+        scores: [..., Tq, Tk] in fp32, fp16 or bf16. A score of −∞ is hidden.
+        beta: A number, or a tensor that broadcasts to [..., Tq].
+        mask: bool, broadcasts to the scores; True: visible.
+        bias: Broadcasts to the scores; values at or below −1e4 hide the key.
+        thresholds: Gap thresholds t for N(t) = #{j visible: s* − s_j ≤ t} of s + bias, or None.
+
+    Returns:
+        A `RowSoftmax`: weights in the dtype of the scores, and statistics in fp32 and nats. Rows without a visible key
+            give zeros, lse = max = −∞ and no gradient.
+
+    Raises:
+        KernelArgumentError: An argument has an unsupported shape, device or value.
+        KernelTypeError: An argument has an unsupported type, dtype or layout.
+        KernelUnavailableError: Triton does not support the device.
+        RuntimeError: Forward-mode AD, torch.func gradients or double backward, which are not supported.
+
+    Example:
+        >>> from attnscale_kernels import interpreting
+        >>> device = "cpu" if interpreting() else "cuda"
+        >>> found = row_softmax(torch.zeros(2, 4, device=device), beta=3.0, thresholds=[0.5])
+        >>> found.weights[0].tolist(), found.gap_counts.tolist()
+        ([0.25, 0.25, 0.25, 0.25], [[4], [4]])
     """
     if not isinstance(beta, Tensor) and isinstance(scores, Tensor):
         number = finite("beta", beta, "a finite number or a tensor")
@@ -45,7 +66,7 @@ def row_softmax(
 def softmax_op(
     scores: Tensor, beta: Tensor, mask: Tensor | None, bias: Tensor | None, thresholds: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Weights, and lse, largest logit, largest weight, entropy and gap counts per row; the last empty if not asked."""
+    """Return weights, lse, max logit, max weight, entropy and gap counts; the last is empty if not requested."""
     found = softmax_forward(scores, beta, mask=mask, bias=bias, thresholds=thresholds)
     weights, lse, top, w_max, entropy, counts = found
     counts = lse.new_empty((*lse.shape, 0), dtype=torch.int64) if counts is None else counts
@@ -66,7 +87,7 @@ def _(
 def softmax_backward_op(
     gradient: Tensor, weights: Tensor, beta: Tensor, scores: Tensor | None, bias: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of scores, in fp32 if `wide`, and of β per row, empty without scores."""
+    """Return the gradients of scores, in fp32 if `wide`, and of β per row, empty without scores."""
     dtype = torch.float32 if wide else weights.dtype
     found = softmax_backward(gradient, weights, beta, scores=scores, bias=bias, dtype=dtype)
     return found.scores, beta.new_empty(0) if found.beta is None else found.beta
@@ -83,7 +104,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     scores, beta, _, bias, _ = inputs
-    keep = ctx.needs_input_grad[1]  # only the gradient of β needs scores and bias
+    keep = ctx.needs_input_grad[1]  # scores and bias are needed for the gradient of β only
     ctx.save_for_backward(output[0], beta, scores if keep else None, bias if keep else None)
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
     ctx.mark_non_differentiable(*output[1:])
@@ -96,7 +117,7 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: object) -> tuple[Tensor | N
     weights, beta, scores, bias = ctx.saved_tensors
     refuse_others(gradient, weights, beta, scores, bias)
     needs_scores, needs_beta, _, needs_bias, _ = ctx.needs_input_grad
-    # The gradient of a bias in fp32 is not rounded to fp16 before it is summed.
+    # The gradient of an fp32 bias is summed before it is rounded to fp16.
     wide = needs_bias and ctx.bias[1] == torch.float32
     dscores, dbeta = softmax_backward_op(gradient, weights, beta, scores, bias, wide)
     return (

@@ -1,4 +1,4 @@
-"""How many tiles of a call run in which phase: against the device functions that decide it, and counted by hand."""
+"""Tiles of a call per phase, compared with the device functions and with manual counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from scripts.static.variants import phases_of
 def count_tiles_kernel(
     rule, length, found_ptr, first_ptr, BLOCK: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr
 ):
-    """Passes of each phase for each program, and the first phase there is in a loop over keys."""
+    """Tiles per phase for each program, and the first phase of a loop over keys."""
     block, batch = tl.program_id(0), tl.program_id(1)
     low = block * BLOCK
     high = tl.minimum(low + BLOCK, length)
@@ -47,7 +47,7 @@ def count_tiles_kernel(
 
 
 def visibility_of(rule: str, length: int) -> Visibility:
-    """The rule as the kernels are given it."""
+    """The rule as kernel argument."""
     rows = torch.arange(length, dtype=torch.int32)[None]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     return {
@@ -70,7 +70,7 @@ def test_tiles_are_counted_as_the_kernels_divide_them(rule: str, by_keys: bool) 
     block, step = (keys, rows) if by_keys else (rows, keys)
     several = len(sequences(rule, length))
     found, first = torch.zeros(several, length // block, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    scores = (1, 32, length, length)  # of one head they would be too few
+    scores = (1, 32, length, length)  # a single head would have too few
     before, squares = masks.mask_squares(visibility, scores)
     make_rule = masks.query_rule if by_keys else masks.key_rule
     listing, found_rule = make_rule(visibility, squares, length, length, Tile(rows, keys, 4, 1))
@@ -104,20 +104,20 @@ def test_tiles_that_are_needed_hold_a_score_that_counts(rule: str, by_keys: bool
 
 
 def test_a_window_has_edges_on_both_sides() -> None:
-    # 16 blocks of 256 rows; the fifth is the first of which no row sees the first key. Each has 2 tiles on its
-    # diagonal, from the fifth on 2 that the window cuts, and in between 6 of 128 keys.
+    # 16 blocks of 256 rows; the fifth is the first without a row that sees the first key. Each has 2 tiles on its
+    # diagonal, from the fifth on 2 cut by the window, and 6 of 128 keys in between.
     assert passes("window", 4096, (256, 128)) == Passes(2 * 12, 2 * (0 + 1 + 2 + 3) + 6 * 12, 2 * 16, 24 + 84 + 32)
 
 
 def test_blocks_of_a_mask_are_hot_and_all_else_costs_nothing() -> None:
-    # 8 blocks of 512 on the diagonal, each of 4 by 8 tiles; a kernel that does not know them visits 32 by 64.
+    # 8 diagonal blocks of 512, each of 4 by 8 tiles; without classification a kernel visits 32 by 64.
     assert passes("block-sparse", 4096, (128, 64)) == Passes(0, 8 * 4 * 8, 0, 8 * 4 * 8)
     assert passes("block-sparse", 4096, (128, 64), by_keys=True) == Passes(0, 8 * 4 * 8, 0, 8 * 4 * 8)
     assert passes("block-sparse", 4096, (128, 64), classified=False) == Passes(0, 0, 32 * 64, 8 * 4 * 8)
 
 
 def row(name: str, **phases: Counts) -> KernelRow:
-    """A forward over tiles of 128 rows and 64 keys with 8 warps: 32 scores a thread."""
+    """A forward kernel with tiles of 128 rows and 64 keys and 8 warps: 32 scores per thread."""
     return KernelRow("forward", name, "bf16", 64, "sm_80", (128, 64), 8, 3, 200, 0, 1, 0, 1, 1, Phases(**phases))
 
 
@@ -130,7 +130,7 @@ def test_instructions_are_for_one_score_of_a_tile() -> None:
 
 
 def test_a_call_weighs_its_loops_by_the_tiles_that_run_in_them() -> None:
-    # At 1024 keys 56 tiles are hot and 16 at the edge; 1024·1025/2 scores count.
+    # At 1024 keys, 56 tiles are hot and 16 at the edge; 1024·1025/2 scores are visible.
     executed = 56 * 320 + 16 * 640
 
     assert over_all_hot(CAUSAL, [CAUSAL], 1024) == pytest.approx(executed / (72 * 320))
@@ -139,7 +139,7 @@ def test_a_call_weighs_its_loops_by_the_tiles_that_run_in_them() -> None:
 
 
 def test_what_stands_outside_of_loops_is_added_for_each_program() -> None:
-    # 8 programs of 128 rows; of keys 16 programs of 64, each of which serves four heads and goes around for each.
+    # 8 programs of 128 rows; by keys 16 programs of 64, each of which loops over four heads.
     loops = per_visible_score(CAUSAL, 1024)
     forward = CAUSAL._replace(phases=CAUSAL.phases._replace(once=1000))
     keys = forward._replace(family="backward dK dV", phases=forward.phases._replace(around=Counts(total=300)))

@@ -1,4 +1,4 @@
-"""Blocks of a unit against the makers' occupancy tables."""
+"""Occupancy compared with the vendors' tables."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from scripts.static.targets import TARGETS, blocks_per_unit
     ("target", "registers", "threads", "blocks"),
     [
         ("sm_80", 255, 256, 1),
-        ("sm_80", 129, 256, 1),  # 136 of each lane: three warps of a partition
+        ("sm_80", 129, 256, 1),  # 136 per lane: three warps per partition
         ("sm_80", 128, 256, 2),
         ("sm_80", 168, 128, 3),
         ("sm_80", 169, 128, 2),
-        ("sm_80", 96, 256, 2),  # five warps of a partition: 20, and not 24
+        ("sm_80", 96, 256, 2),  # five warps per partition: 20, not 24
         ("sm_80", 32, 256, 8),  # 2048 threads
         ("sm_89", 32, 256, 6),  # 1536 threads
         ("sm_90", 255, 128, 2),
-        ("sm_80", 16, 32, 32),  # blocks of a multiprocessor
+        ("sm_80", 16, 32, 32),  # blocks per multiprocessor
         ("sm_120", 16, 32, 24),
         ("gfx942", 512, 256, 1),
         ("gfx942", 257, 256, 1),
         ("gfx942", 256, 256, 2),
         ("gfx942", 128, 256, 4),
-        ("gfx942", 24, 256, 8),  # wavefronts of a vector unit
+        ("gfx942", 24, 256, 8),  # wavefronts per SIMD unit
     ],
 )
 def test_registers_and_threads_leave_room_for_as_many_blocks_as_is_published(

@@ -1,4 +1,4 @@
-"""The printed table of what compilation tells."""
+"""The printed table of compilation results."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_the_table_shows_what_was_compiled_and_what_statistics_add() -> None:
     ]
     plain, entropy, softmax = (dict(zip(HEADER, line, strict=True)) for line in static_lines(rows))
     assert (plain["target"], plain["tile"], plain["regs"], plain["shared"]) == ("sm_90 H100", "128×64", "168", "98304")
-    # 168 registers leave room for 3 warps of a partition, 12 of the 16 that two blocks would need.
+    # 168 registers allow 3 warps per partition, 12 of the 16 that two blocks would need.
     assert (plain["blocks"], plain["KB"], plain["MFLOP"]) == ("1", "32", "4.2")
     assert (plain["hot"], plain["edge"], plain["+ statistics"]) == ("12.5", "15.6", "")
-    # 56 tiles of 72 are hot, and 1024·1025/2 of their 72·128·64 scores count
+    # 56 of 72 tiles are hot, and 1024·1025/2 of their 72·128·64 scores are visible
     assert (plain["n=1k"], plain["over hot"]) == (f"{(56 * 400 + 16 * 500) * 256 / (1024 * 1025 / 2):.1f}", "1.06")
     assert entropy["+ statistics"] == "+10%"
     assert (softmax["D"], softmax["spills"], softmax["KB"], softmax["MFLOP"]) == ("", "12", "", "")
@@ -54,7 +54,7 @@ def test_the_committed_table_is_printed_for_every_target(capsys: pytest.CaptureF
     assert main(["--print"]) == 0
     printed = capsys.readouterr().out
     assert "compiled ahead of time, not run" in printed
-    assert "Nothing here was timed." in printed
+    assert "Nothing was timed." in printed
     for target, about in TARGETS.items():
         assert f"{target} {about.card}" in printed
     for family in ("forward", "reference", "backward dQ", "backward dK dV", "gap bracket", "decode split"):

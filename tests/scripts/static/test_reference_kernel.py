@@ -1,4 +1,4 @@
-"""The plain kernel that ours are held against computes attention: in the interpreter, against fp64."""
+"""The plain baseline kernel computes attention: interpreter against fp64."""
 
 from __future__ import annotations
 

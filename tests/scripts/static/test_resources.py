@@ -1,4 +1,4 @@
-"""What kernels take on targets that are not here: compiled anew, held against limits and against the checked table."""
+"""Resources of the kernels on absent targets: recompiled, and compared with limits and with the committed table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.static.table import KernelRow, Table, baseline, differences, read_t
 from scripts.static.targets import TARGETS
 from scripts.static.variants import variants
 
-LIMITS = {  # bytes of a block, as published
+LIMITS = {  # bytes per block, as published
     "sm_80": 166_912,
     "sm_89": 101_376,
     "sm_90": 232_448,
@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Table:
-    """Every variant once, for the targets in turn, in a process that has triton as a compiler: here it interprets.
+    """Compile every variant once, for one target in turn, in a process without the interpreter.
 
-    What triton compiled in an earlier run is kept with what pytest keeps; triton knows it by the text of a kernel.
+    Triton's compilation cache is kept in pytest's cache; its key contains the kernel source.
     """
     folder = tmp_path_factory.mktemp("static")
-    kept = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
+    kept = getattr(pytestconfig, "cache", None)  # missing with -p no:cacheprovider
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache" if kept is None else kept.mkdir("triton"))
     done = subprocess.run(
@@ -71,7 +71,7 @@ def test_every_family_is_compiled_and_the_large_ones_for_every_target(compiled: 
 
 
 def test_tiles_of_every_row_are_those_that_are_launched() -> None:
-    # Without a compiler, and so for all targets.
+    # Without compilation, therefore for all targets.
     rows, made = static_table(), variants()
 
     found = [
@@ -85,8 +85,8 @@ def test_tiles_of_every_row_are_those_that_are_launched() -> None:
 
 
 def test_every_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table) -> None:
-    # Where the name of the instruction tells its shape: a loop named wrongly, or unrolled, would make more or fewer.
-    # Not for fp32, whose tiles on gfx942 have fewer rows than its warps can share without making some products twice.
+    # If the opcode encodes the shape: a misidentified or unrolled loop would have more or fewer. Not for fp32, whose
+    # tiles on gfx942 have too few rows for its warps, so some products are computed twice.
     rows = [row for row in compiled.rows if row.dtype != "fp32" and row.dim in (64, 128)]
 
     made = {
@@ -102,7 +102,7 @@ def test_every_loop_that_was_found_makes_all_products_of_a_tile(compiled: Table)
 
 
 def rows_of(compiled: Table) -> list[KernelRow]:
-    """What was compiled just now, and the rest from the table, which differs in a flag."""
+    """Freshly compiled rows, and the rest from the table, which differs in a flag."""
     fresh = {row.key for row in compiled.rows}
     return [*compiled.rows, *(row for row in static_table() if row.key not in fresh)]
 
@@ -112,8 +112,8 @@ def test_limits_are_those_of_the_targets() -> None:
 
 
 def test_goals_are_missed_only_where_it_is_known_and_by_as_much(compiled: Table) -> None:
-    # What is mended has to be struck off the list, and what is new to be mended: the list holds what is left to do.
-    # After `make resources`, `python -m scripts.static --misses` prints it.
+    # The list holds the known misses: fixed ones must be removed, and new ones fixed. After `make resources`, `python
+    # -m scripts.static --misses` prints it.
     known = json.loads((Path(__file__).parent / "known_misses.json").read_text())
     found = misses(rows_of(compiled))
 

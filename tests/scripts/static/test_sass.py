@@ -1,4 +1,4 @@
-"""Loops and kinds of instructions, on listings short enough to count by hand."""
+"""Loops and instruction kinds, on short listings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.static.loops import loop_nest, parse_gcn, parse_sass
 
 
 def sass(*lines: str) -> str:
-    """A listing as nvdisasm prints it; what begins with a dot is a label."""
+    """A listing in nvdisasm format; entries that start with a dot are labels."""
     return "\n".join(
         line if line.startswith(".") else f"        /*{16 * number:04x}*/                   {line} ;"
         for number, line in enumerate(lines)
@@ -76,12 +76,12 @@ def test_loops_of_several_sweeps_add_up_by_phase() -> None:
     "structure", [Structure(("hot", "after")), Structure(("before", "hot", "after"), sweeps=2, repairs=True)]
 )
 def test_a_kernel_with_other_loops_than_its_text_is_an_error(structure: Structure) -> None:
-    with pytest.raises(ValueError, match=r"\[20, 25, 21\] instructions: expected \['"):
+    with pytest.raises(ValueError, match=r"\[20, 25, 21\] instructions, expected the loops \['"):
         find_phases(parse_sass(CLEAR_AND_EDGE), structure)
 
 
 def nested(*inner: str) -> str:
-    """A loop inside a loop."""
+    """A loop nested in a loop."""
     return sass(
         ".L_x_0:", *["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 4, *BODY,
         ".L_x_1:", *inner, *BODY, "@P1 BRA `(.L_x_1)",
