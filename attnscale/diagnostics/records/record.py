@@ -108,6 +108,58 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Event:
+    """A problem of a run: one cause, from the first report that shows it to the last.
+
+    A monitor sends an event when it begins, when it spreads to more heads or becomes critical ("lasting"), and when it
+    is over. Messages about the same problem have the same `number`.
+
+    Args:
+        number: identifies the event within a run, from 0.
+        cause: a key of `attnscale.diagnostics.events.CAUSES`.
+        status: "begun", "lasting" or "over".
+        severity: "warning" or "critical".
+        start: first step with the problem.
+        step: step of this message.
+        places: layers with their heads. No heads means the whole layer, no layers the whole model.
+        message: the problem in one sentence: what, where, since when.
+        advice: one sentence of what to try.
+        quantity: the recorded quantity that shows the problem, if any.
+        value: its value at the worst head.
+        usual: its value before the problem, or the limit that was crossed.
+
+    Example:
+        >>> places = (("layers.2", (3,)),)
+        >>> event = Event(0, "logit_jump", "begun", "warning", 150, 150, places, "logits jumped", "lower the rate")
+        >>> Event.from_dict(event.as_dict()) == event
+        True
+    """
+
+    number: int
+    cause: str
+    status: str
+    severity: str
+    start: int
+    step: int
+    places: tuple[tuple[str, tuple[int, ...]], ...]
+    message: str
+    advice: str
+    quantity: str = ""
+    value: float | None = None
+    usual: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain values for JSON. NaN and infinity become strings."""
+        return _to_json(asdict(self))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Event:
+        """Inverse of `as_dict`."""
+        places = tuple((layer, tuple(heads)) for layer, heads in content["places"])
+        return cls(**{**_from_json(content, ("value", "usual")), "places": places})
+
+
+@dataclass(frozen=True)
 class Alert:
     """A head crossed a threshold.
 
