@@ -226,7 +226,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
     if needs.statistics and name not in MEASURING:
-        return "it does not compute row statistics"
+        return "it has no row statistics"
     if needs.derivative is not None and not BACKENDS[name].plain:
         return no_derivative(needs.derivative)
     unsupported = BACKENDS[name].why_unsupported

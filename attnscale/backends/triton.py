@@ -90,7 +90,7 @@ def _needs_gradient(call: AttentionCall) -> bool:
 
 
 def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | None) -> RowStats:
-    """Return the requested statistics. Kernels provide those in `found`, gap counts, and Λ brackets of minimum rank 2."""
+    """Return the requested statistics. Kernels provide `found`, gap counts and Λ brackets of minimum rank 2."""
     from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
     call, stats = call.detached(), RowStats.counted(call, with_sink=request.softmax)
