@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -183,8 +184,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _listen(self, listening: bool, step: int) -> None:
         self._listening = listening
         rank = self._processes.rank if listening else 0
+        clock = itertools.count()
         for layer in self.layers.values():
-            layer.listening, layer.seed, layer.rank = listening, step, rank
+            layer.listening, layer.seed, layer.rank, layer.clock = listening, step, rank, clock
 
     def _report(self, step: int, records: list[Record], alerts: list[Alert]) -> None:
         """Append the records and alerts of a step to the lists, and send them to the sinks."""

@@ -22,8 +22,13 @@ from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: SUMS are summed over calls, LARGEST are maxima.
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
-SUMS = ("angle_in", "angle_out", *GRADIENTS, "skipped_calls")
-LARGEST = ("mismatch", "broken_row")
+SUMS = ("angle_in", "angle_out", "angle_calls", "output_squares", "output_numbers", *GRADIENTS, "skipped_calls")
+LARGEST = ("mismatch",)
+# The first fault of a head: `ORDER · calls of the step before it + bits of ORIGINS`, and its row. Infinite if none.
+FAULT = ("fault", "fault_row")
+ORIGINS = ("query", "key", "value", "scores", "output gradient", "gradients")
+ORDER = 1 << len(ORIGINS)
+SCALARS = (*SUMS, *LARGEST, *FAULT)
 # Rows per layer kept for the quantiles in one process. Mean and extremes cover all rows.
 KEPT = 1024
 # Rows per quantity and head sent for the quantiles by all processes together, and the minimum per process.
@@ -115,9 +120,20 @@ class Tally(Uncopied):
             join = torch.add if name in SUMS else torch.maximum
             self._noted[name] = join(self.scalar(name), value.to(torch.float32))
 
+    def fault(self, faults: Tensor, rows: Tensor) -> None:
+        """Add the faults of a call, each [H]: `FAULT`, infinite for sound heads."""
+        self.heads, self.device = faults.shape[0], faults.device
+        first, row = (self.scalar(name) for name in FAULT)
+        self._noted["fault"], self._noted["fault_row"] = (
+            torch.minimum(first, faults),
+            torch.where(faults < first, rows.to(torch.float32), row),
+        )
+
     def absorb(self, other: Tally) -> None:
         """Move the content of another tally into this one."""
         self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
+        if "fault" in other._noted:
+            self.fault(*(other._noted.pop(name) for name in FAULT))
         self.note(**other._noted)
         other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
@@ -125,7 +141,8 @@ class Tally(Uncopied):
         """Return a scalar per head over all calls, [H]."""
         if name in self._noted:
             return self._noted[name]
-        return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
+        nothing = math.inf if name in FAULT else 0.0 if name in SUMS else -1.0
+        return torch.full((self.heads,), nothing, device=self.device)
 
     @property
     def numbers(self) -> int:
@@ -167,19 +184,22 @@ def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:
     for group in by_device.values():
         phases = zip(*(tally.spreads() for tally in group), strict=True)
         rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
-        scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in group])
-        whole = torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)
+        scalars = torch.cat([tally.scalar(name) for name in SCALARS for tally in group])
+        whole = torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SCALARS), -1).T], dim=1)
         parts = torch.split(whole.cpu(), [tally.heads for tally in group])  # one synchronisation per device
         packed |= zip(map(id, group), parts, strict=True)
     return [packed[id(tally)] for tally in tallies]
 
 
 def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
-    """Unpack tensors [P, H, ·] into flat spreads [P, Q, H, 4 + sample] and merged scalars [SUMS + LARGEST, H]."""
+    """Unpack tensors [P, H, ·] into flat spreads [P, Q, H, 4 + sample] and merged scalars [SCALARS, H]."""
     quantities = len(FORWARD) + len(BACKWARD)
-    rows, sums, largest = torch.split(packed, [quantities * (4 + sample), len(SUMS), len(LARGEST)], dim=-1)
+    sizes = [quantities * (4 + sample), len(SUMS), len(LARGEST), len(FAULT)]
+    rows, sums, largest, faults = torch.split(packed, sizes, dim=-1)
     flats = rows.reshape(*rows.shape[:2], quantities, 4 + sample).movedim(2, 1)
-    return flats, torch.cat([sums.sum(0), largest.amax(0)], dim=-1).T
+    first = faults[..., 0].argmin(0)  # the process with the first fault of each head
+    fault = torch.take_along_dim(faults, first[None, :, None], dim=0)[0]
+    return flats, torch.cat([sums.sum(0), largest.amax(0), fault], dim=-1).T
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
@@ -344,20 +364,29 @@ def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
         forward, backward = (
             {name: summary for name, of_heads in phase if (summary := of_heads[head])} for phase in phases
         )
-        of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
+        of_head = _scalars_of(dict(zip(SCALARS, numbers, strict=True)), bool(backward))
         mode = "training" if part.training else "evaluation"
         yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
     """Compute the scalars of a head's record from its sums over calls."""
-    ratio = numbers["angle_out"] / numbers["angle_in"] if numbers["angle_in"] > 0 else math.nan
-    found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
-    least = {"broken_row": 0, "skipped_calls": 1}
+    found: dict[str, float] = {}
+    if numbers["angle_calls"]:
+        found["token_angle"] = numbers["angle_in"] / numbers["angle_calls"]
+        if numbers["angle_in"] > 0:
+            found["angle_ratio"] = numbers["angle_out"] / numbers["angle_in"]
+    if numbers["output_numbers"]:
+        found["output_size"] = math.sqrt(numbers["output_squares"] / numbers["output_numbers"])
+    least = {"skipped_calls": 1}
     if answered:
         found |= {name: math.sqrt(numbers[name]) for name in GRADIENTS}
-        *passed, arrived = (numbers[name] for name in GRADIENTS)
+        query, key, value, arrived = (numbers[name] for name in GRADIENTS)
         if arrived > 0:
-            found["gain"] = math.sqrt(sum(passed) / arrived)
+            found["gain"] = math.sqrt((query + key + value) / arrived)
+            found["score_gain"] = math.sqrt((query + key) / arrived)
         least["mismatch"] = 0
+    if math.isfinite(numbers["fault"]):
+        order, origin = divmod(int(numbers["fault"]), ORDER)
+        found |= {"broken_row": numbers["fault_row"], "broken_call": order, "broken_origin": origin}
     return found | {name: numbers[name] for name in least if numbers[name] >= least[name]}
