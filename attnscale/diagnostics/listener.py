@@ -21,7 +21,7 @@ from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context, shown
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.alerts import Notices
+from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.tally import ORDER, ORIGINS, Tally, salt_of
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
@@ -186,14 +186,14 @@ class LayerListener(Uncopied):
         call = without_padding(event.call)[0].select(rows)
         measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
         tally.add_forward(forward_quantities(measures, call.row_beta()), salt)
-        out = event.out.index_select(2, rows)
-        before, after = angle_parts(call, out, measures.visible > 0)
+        before, after = angle_parts(call, event.out.index_select(2, rows), measures.visible > 0)
+        value = event.call.value
         tally.note(
             angle_in=before.nansum(0),
             angle_out=after.nansum(0),
             angle_calls=before.isfinite().sum(0),
-            output_squares=_squares(out),
-            output_numbers=torch.full(out.shape[1:2], out[:, 0].numel(), device=out.device),
+            value_squares=_squares(value).repeat_interleave(call.group),
+            value_numbers=torch.full(call.query.shape[1:2], value[:, 0].numel(), device=value.device),
         )
         self._note_fault(tally, event.out, event.call)
         if answerable:

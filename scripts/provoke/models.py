@@ -113,7 +113,8 @@ class Llama(nn.Module):
             max_position_embeddings=LENGTH,
             **more,
         )
-        self.model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+        make: Any = transformers.LlamaForCausalLM._from_config
+        self.model = make(config, attn_implementation="sdpa")
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Cross entropy of the next byte, for tokens [B, T + 1]."""

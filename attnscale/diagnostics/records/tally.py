@@ -16,13 +16,13 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from attnscale._util.handles import Uncopied
-from attnscale.diagnostics.alerts import Notices
+from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Record, Summary
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: SUMS are summed over calls, LARGEST are maxima.
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
-SUMS = ("angle_in", "angle_out", "angle_calls", "output_squares", "output_numbers", *GRADIENTS, "skipped_calls")
+SUMS = ("angle_in", "angle_out", "angle_calls", "value_squares", "value_numbers", *GRADIENTS, "skipped_calls")
 LARGEST = ("mismatch",)
 # The first fault of a head: `ORDER · calls of the step before it + bits of ORIGINS`, and its row. Infinite if none.
 FAULT = ("fault", "fault_row")
@@ -376,8 +376,8 @@ def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
         found["token_angle"] = numbers["angle_in"] / numbers["angle_calls"]
         if numbers["angle_in"] > 0:
             found["angle_ratio"] = numbers["angle_out"] / numbers["angle_in"]
-    if numbers["output_numbers"]:
-        found["output_size"] = math.sqrt(numbers["output_squares"] / numbers["output_numbers"])
+    if numbers["value_numbers"]:
+        found["value_size"] = math.sqrt(numbers["value_squares"] / numbers["value_numbers"])
     least = {"skipped_calls": 1}
     if answered:
         found |= {name: math.sqrt(numbers[name]) for name in GRADIENTS}
