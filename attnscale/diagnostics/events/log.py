@@ -51,6 +51,7 @@ class EventLog:
         self._seen: dict[str, dict[Place, deque[int | None]]] = {cause: {} for cause in CAUSES}  # steps, None if absent
         self._open: dict[str, _Open] = {}
         self._number = 0
+        self._step: int | None = None  # of the last report
         self._rates: deque[float] = deque(maxlen=KEPT)
 
     @property
@@ -78,7 +79,9 @@ class EventLog:
             if "broken_row" in record.scalars
         }
         concerned = {cause: frozenset(one.places) for cause, one in self._open.items()}
-        report = Report(step, now, self._heads, self.limits, concerned, faults)  # type: ignore[arg-type]
+        interval = 1 if self._step is None else max(1, step - self._step)
+        report = Report(step, now, self._heads, self.limits, concerned, faults, interval)  # type: ignore[arg-type]
+        self._step = step
         messages: dict[int, Event] = {}
         for cause, about in CAUSES.items():
             symptoms = self._confirmed(step, cause, about.rule(report), about.sudden)

@@ -69,7 +69,7 @@ def diverging(report: Report) -> dict[Place, Symptom]:
 
     def rule(now: Signals, head: Head) -> Symptom | None:
         logit, value, share = (head.usual(name) for name in ("logit", "value", "share"))
-        grown = now.logit > max(3 * logit, 10.0) and now.value > 2 * value
+        grown = now.logit > max(report.growth * logit, 10.0) and now.value > 2 * value
         return Symptom(now.share, share) if grown and now.share < 0.75 * share else None
 
     return report.wide(report.where(rule))
@@ -99,7 +99,11 @@ def jumped(report: Report) -> dict[Place, Symptom]:
             Symptom(now.logit, head.usual("logit")) if now.logit > max(SMALL_LOGIT, 3 * head.usual("logit")) else None
         )
     )
-    certain = {place for place in high if place in lasting or report.heads[place].jump(report.now[place]) > limit}
+    certain = {
+        place
+        for place, (value, usual) in high.items()
+        if place in lasting or (value > report.growth * usual and report.heads[place].jump(report.now[place]) > limit)
+    }
     # Where most heads of a layer jump, the others, whose history varies more, jump as well.
     layers = Counter(layer for layer, _ in certain)
     whole = {layer for layer, number in layers.items() if 2 * number > sum(place[0] == layer for place in report.now)}

@@ -97,6 +97,12 @@ class Report:
     limits: Thresholds
     open: Mapping[str, frozenset[Place]]  # heads with an open event, by cause
     faults: Mapping[Place, tuple[int, int, int]]  # number of the call, bits of ORIGINS, row
+    interval: int = 1  # steps since the last report
+
+    @property
+    def growth(self) -> float:
+        """Ratio of logits between two reports that learning alone does not reach."""
+        return min(3.0 * (1 + self.interval / 25), 10.0)
 
     def where(self, rule: Callable[[Signals, Head], Symptom | None]) -> dict[Place, Symptom]:
         """Return the heads for which a rule holds."""
