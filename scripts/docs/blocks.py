@@ -1,4 +1,7 @@
-"""Parts of pages that come from the code: a line `<!-- generated: NAME -->` in a page is replaced by one of them."""
+"""Parts of pages that come from the code: a line `<!-- generated: NAME -->` in a page is replaced by one of them.
+
+Text between this line and `<!-- end: NAME -->` is for readers on GitHub and is replaced too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from attnscale.diagnostics import CAUSES
 from attnscale.policies import POLICIES
 from scripts.docs import model_types, policy_plots
 
-_MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:(?:\n(?!<!--).*)*\n<!-- end: \1 -->$)?", re.MULTILINE)
 
 Files = dict[str, str]
 
