@@ -150,6 +150,7 @@ class Experiment:
     layers: tuple[int, ...] | None = None  # where it should be; None for the whole model
     heads: tuple[int, ...] | None = None
     steps: int = 300
+    rate: float = RATE
 
 
 START = 150
@@ -203,7 +204,7 @@ def prepared(
     model = experiment.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     with attnscale.Monitor(model, every=every, **monitoring) as monitor:
-        yield Run(model, optimizer), monitor
+        yield Run(model, optimizer, rate=experiment.rate), monitor
 
 
 def carry_out(experiment: Experiment, seed: int, every: int = 10, **monitoring: Any) -> None:

@@ -106,7 +106,7 @@ def jumped(report: Report) -> dict[Place, Symptom]:
     }
     # Where most heads of a layer jump, the others, whose history varies more, jump as well.
     layers = Counter(layer for layer, _ in certain)
-    whole = {layer for layer, number in layers.items() if 2 * number > sum(place[0] == layer for place in report.now)}
+    whole = {layer for layer, number in layers.items() if 2 * number >= sum(place[0] == layer for place in report.now)}
     return {place: symptom for place, symptom in high.items() if place in certain or place[0] in whole}
 
 
