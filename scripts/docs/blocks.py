@@ -17,7 +17,7 @@ _MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:(?:\n(?!<!--).*)*\n<!-- end: 
 Files = dict[str, str]
 
 
-def alerts() -> tuple[str, Files]:
+def events() -> tuple[str, Files]:
     """The causes of events: how each is recognised, and what to try."""
     lines = ["| cause | event | recognised by | what to try |", "|---" * 4 + "|"]
     for name, cause in CAUSES.items():
@@ -32,7 +32,7 @@ def policy_classes() -> tuple[str, Files]:
 
 
 BLOCKS: dict[str, Callable[[], tuple[str, Files]]] = {
-    "alerts": alerts,
+    "events": events,
     "policy_classes": policy_classes,
     "policies": policy_plots.section,
     "model_types": model_types.section,
@@ -42,8 +42,8 @@ BLOCKS: dict[str, Callable[[], tuple[str, Files]]] = {
 def names_in(markdown: str) -> list[str]:
     """The blocks that a page has.
 
-    >>> names_in("before\\n\\n<!-- generated: alerts -->\\n")
-    ['alerts']
+    >>> names_in("before\\n\\n<!-- generated: events -->\\n")
+    ['events']
     """
     return _MARK.findall(markdown)
 

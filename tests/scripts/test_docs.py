@@ -351,14 +351,13 @@ def test_the_table_of_backends_is_that_of_the_dispatch(kernels: str, monkeypatch
                     assert found.chosen == (first if kernels == "used" else second), (device, name, call, policy)
 
 
-def test_the_table_of_alerts_has_every_alert_with_its_limit() -> None:
-    from attnscale.diagnostics import Thresholds
-    from attnscale.diagnostics.alerts import ALERTS
+def test_the_table_of_events_has_every_cause_with_its_rule_and_advice() -> None:
+    from attnscale.diagnostics import CAUSES
 
-    text, _ = blocks.alerts()
-    rows = {line.split("|")[1].strip(" `"): line for line in text.splitlines()[2:]}
-    assert list(rows) == list(ALERTS)
-    assert f"| {Thresholds().exploding:g} |" in rows["exploding"]
+    text, _ = blocks.events()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == list(CAUSES)
+    assert all(len(row) == 4 and all(row) for row in rows)
 
 
 def test_every_policy_has_a_plot() -> None:
