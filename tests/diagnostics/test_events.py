@@ -86,9 +86,18 @@ def test_heads_that_grow_sharp_on_the_first_keys_are_sinks_and_no_event():
     assert play(since(100, w_max=0.97, relative_entropy=0.05, first_share=0.98)) == []
 
 
+def test_tokens_that_are_almost_parallel_while_gradients_reach_all_layers_are_no_event():
+    """Early in training a model learns the mean of its tokens first."""
+    assert play(lambda x, h, s: {"token_angle": 1e-4} if x != "blocks.0" and s < 100 else {}) == []
+
+
+def test_a_head_that_was_never_much_focused_and_grows_broader_is_no_event():
+    assert play(lambda x, h, s: {"relative_entropy": 0.93 if s < 100 else 0.995}) == []
+
+
 PROBLEMS: dict[str, tuple[Change, str | None]] = {
     "logit_jump": (since(150, "blocks.1", 2, max_logit=90.0), "jump"),
-    "logit_drop": (since(150, "blocks.1", 2, max_logit=0.003, relative_entropy=0.999), "jump"),
+    "logit_drop": (since(150, "blocks.1", 2, max_logit=0.003, relative_entropy=0.99999), "jump"),
     "exploding": (lambda x, h, s: {"max_logit": 3 * 1.2 ** (s / 10)} if (x, h) == ("blocks.1", 2) else {}, "exploding"),
     "dead_values": (since(150, "blocks.1", 2, value_size=0.0, score_gain=0.0), "dead"),
     "dead_output": (since(150, "blocks.1", 2, output_gradient=0.0), "dead"),
@@ -100,7 +109,11 @@ PROBLEMS: dict[str, tuple[Change, str | None]] = {
     "collapse": (since(150, w_max=0.99, relative_entropy=0.01), "collapsed"),
     "divergence": (since(150, w_max=0.99, relative_entropy=0.1, max_logit=200.0, value_size=5.0), "collapsed"),
     "rank_collapse": (
-        lambda x, h, s: {"token_angle": {"blocks.0": 0.9, "blocks.1": 1e-4, "blocks.2": 1e-6}[x], "score_gain": 1e-7},
+        lambda x, h, s: {
+            "token_angle": {"blocks.0": 0.9, "blocks.1": 1e-4, "blocks.2": 1e-6}[x],
+            "output_gradient": {"blocks.0": 1e-9, "blocks.1": 1e-6, "blocks.2": 1e-2}[x],
+            "score_gain": 1e-7,
+        },
         "rank",
     ),
 }
