@@ -157,9 +157,16 @@ def provoked(start: int = 150, steps: int = 300, factor: float = 30.0, **model: 
     def under(beta: float) -> Callable[[], Gpt]:
         return gpt(policy=lambda: attnscale.build_policy("constant", beta=beta))
 
-    def experiment(name: str, cause: str, provoke: Provocation, *where: Any, build: Any = None) -> Experiment:
+    def experiment(
+        name: str,
+        cause: str,
+        provoke: Provocation,
+        layers: tuple[int, ...] | None = None,
+        heads: tuple[int, ...] | None = None,
+        build: Callable[[], Gpt] | None = None,
+    ) -> Experiment:
         begin = start if build is None else 0
-        return Experiment(name, build or gpt(), provoke, begin, cause, *where, steps=steps)
+        return Experiment(name, build or gpt(), provoke, begin, cause, layers, heads, steps)
 
     all_layers, times = tuple(range(4)), f"× {factor:g}"
     return (
