@@ -19,7 +19,7 @@ from attnscale.backends.sdpa import attend, attend_in_one_call
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.parse import KeyRules, Packing, describe
-from attnscale.call.tap import Tap
+from attnscale.call.tap import Attended, Run, Tap
 from attnscale.call.torch_arguments import (
     TORCH_ATTENTION,
     Layout,
@@ -320,17 +320,19 @@ def attention_weights(
 
 
 def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, reported to the tap if the tap is open.
+    """`scaled_dot_product_attention`, reported to the tap if it measures or tracks calls. Nested tensors are not.
 
     `own_keys`: queries and keys come from the same tokens; None if unknown.
     """
-    if tap is None or not tap.open:
+    if tap is None or not tap.tracking:
         return scaled_dot_product_attention
 
-    def reported(*args: Any, **kwargs: Any) -> Tensor:
-        layout, call, backend, policy = bind(*args, **kwargs)
-        prepared = dispatch.prepare(call, policy, backend)
-        return layout.restore(_listen(tap, prepared.call, own_keys, lambda call: dispatch.run(call, prepared.backend)))
+    def reported(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.is_nested:
+            return scaled_dot_product_attention(query, *args, **kwargs)
+        layout, call, backend, policy = bind(query, *args, **kwargs)
+        call, chosen, _ = dispatch.prepare(call, policy, backend)
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run_bounded(call, chosen)))
 
     return reported
 
@@ -345,20 +347,18 @@ def attention_and_weights(
     own_keys: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and its weights [..., H, Tq, Tk] after dropout. Reported to the tap if the tap is open."""
+    """Output, and its weights [..., H, Tq, Tk] after dropout. Reported to the tap if it measures or tracks calls."""
     layout, call, backend, policy = bind(query, key, value, **arguments)
     call = dispatch.prepare(call, policy, backend).call
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
-    output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
+    output = _listen(tap, call, own_keys, lambda call: Attended(reference.mix(weights, call)))
     return layout.restore(output), layout.restore(weights)
 
 
-def _listen(
-    tap: Tap | None, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]
-) -> Tensor:
-    """`run(call)`. An open tap receives the call with the slot of each row's own key."""
-    if tap is None or not tap.open:
-        return run(call)
+def _listen(tap: Tap | None, call: AttentionCall, own_keys: bool | None, run: Run) -> Tensor:
+    """The output of `run(call)`. The tap receives the call with the slot of each row's own key."""
+    if tap is None or not tap.tracking:
+        return run(call).out
     reported = replace(call, context=call.context.with_own_slots(own_keys))
     return tap.report(tap.id, reported, lambda passed: run(replace(passed, context=call.context)))
 

@@ -6,6 +6,7 @@ in `attnscale.diagnostics.autograd`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -16,14 +17,27 @@ from attnscale._util import state
 from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 
-Run = Callable[[AttentionCall], Tensor]
+
+class Attended(NamedTuple):
+    """Output of a call, and an upper bound of each row's largest logit if the backend computes one.
+
+    The bound is detached: the largest logit itself if `exact`, otherwise the lse, at most ln n above the largest logit.
+    It is −∞ in rows without visible keys, and NaN in rows with a visible NaN.
+    """
+
+    out: Tensor  # [B, H, Tq, Dv]
+    bound: Tensor | None = None  # [B, H, Tq]
+    exact: bool = False
+
+
+Run = Callable[[AttentionCall], Attended]
 
 
 class CallEvent(NamedTuple):
     """One call in the forward pass, detached."""
 
     call: AttentionCall
-    out: Tensor  # [B, H, Tq, Dv]
+    result: Attended
     graph: bool = True  # gradients were enabled
 
 
@@ -33,8 +47,16 @@ class Listener(Protocol):
     Each call has a number that links its forward and backward pass.
     """
 
-    listening: bool
+    listening: bool  # calls are measured, forward and backward
     failed: bool  # reports are suspended
+
+    @property
+    def tracking(self) -> bool:
+        """Whether the largest logits of forward calls are tracked."""
+
+    @property
+    def limit(self) -> float:
+        """Logits above it must be known exactly."""
 
     def begin(self, graph: bool) -> int:
         """Assign a number to a call. `graph`: gradients are enabled.
@@ -44,6 +66,10 @@ class Listener(Protocol):
 
     def forward(self, event: CallEvent, number: int) -> None:
         """A call in the forward pass."""
+        return
+
+    def repeat(self, event: CallEvent) -> None:
+        """A forward call that activation checkpointing recomputes inside backward."""
         return
 
     def backward(self, call: AttentionCall, gradient: Tensor, number: int) -> None:
@@ -95,11 +121,22 @@ class Tap(Uncopied):
 
     @property
     def open(self) -> bool:
-        """Whether calls must go through the tap. Always True in a compiled graph, which outlives the current step."""
-        return torch.compiler.is_compiling() or self.listener.listening
+        """Whether all calls must go through the tap. Always True in a compiled graph, which outlives the current step.
+
+        False if by-products of the backend suffice: see `tracking`.
+        """
+        return torch.compiler.is_compiling() or self.listener.listening or self.listener.limit < math.inf
+
+    @property
+    def tracking(self) -> bool:
+        """Whether calls whose backend computes a bound of the largest logits go through the tap."""
+        return self.open or self.listener.tracking
 
     @staticmethod
-    def find(tap_id: Tensor) -> Listener | None:
-        """The listener of a tap id; None if it is inactive or has failed."""
+    def find(tap_id: Tensor, *, tracking: bool = False) -> Listener | None:
+        """The listener of a tap id; None if it has failed, or neither measures nor (with `tracking`) tracks calls."""
         tap = state.TAPS.get(int(tap_id))
-        return tap.listener if tap is not None and tap.listener.listening and not tap.listener.failed else None
+        if tap is None or tap.listener.failed:
+            return None
+        listener: Listener = tap.listener
+        return listener if listener.listening or (tracking and listener.tracking) else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed, nn
 
 from attnscale._util import state
-from attnscale._util.checks import read_int, read_number
+from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
@@ -22,6 +22,7 @@ from attnscale.call.tap import Tap
 from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.listener import LayerListener
+from attnscale.diagnostics.max_logits import LogitTracker, MaxLogits
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Record
 from attnscale.diagnostics.records.tally import Processes
@@ -67,6 +68,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         process_group: processes whose rows are merged, as a ProcessGroup or DeviceMesh. None means all processes. Pass
             a group if processes hold different layers under the same names (pipeline stages) or the same rows.
         timeout: seconds that a report waits for the other processes before `step` raises a `BackendError`.
+        track: track the largest logits of every step; see `max_logits`.
 
     Raises:
         ArgumentError: an argument is out of range, the model has no attention that can be measured, another monitor is
@@ -97,6 +99,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         dump: str | Path | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         timeout: float = 60.0,
+        track: bool = True,
     ) -> None:
         self.every = read_int("every", every, "an int >= 1", least=1)
         if rows is not None:
@@ -107,6 +110,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         timeout = read_number("timeout", timeout, "a number of seconds > 0")
         if not timeout > 0:
             reject("timeout", timeout, "a number of seconds > 0")
+        check_flag("track", track)
         group = read_group("process_group", process_group)
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
@@ -131,6 +135,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
             for path, module in found.items()
         }
+        self._trackers = {path: LogitTracker() for path in self.layers} if track else {}
+        for path, tracker in self._trackers.items():
+            self.layers[path].trackers.append(tracker)
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
         for module, tap in self._tapped:
             tap.attach(module)
@@ -163,6 +170,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._guard("a report", self._report, step, records, events)
             for layer in self.layers.values():
                 layer.reset()
+        for layer in self.layers.values():
+            layer.failed = False
+        for tracker in self._trackers.values():
+            tracker.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
         self._notices.issue()
         for event in events if self.on_alert is not None else ():
@@ -173,6 +184,34 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def events(self) -> list[Event]:
         """The events that are not over."""
         return [] if self._log is None else self._log.open
+
+    def max_logits(self) -> dict[str, MaxLogits]:
+        """Return the largest logits since the last `step`, per head, over all rows of this process.
+
+        Logits are after temperature, over visible keys; padding rows and rows with NaN do not count. Validation passes
+        count only if the layer had no training call. Call this before `step`, which resets the maxima.
+
+        At a measured step the maxima are exact. At other steps they are by-products of the backend, at no extra pass:
+        exact with "triton" and "blockwise"; bounds at most ln n apart with "sdpa" on the CPU, from the lse of torch's
+        fused kernel. No bounds are known where torch does not run this kernel (on other devices, with dropout, with an
+        additive mask that requires gradients), for calls that return the weights, and for sequences split over
+        processes. Whether the output is finite is always known. Nothing is tracked inside torch.func transforms.
+
+        Returns:
+            `MaxLogits` with tensors [H] by layer; heads of this process only. Layers without calls are missing. Empty
+            with `track=False`. Reading the tensors synchronises with their device; tracking does not.
+
+        Example:
+            >>> import torch
+            >>> from attnscale import ScaledDotProductAttention
+            >>> attention, q = ScaledDotProductAttention("log"), torch.eye(4)[None, None] * 10
+            >>> with Monitor(attention, alerts=None) as monitor:
+            ...     _ = attention(q, q, q)
+            ...     monitor.max_logits()["ScaledDotProductAttention"].exact
+            tensor([...])
+        """
+        found = {path: tracker.read() for path, tracker in self._trackers.items()}
+        return {path: largest for path, largest in found.items() if largest is not None}
 
     def close(self) -> None:
         """Detach from the model and close the sinks. Idempotent."""
@@ -241,7 +280,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
     monitor = kind.__new__(kind)
     monitor.every, monitor.limits, monitor.on_alert, monitor.dump = every, None, None, None
-    monitor.layers, monitor._closed = {}, True
+    monitor.layers, monitor._trackers, monitor._closed = {}, {}, True
     return monitor
 
 

@@ -108,9 +108,16 @@ class Tally(Uncopied):
         self.heads, self.device = 0, torch.device("cpu")  # 0 heads: no call yet
         self._noted: dict[str, Tensor] = {}  # each [H]
 
-    def add_forward(self, rows: Tensor, salt: int) -> None:
-        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls."""
-        self.forward = _merged(self.forward, _spread_of(rows, salt))
+    def add_forward(self, rows: Tensor, salt: int, *, max_logit: Tensor | None = None) -> None:
+        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls.
+
+        `max_logit` [H] is the largest logit over all rows of the call, including those not sampled.
+        """
+        spread = _spread_of(rows, salt)
+        if max_logit is not None:
+            largest = spread.largest[FORWARD.index("max_logit")]
+            torch.maximum(largest, max_logit, out=largest)
+        self.forward = _merged(self.forward, spread)
 
     def add_backward(self, rows: Tensor, salt: int) -> None:
         """Add the quantities [Q, B, H, R] of a backward call."""
