@@ -232,10 +232,11 @@ class LayerListener(Uncopied):
             of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
         self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
 
-    def skip(self, call: AttentionCall, reason: str) -> None:
+    def skip(self, call: AttentionCall | None, reason: str) -> None:
         """Count a call that cannot be measured, and warn once per reason."""
         self._notices.add(reason, f"a call of {self.name} was not measured: {reason}")
-        self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
+        if call is not None:
+            self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
 
     def give_up(self, error: Exception) -> None:
         """Stop measuring until the next report."""

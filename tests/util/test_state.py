@@ -33,6 +33,7 @@ LISTED = {
     "CLOSED_FUSED_PATHS",
     "TAPS",
     "TAP_NUMBERS",
+    "MODULE_CALLS",
     "FINDERS",
     "MODEL_PACKAGES",
     "FILE_NUMBERS",
