@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,8 +64,8 @@ class TorchPatch(Removable):
     monitor, calls are reported to the module whose forward pass makes them.
 
     Args:
-        policy: the policy of all patched calls. None for a monitor: the computation is torch's or that of another patch.
-        holders: objects whose attributes may refer to torch's function too.
+        policy: the policy of all patched calls. None for a monitor, which does not change the computation.
+        holders: objects whose attributes may refer to torch's function too. They are referenced weakly.
 
     Attributes:
         policy: the policy of all patched calls.
@@ -75,8 +76,8 @@ class TorchPatch(Removable):
         self.policy = policy
         self.active = True
         self._fused_path_was_open = True
-        self._held = [vars(holder) for holder in holders]
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._holders = [weakref.ref(holder) for holder in holders]
+        self._functions: list[Any] = []
         self._captured = threading.local()
         self._beneath = F.scaled_dot_product_attention
         self._patch_beneath: TorchPatch | None = getattr(self._beneath, "patch", None)
@@ -97,13 +98,9 @@ class TorchPatch(Removable):
         if not self.active:
             return
         self.active = False
-        for ours in {id(ours): ours for _, _, ours in self._replaced}.values():
-            # Also in modules imported since then.
-            self._replaced += [(namespace, name, ours) for namespace, name in self._references(ours)]
-        for namespace, name, ours in self._replaced:
-            if namespace.get(name) is ours:
+        for ours in self._functions:
+            for namespace, name in self._references(ours):
                 namespace[name] = _before(ours)
-        self._replaced, self._held = [], []
         _forget_unfinished_scripts()
         state.TORCH_REPLACED.remove(self._beneath)
         if self in state.CLOSED_FUSED_PATHS:
@@ -117,19 +114,20 @@ class TorchPatch(Removable):
         ours: Any = make(before)
         ours.replaces, ours.patch = before, self
         ours.__prepare_scriptable__ = functools.partial(self._prepare_script, before)
+        self._functions.append(ours)
         for namespace, name in self._references(before):
-            self._replaced.append((namespace, name, ours))
             namespace[name] = ours
 
     def _references(self, function: Any) -> list[tuple[dict[str, Any], str]]:
         """Return the namespaces and names of all references to a function that a patch covers."""
-        foreign = [
-            getattr(module, "__dict__", None)
-            for name, module in list(sys.modules.items())
-            if not name.startswith(("torch.", "attnscale.")) or module is F
-        ]
-        namespaces = [namespace for namespace in (*foreign, *self._held) if isinstance(namespace, dict)]
-        return [(space, name) for space in namespaces for name, value in list(space.items()) if value is function]
+        loaded = list(sys.modules.items())
+        foreign = [x for name, x in loaded if not name.startswith(("torch.", "attnscale.")) or x is F]
+        found = []
+        for owner in (*foreign, *(holder() for holder in self._holders)):
+            namespace = getattr(owner, "__dict__", None)
+            if isinstance(namespace, dict):
+                found += [(namespace, name) for name, value in list(namespace.items()) if value is function]
+        return found
 
     def _attention(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(

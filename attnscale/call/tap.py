@@ -124,7 +124,10 @@ class ModuleCall:
 
 
 def enter_module(module: nn.Module, taps: Sequence[Tap]) -> None:
-    """Start a forward pass, in this thread. Its attention calls go to the taps; the last tap takes all further calls."""
+    """Start the forward pass of a module, in this thread. Its attention calls go to the taps, in order.
+
+    The last tap also takes all further calls.
+    """
     _mutate(_enter, module, taps)
 
 
@@ -192,8 +195,8 @@ def _count(running: ModuleCall) -> None:
 def _mutate(change: Callable[..., None], *arguments: Any) -> None:
     """Call a function that changes `state.MODULE_CALLS`.
 
-    torch.compile rejects such changes inside a checkpoint, because its backward pass would not repeat them. Here it need
-    not: every change is undone at the end of the forward pass of the module.
+    torch.compile rejects such changes inside a checkpoint, because its backward pass would not repeat them. There is no
+    need to repeat these changes: the end of the forward pass of the module undoes them.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(change, *arguments)

@@ -7,6 +7,7 @@ module. torch.compile traces both. It reaches a tap through the hook of its modu
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,18 +55,18 @@ class TorchCalls:
         self._model = model
         self._alone = not layers
         self._hooked = calling_modules(model)
-        self._patch: TorchPatch | None = None
-        if any(isinstance(module._forward_pre_hooks.get(KEY), _Enter) for module in self._hooked.values()):
+        if any(isinstance(_hooks_of(module)[0].get(KEY), _Enter) for module in self._hooked.values()):
             reject("model", type(model).__name__, "a model without an attached monitor; close the other monitor first")
         for path, module in self._hooked.items():
             names = [path, *(f"{path}#{number}" for number in range(2, NAMED_CALLS + 1))]
             here = {name: layers[name] if name in layers else listen(name, module) for name in names}
             self.listeners |= here
-            module._forward_pre_hooks[KEY] = _Enter([Tap(listener, run_reported) for listener in here.values()])
-            module._forward_hooks[KEY] = _Leave()
-            module._forward_hooks_always_called[KEY] = True
-        if self._hooked:
-            self._patch = TorchPatch(None, model.modules())
+            enter, leave, always = _hooks_of(module)
+            enter[KEY], leave[KEY] = _Enter([Tap(listener, run_reported) for listener in here.values()]), _Leave()
+            always[KEY] = True
+        patch = TorchPatch(None, model.modules()) if self._hooked else None
+        # Also if the monitor is dropped without `close()`.
+        self._finalizer = weakref.finalize(self, _restore, patch, [weakref.ref(x) for x in self._hooked.values()])
 
     def note_unseen(self, records: Iterable[Record], notices: Notices) -> None:
         """Add a warning about attention of which a measured step has no record, with its remedy."""
@@ -93,13 +94,22 @@ class TorchCalls:
 
     def remove(self) -> None:
         """Restore torch's function and the hooks of the modules. Idempotent."""
-        for module in self._hooked.values():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
-                hooks.pop(KEY, None)
-        self._hooked = {}
-        if self._patch is not None:
-            self._patch.remove()
+        self._finalizer()
         self.forget_interrupted()
+
+
+def _restore(patch: TorchPatch | None, hooked: Iterable[weakref.ref[nn.Module]]) -> None:
+    for module in filter(None, (reference() for reference in hooked)):
+        for hooks in _hooks_of(module):
+            hooks.pop(KEY, None)
+    if patch is not None:
+        patch.remove()
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return the hooks before and after a forward pass, and the keys of those that run after an exception too."""
+    hooks: Any = module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+    return hooks  # type: ignore[no-any-return]
 
 
 def calling_modules(model: nn.Module) -> dict[str, nn.Module]:
