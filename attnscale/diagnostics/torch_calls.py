@@ -71,7 +71,8 @@ class TorchCalls:
     def note_unseen(self, records: Iterable[Record], notices: Notices) -> None:
         """Add a warning about attention of which a measured step has no record, with its remedy."""
         measured = {record.layer for record in records}
-        if not measured and self._alone:
+        skipped = any(listener.skipped for listener in self.listeners.values())
+        if self._alone and not measured and not skipped:
             remedy = "Call it in place of softmax, flex_attention or xformers"
             if is_compiled(self._model):
                 remedy = "If the model was compiled before the monitor was created, call torch.compiler.reset()"
