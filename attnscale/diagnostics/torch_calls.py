@@ -72,9 +72,11 @@ class TorchCalls:
         """Add a warning about attention of which a measured step has no record, with its remedy."""
         measured = {record.layer for record in records}
         skipped = any(listener.skipped for listener in self.listeners.values())
-        if self._alone and not measured and not skipped:
+        compiled = is_compiled(self._model)
+        ran = compiled or any(_hooks_of(module)[0][KEY].entered for module in self._hooked.values())
+        if self._alone and ran and not measured and not skipped:
             remedy = "Call it in place of softmax, flex_attention or xformers"
-            if is_compiled(self._model):
+            if compiled:
                 remedy = "If the model was compiled before the monitor was created, call torch.compiler.reset()"
             notices.add(
                 "no call",
@@ -149,12 +151,15 @@ class _Hook:
 
 
 class _Enter(_Hook):
-    """Pre-hook: marks the start of the forward pass of a module."""
+    """Pre-hook: marks the start of the forward pass of a module. `entered`: it has run at least once, uncompiled."""
 
     def __init__(self, taps: Sequence[Tap]) -> None:
         self.taps = taps
+        self.entered = False
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.entered = True
         enter_module(module, self.taps)
 
 
