@@ -159,7 +159,7 @@ def attend_bounded(
 
     def run(query: Tensor) -> Attended:
         if bounded:
-            found = _with_lse(query, key, value, mask, dropout_p, is_causal, scale, grouped)
+            found = attend_with_lse(query, key, value, mask, dropout_p, is_causal, scale, grouped)
             if found is not None:
                 return found
         out = torch_attention()(
@@ -194,7 +194,7 @@ def attend_bounded(
     return Attended(out + lost, None if lse is None else lse + lost[..., 0])
 
 
-def _with_lse(
+def attend_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,

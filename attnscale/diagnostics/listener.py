@@ -154,6 +154,7 @@ class LayerListener(Uncopied):
     def reset(self) -> None:
         """Discard all calls."""
         self.failed = False
+        self.skipped = False
         self.training, self.evaluation = Tally(), Tally()
         self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by call number
         self._origins = Origins(UNANSWERED)
@@ -279,10 +280,12 @@ class LayerListener(Uncopied):
         total = of_query + of_key + of_value
         self._note_fault(self.training, total[None, :, None, None], "gradients")
 
-    def skip(self, call: AttentionCall, reason: str) -> None:
+    def skip(self, call: AttentionCall | None, reason: str) -> None:
         """Count a call that cannot be measured, and warn once per reason."""
         self._notices.add(reason, f"a call of {self.name} was not measured: {reason}")
-        self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
+        self.skipped = True
+        if call is not None:
+            self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
 
     def give_up(self, error: Exception) -> None:
         """Stop measuring until the next report."""

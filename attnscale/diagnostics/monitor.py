@@ -27,6 +27,7 @@ from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Record
 from attnscale.diagnostics.records.tally import Processes
 from attnscale.diagnostics.sinks import AlertSink, Sink
+from attnscale.diagnostics.torch_calls import TorchCalls, calling_modules, is_unconverted
 from attnscale.errors import ArgumentError, BackendError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
@@ -55,8 +56,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     numbered as in the full layer.
 
     Args:
-        model: a model with attnscale attention (`attnscale.convert`, `attnscale.hf.apply`), or a transformers model
-            that uses the "sdpa" attention implementation.
+        model: a model that calls `torch.nn.functional.scaled_dot_product_attention` in its forward pass, a transformers
+            model with the "sdpa" attention implementation, or a model with attnscale attention (`attnscale.convert`,
+            `attnscale.hf.apply`). Calls of torch's function are named by the path of the module that makes them; the
+            second call in one forward pass of a module is `path#2`.
         every: number of steps between two measurements.
         rows: number of sampled rows per attention call. None measures all rows.
         sinks: destinations of the records: objects with `log(records, step)` and `close()`.
@@ -123,21 +126,28 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 )
             if group is None:
                 refuse_unsaid_heads(model, found.values())
+            self._layer_order = [path or type(model).__name__ for path, _ in model.named_modules()]
+            self._notices = Notices()
+            modules = dict(model.named_modules())  # in a swapped model, the parent of our module
+
+            self._trackers: dict[str, LogitTracker] = {}
+
+            def listen(name: str, module: nn.Module) -> LayerListener:
+                layer = LayerListener(name, rows, dump is not None, modules.get(name, module), self._notices)
+                if track:
+                    self._trackers[name] = LogitTracker()
+                    layer.trackers.append(self._trackers[name])
+                return layer
+
+            self.layers = {path: listen(path, module) for path, module in found.items()}
+            self._torch_calls = TorchCalls(model, listen, self.layers)
+            undo.callback(self._torch_calls.remove)
             self._undo = undo.pop_all()  # restores a stock model
         self._sinks = list(sinks)
         self._log = None if self.limits is None else EventLog(self.limits)
         self._closed = False
-        self._notices = Notices()
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices, timeout)
-        modules = dict(model.named_modules())  # in a swapped model, the parent of our module
-        self.layers = {
-            path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
-            for path, module in found.items()
-        }
-        self._trackers = {path: LogitTracker() for path in self.layers} if track else {}
-        for path, tracker in self._trackers.items():
-            self.layers[path].trackers.append(tracker)
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
         for module, tap in self._tapped:
             tap.attach(module)
@@ -168,9 +178,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return records
         if self._listening:
             self._guard("a report", self._report, step, records, events)
-            for layer in self.layers.values():
+            for layer in self._listeners():
                 layer.reset()
-        for layer in self.layers.values():
+        self._torch_calls.forget_interrupted()
+        for layer in self._listeners():
             layer.failed = False
         for tracker in self._trackers.values():
             tracker.reset()
@@ -223,7 +234,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             tap.detach(module)
         self._tapped = []
         self._undo.close()
-        for layer in self.layers.values():
+        for layer in self._listeners():
             layer.reset()
         for sink in list(self._sinks):
             self._try(sink, sink.close)
@@ -237,18 +248,31 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._listening = listening
         rank = self._processes.rank if listening else 0
         clock = itertools.count()
-        for layer in self.layers.values():
+        for layer in self._listeners():
             layer.listening, layer.seed, layer.rank, layer.clock = listening, step, rank, clock
+
+    def _listeners(self) -> Iterator[LayerListener]:
+        """Iterate over all listeners, including those of modules that have made no attention call so far."""
+        return iter((self._torch_calls.listeners | self.layers).values())
+
+    def _add_called_layers(self) -> None:
+        """Add the modules that have called torch's attention function to `layers`, in the order of the model."""
+        called = {name: layer for name, layer in self._torch_calls.listeners.items() if layer.tally().heads}
+        if called.keys() - self.layers:
+            every = (self.layers | called).items()
+            self.layers = dict(sorted(every, key=lambda item: self._layer_order.index(item[0].partition("#")[0])))
 
     def _report(self, step: int, records: list[Record], events: list[Event]) -> None:
         """Append the records and events of a step to the lists, and send them to the sinks."""
+        self._add_called_layers()
         records += self._processes.collect(self.layers.values(), step)
+        self._torch_calls.note_unseen(records, self._notices)
         if self._log is not None:
             events += self._log.update(step, records)
         for event in events if self.dump is not None else ():
             for layer, heads in event.places if event.status == "begun" else ():
                 if layer in self.layers:  # otherwise the layer belongs to another process
-                    captured, part = self.layers[layer].captured, self._head_parts[layer]
+                    captured, part = self.layers[layer].captured, self._head_parts.get(layer, 0)
                     self._guard("a dump", _dump_rows, self.dump, event, layer, heads, captured, part)
         if self._processes.rank > 0 or not records:
             return
@@ -333,7 +357,8 @@ def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -
 
     Args:
         model: the model to search.
-        undo: if given, stock transformers attention is made measurable until this ExitStack is closed.
+        undo: if given, stock transformers attention is made measurable until this ExitStack is closed, and a model is
+            accepted without attention modules if its forward pass may call torch's attention function.
 
     Returns:
         Modules by path. A shared module appears once, under its first path.
@@ -360,7 +385,15 @@ def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -
     if not found and undo is not None:
         for opener in filter(None, state.FINDERS.values()):
             found |= opener(model, undo)
-    if not found:
+    if found:
+        return found
+    unconverted = [path or type(model).__name__ for path, module in model.named_modules() if is_unconverted(module)]
+    if unconverted:
+        raise ArgumentError(
+            f"model={type(model).__name__} is not accepted: torch.nn.MultiheadAttention ({unconverted[0]!r}) cannot be "
+            'measured. Call attnscale.convert(model, "constant") first, which does not change its output'
+        )
+    if undo is None or not calling_modules(model):
         raise ArgumentError(
             f"model={type(model).__name__} is not accepted: expected a model with at least one attnscale attention "
             "module. Convert torch models with attnscale.convert and transformers models with attnscale.hf.apply; "
