@@ -614,6 +614,27 @@ def test_an_exception_in_a_forward_pass_leaves_nothing_behind(error: type[BaseEx
     assert [record.head for record in records] == [0, 1, 0, 1]
 
 
+def test_a_call_after_the_failure_of_a_submodule_has_the_name_of_its_own_module() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    class FallsBack(ImportedByName):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fast = Raises()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ValueError):
+                return self.fast(x)
+            return super().forward(x)
+
+    model = Model(FallsBack)
+    with Monitor(model, every=1) as monitor:
+        train(model, batch())
+        assert names(monitor.step(0)) == ["blocks.0.attn"]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_monitored_model_is_not_measured(copied: Callable[[nn.Module], nn.Module]) -> None:
     model, x = Model(NanoAttention, HeldByTheModule), batch()
