@@ -45,8 +45,13 @@ def watch(parser: Parser) -> None:
 def report(parser: Parser) -> None:
     """Options of `attnscale report`."""
     parser.set_defaults(run=_report)
-    parser.show_examples("run/attn.jsonl", "demo --output demo.html")
-    parser.add_argument("path", type=Path, help="JSONL file of a JsonlSink, or output folder of an evaluation")
+    parser.show_examples("run/attn.jsonl", "before.jsonl after.jsonl", "demo --output demo.html")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="+",
+        help="JSONL file of a JsonlSink, several of them to compare, or output folder of an evaluation",
+    )
     parser.add_argument(
         "--output", type=Path, help="HTML file (default: next to the file, or report.html in the folder)"
     )
