@@ -1,4 +1,4 @@
-"""Encoding of planes for a page: compressed text, exact if it fits a budget, else quantised between minimum and maximum."""
+"""Encoding of planes as compressed text: exact if they fit a budget, else quantised between minimum and maximum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnscale.diagnostics.records.record import STATISTICS
-from attnscale.report.data import SHOWN, Key, Run
+from attnscale.report.run import SHOWN, Key, Run
 
 BUDGET = 17_500_000  # bytes of base64 per page, which keeps the page below 20 MB
 SAMPLE = 20_000  # values per plane used to estimate its compressed size

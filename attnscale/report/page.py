@@ -18,8 +18,8 @@ from attnscale.diagnostics.events import CAUSES, Thresholds
 from attnscale.diagnostics.events.log import where
 from attnscale.diagnostics.records.record import Event
 from attnscale.diagnostics.views.display import COLOURS, MAIN, QUANTITIES, quantity_of, short_names
-from attnscale.report.data import SHOWN_INSTEAD, Key, Run
 from attnscale.report.encoding import BUDGET, encode
+from attnscale.report.run import SHOWN_INSTEAD, Key, Run
 from attnscale.report.terms import LEGEND, TERMS, explanation
 
 PROGRAMS = (

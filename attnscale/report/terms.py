@@ -21,14 +21,14 @@ TERMS = {
     "logit": "A logit is the scaled product of a query and a key, times β; the softmax turns logits into weights.",
     "relative entropy": "Entropy / ln n is the entropy relative to its maximum: 1 if all visible keys get the same "
     "weight, 0 if one key gets everything.",
-    "max_logit": "The largest logit of a head. Logits that keep growing saturate the softmax; training then often diverges.",
-    "sink": "An attention sink is a head that puts most of its weight on the first keys, whatever the query. "
-    "This is common in healthy models: the head does nothing. In such a head, w_max and r describe how clearly the "
-    "first key wins, not whether a relevant key is found; a high r is no achievement, and no problem either.",
-    "score gain": "Score gain is the gradient that reaches queries and keys relative to the gradient of the head's output. "
-    "At 0 the head cannot learn where to attend.",
-    "token angle": "Token angle is the mean of 1 − cosine between the tokens (value vectors) of a sequence: 0 if all tokens "
-    "point in the same direction, so that attention has nothing to choose from (rank collapse).",
+    "max_logit": "Logits that keep growing saturate the softmax, and training often diverges afterwards.",
+    "sink": "An attention sink is a head that puts most of its weight on the first keys, whatever the query. Sinks are "
+    "common in healthy models: the head adds almost nothing. Its w_max and its r tell how clearly the first key wins, "
+    "not whether a relevant key is found, so a large r is neither good nor bad.",
+    "score gain": "Score gain is the gradient that reaches queries and keys, relative to the gradient of the head's "
+    "output. At 0 the head cannot learn where to attend.",
+    "token angle": "Token angle is the mean of 1 − cosine between the value vectors of a sequence. At 0 all tokens "
+    "point in the same direction, and attention has nothing to choose from (rank collapse).",
     "gain": "Gain is the gradient at the inputs of an attention head relative to the gradient at its output.",
     "band": "A line follows one head over the training steps; the band covers 10–90 % of its rows.",
 }

@@ -21,9 +21,7 @@ logger = logging.getLogger(__name__)
 TITLE = "<title>attnscale · "  # identifies attnscale pages
 
 
-def write_report(
-    path: str | Path | Sequence[str | Path], output: str | Path | None = None
-) -> Path:
+def write_report(path: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
     """Write the HTML page of a monitored run or of an evaluation, or a page that compares several runs.
 
     A page written into the folder of an evaluation is accompanied by the pictures of `write_pictures`, if matplotlib is
