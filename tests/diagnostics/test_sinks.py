@@ -397,9 +397,7 @@ def test_tensorboard_shows_a_heat_map_with_a_cell_for_each_head(tmp_path: Path):
     picture = Image.open(io.BytesIO(events[-1].encoded_image_string))
     assert (events[-1].height, events[-1].width) == (picture.height, picture.width) == expected.shape[:2]
     assert picture.convert("RGB").tobytes() == expected.tobytes()
-    assert set(reader.Tags()["images"]) == {
-        f"attn.{name}/map" for name in ("w_max", "max_logit", "angle_ratio", "score_gradient", "gain")
-    }
+    assert set(reader.Tags()["images"]) == {f"attn.{name}/map" for name in ("w_max", "max_logit")}
 
 
 def test_tensorboard_shows_alerts_as_text(tmp_path: Path):
@@ -468,7 +466,7 @@ def test_scales_are_fixed_for_shares_and_logarithmic_where_powers_of_ten_count()
     shares = grid_of(report(), MAIN[0])
     assert shares.scale() == (0.0, 1.0)
     assert shares.shares()[1][2] == pytest.approx(0.13)
-    gains = [Record(0, "a", head, {}, {}, {"gain": x}) for head, x in enumerate((0.0, 1e-4, 1e-2, 1.0, math.nan))]
+    gains = [Record(0, "a", head, {}, {}, {"score_gain": x}) for head, x in enumerate((0.0, 1e-4, 1e-2, 1.0, math.nan))]
     grid = grid_of(gains, MAIN[-1])
     assert grid.scale() == (1e-4, 1.0)
     assert grid.shares()[0][:4] == [0.0, 0.0, pytest.approx(0.5), 1.0]

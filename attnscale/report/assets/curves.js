@@ -9,6 +9,11 @@ const PROGRESS = [
   { name: "lr", label: "learning rate", explanation: "at the reports", term: "", limit: null },
 ].filter(({ name }) => runs.some((run) => run[name].some((x) => x !== null)));
 
+const OF_SINKS = {
+  first_share: "This head is an attention sink.",
+  criticality: "Attention sink: r tells how clearly the first key wins, not whether a relevant key is found.",
+};
+
 const curve = new Chart(by("curve"), "curve over steps", 260);
 const progress = PROGRESS.map((about) => panel(by("main"), about, ""));
 const main = MAIN.map((quantity) => panel(by("main"), quantity, quantityKey(quantity)));
@@ -23,8 +28,9 @@ function panel(host, quantity, key) {
   const over = quantity.shown && quantity.shown !== "mean" && quantity.shown !== "value" ? `${STATISTICS[quantity.shown]} over rows; ` : "";
   made.heading.append(key ? button("link", () => choose({ quantity, statistic: quantity.shown }), nameOf(quantity)) : quantity.label);
   made.heading.title = quantity.term || quantity.explanation;
-  made.note = element("p", "note");
-  made.heading.after(element("p", "hint", over + quantity.explanation), made.note);
+  made.about = over + quantity.explanation;
+  made.hint = element("p", "hint", made.about);
+  made.heading.after(made.hint);
   return made;
 }
 
@@ -68,10 +74,9 @@ function drawMain(loaded, data) {
     colour: runs.length > 1 ? colourOf(index) : variable("--text"),
   }))));
   MAIN.forEach((quantity, place) => {
-    main[place].note.textContent = !sink ? "" : {
-      first_share: "This head is an attention sink.",
-      criticality: "In a sink head, r says how clearly the first key wins, not whether a relevant key is found.",
-    }[quantity.name] || "";
+    const note = sink && OF_SINKS[quantity.name];
+    main[place].hint.textContent = note || main[place].about;
+    main[place].hint.classList.toggle("note", Boolean(note));
     drawOverSteps(main[place].plot, quantity.name, headSeries(loaded[place]), quantity.limit);
   });
 }

@@ -26,7 +26,7 @@ function domainOf(name, arrays) {
     }
   }
   if (low > high) return { low: 0, high: 1, log: false, empty: true };
-  if (low >= 0 && high > 0 && (LOGS.has(name) || high / positive > 100)) {
+  if (name !== "lr" && low >= 0 && high > 0 && (LOGS.has(name) || high / positive > 100)) {
     return high > positive ? { low: positive, high, log: true } : { low: high / 2, high: high * 2, log: true };
   }
   if (low === 0 && high === 0) return { low: 0, high: 1, log: false };
@@ -78,7 +78,7 @@ function format(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2).replace("e+", "e").replace("-", "−");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(x.toPrecision(3)).toExponential().replace("e+", "e").replaceAll("-", "−");
   return String(Number(x.toPrecision(4))).replace("-", "−");
 }
 
