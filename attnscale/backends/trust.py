@@ -161,8 +161,9 @@ def _fault_in_new_thread(device: torch.device, dtype: torch.dtype, check: Check)
 
 def _warn(device: torch.device, dtype: torch.dtype, outcome: Outcome) -> None:
     warnings.warn(
-        f"the triton kernels are not used on {device} in {dtype}: their check {outcome}. `auto` uses the blockwise "
-        f"backend instead. `attnscale doctor` repeats the check; {BY_HAND}=1 enables the kernels regardless",
+        f"the triton kernels are not used on {device} in {dtype}: their check {outcome}. `auto` uses torch's SDPA "
+        "instead, and blockwise for statistics, softcap and sinks. `attnscale doctor` repeats the check; "
+        f"{BY_HAND}=1 enables the kernels regardless",
         AttnScaleWarning,
         stacklevel=4,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed, nn
 
 from attnscale._util import state
-from attnscale._util.checks import read_int
+from attnscale._util.checks import read_int, read_number
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
@@ -26,7 +26,7 @@ from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Record
 from attnscale.diagnostics.records.tally import Processes
 from attnscale.diagnostics.sinks import AlertSink, Sink
-from attnscale.errors import ArgumentError, MonitorWarning, reject, reject_type
+from attnscale.errors import ArgumentError, BackendError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         dump: folder for the sampled query and key rows of the heads of each new event (safetensors).
         process_group: processes whose rows are merged, as a ProcessGroup or DeviceMesh. None means all processes. Pass
             a group if processes hold different layers under the same names (pipeline stages) or the same rows.
+        timeout: seconds that a report waits for the other processes before `step` raises a `BackendError`.
 
     Raises:
         ArgumentError: an argument is out of range, the model has no attention that can be measured, another monitor is
@@ -95,6 +96,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         on_alert: Callable[[Event], object] | None = None,
         dump: str | Path | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
+        timeout: float = 60.0,
     ) -> None:
         self.every = read_int("every", every, "an int >= 1", least=1)
         if rows is not None:
@@ -102,6 +104,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
+        timeout = read_number("timeout", timeout, "a number of seconds > 0")
+        if not timeout > 0:
+            reject("timeout", timeout, "a number of seconds > 0")
         group = read_group("process_group", process_group)
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
@@ -120,7 +125,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._closed = False
         self._notices = Notices()
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
-        self._processes = Processes(self._head_parts, group, self._notices)
+        self._processes = Processes(self._head_parts, group, self._notices, timeout)
         modules = dict(model.named_modules())  # in a swapped model, the parent of our module
         self.layers = {
             path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
@@ -146,6 +151,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
         Raises:
             ArgumentError: `step` is negative.
+            BackendError: another process of the group did not call `step` in time.
             Exception: any exception that `on_alert` raises.
         """
         step = read_int("step", step, "an int >= 0", least=0)
@@ -224,6 +230,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
         try:
             act(*arguments)
+        except BackendError:  # a process is missing: the run is at fault, and would hang
+            raise
         except Exception as error:
             warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", MonitorWarning, stacklevel=4)
             return False

@@ -1,4 +1,7 @@
-"""Parts of pages that come from the code: a line `<!-- generated: NAME -->` in a page is replaced by one of them."""
+"""Parts of pages that come from the code: a line `<!-- generated: NAME -->` in a page is replaced by one of them.
+
+Text between this line and `<!-- end: NAME -->` is for readers on GitHub and is replaced too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from attnscale.diagnostics import CAUSES
 from attnscale.policies import POLICIES
 from scripts.docs import model_types, policy_plots
 
-_MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:(?:\n(?!<!--).*)*\n<!-- end: \1 -->$)?", re.MULTILINE)
 
 Files = dict[str, str]
 
 
-def alerts() -> tuple[str, Files]:
+def events() -> tuple[str, Files]:
     """The causes of events: how each is recognised, and what to try."""
     lines = ["| cause | event | recognised by | what to try |", "|---" * 4 + "|"]
     for name, cause in CAUSES.items():
@@ -29,7 +32,7 @@ def policy_classes() -> tuple[str, Files]:
 
 
 BLOCKS: dict[str, Callable[[], tuple[str, Files]]] = {
-    "alerts": alerts,
+    "events": events,
     "policy_classes": policy_classes,
     "policies": policy_plots.section,
     "model_types": model_types.section,
@@ -39,8 +42,8 @@ BLOCKS: dict[str, Callable[[], tuple[str, Files]]] = {
 def names_in(markdown: str) -> list[str]:
     """The blocks that a page has.
 
-    >>> names_in("before\\n\\n<!-- generated: alerts -->\\n")
-    ['alerts']
+    >>> names_in("before\\n\\n<!-- generated: events -->\\n")
+    ['events']
     """
     return _MARK.findall(markdown)
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
+from attnscale._util import state
 from attnscale._util.handles import Uncopied
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Record, Summary
+from attnscale.errors import BackendError
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: SUMS are summed over calls, LARGEST are maxima.
@@ -287,10 +290,13 @@ class Processes(Uncopied):
     different rows, which are merged. Processes with different shares hold different heads of the same rows.
     """
 
-    def __init__(self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices) -> None:
+    def __init__(
+        self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
+    ) -> None:
         self._names = dict(names)
         self._group = group
         self._notices = notices
+        self._timeout = timeout
 
     @property
     def number(self) -> int:
@@ -323,6 +329,7 @@ class Processes(Uncopied):
 
     def _join(self, step: int, here: dict[str, Part]) -> list[Part]:
         """Gather the parts of all processes in one collective. Training calls take precedence over evaluation calls."""
+        self._wait(step)
         messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
         # Pickling a view would send its whole storage.
         sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
@@ -347,6 +354,29 @@ class Processes(Uncopied):
                 rows = torch.cat([part.rows for part in chosen if part.first == first])
                 found.append(Part(name, training, rows, first))
         return found
+
+    def _wait(self, step: int) -> None:
+        """Wait until all processes report. A collective alone would wait for its own time-out, half an hour."""
+        ranks = distributed.get_process_group_ranks(self._group or distributed.group.WORLD)
+        group = "-".join(map(str, (ranks[0], ranks[-1], len(ranks))))
+        store, meeting = distributed.distributed_c10d._get_default_store(), state.MEETINGS[group]
+
+        def key(meeting: int, rank: int) -> str:
+            return f"attnscale/monitor/{group}/{meeting}/{rank}"
+
+        here = distributed.get_rank()
+        store.set(key(meeting, here), str(step))
+        try:
+            store.wait([key(meeting, rank) for rank in ranks], timedelta(seconds=self._timeout))
+        except Exception as error:
+            late = ", ".join(str(rank) for rank in ranks if not store.check([key(meeting, rank)]))
+            raise BackendError(
+                f"monitor.step({step}) waited {self._timeout:g} s for rank {late}: every process of the monitor's "
+                "process_group must call step() at the same steps"
+            ) from error
+        if meeting:  # everyone has read the keys of the meeting before
+            store.delete_key(key(meeting - 1, here))
+        state.MEETINGS[group] += 1
 
     def _warn(self, kind: str, reason: str) -> None:
         self._notices.add(
