@@ -177,7 +177,7 @@ def test_the_first_lines_say_what_is_wrong_where_since_when_and_what_to_try(page
         "Over at step 50.What to try: Look at the batch."
     )
     bars = [re.findall(r"[\d.]+%", found["style"]) for found in dom.all("button", "bar")]
-    assert bars == [["80.00%", "100%", "20.00%"], ["40.00%", "100%", "60.00%"]]
+    assert bars == [["80%", "100%", "20%"], ["40%", "100%", "60%"]]
     # The least entropy of the four heads since step 40.
     expected = known()
     heads = [("blocks.0.x.attn", 0), ("blocks.0.x.attn", 1), ("blocks.2.x.attn", 0), ("blocks.2.x.attn", 1)]
