@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 from attnscale.diagnostics import sinks
 from attnscale.diagnostics.alerts import Thresholds
 from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
-from attnscale.diagnostics.records.record import Alert, Record, Summary
+from attnscale.diagnostics.records.record import Alert, Event, Progress, Record, RunInfo, Summary
 from attnscale.diagnostics.sinks import *  # noqa: F403  # all sinks
 from attnscale.diagnostics.views.observe import Observation, observe
 
 __all__ = [
     "Alert",
+    "Event",
     "Monitor",
     "Observation",
+    "Progress",
     "Record",
+    "RunInfo",
     "Summary",
     "Thresholds",
     "add_finder",

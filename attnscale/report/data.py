@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records.record import STATISTICS, Alert, Record, parse_line
+from attnscale.diagnostics.records.file import ACCEPTED, scan
+from attnscale.diagnostics.records.record import Event
+from attnscale.diagnostics.records.report import Report
 from attnscale.errors import ArgumentError, reject
 
-ACCEPTED = (
-    'a line of a JsonlSink, {"kind": "record", "step": 0, "layer": "attn", "head": 0, "forward": {…}, "backward": {…}, '
-    '"scalars": {…}} or {"kind": "alert", "alert": {…}}'
-)
+MOST_VALUES = 60_000_000  # of a run in memory; reports of a larger run are thinned out evenly, which a page does anyway
+FEWEST_REPORTS = 64
 
 
 class Key(NamedTuple):
@@ -38,9 +37,11 @@ class Run:
         steps: recorded steps, ascending.
         columns: (layer, head) of each column.
         planes: fp32 values [steps, columns] of each quantity; NaN where nothing was recorded.
-        groups: alerts, grouped by kind and head.
-        kinds: kinds of alerts that occurred.
-        alerting: bit mask [steps, columns] of alerts, numbered as in `kinds`; kinds beyond the seventh share a bit.
+        groups: events, grouped by cause and head; each event has one place.
+        kinds: causes that occurred.
+        alerting: bit mask [steps, columns] of events, numbered as in `kinds`; causes beyond the seventh share a bit.
+        reported: number of reports in the file, of which `steps` are read.
+        skipped: number of lines that cannot be read.
 
     Example:
         >>> run = Run("run.jsonl", [0, 10], [("attn", 0)], {}, [], [], torch.zeros(2, 1, dtype=torch.uint8))
@@ -52,12 +53,14 @@ class Run:
     steps: list[int]
     columns: list[tuple[str, int]]
     planes: dict[Key, Tensor]
-    groups: list[list[Alert]]
+    groups: list[list[Event]]
     kinds: list[str]
     alerting: Tensor
+    reported: int = 0
+    skipped: int = 0
 
     def thinned(self, number: int) -> Run:
-        """Return the run with `number` evenly spaced steps, first and last included; alerts move to the step before."""
+        """Return the run with `number` evenly spaced steps, first and last included; events move to the step before."""
         index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
         between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
         alerting = torch.stack([reduce(torch.bitwise_or, self.alerting[part]) for part in between])
@@ -66,16 +69,18 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a file written by `JsonlSink`. If a resumed run repeated steps, the last records are used.
+    """Read a file written by `JsonlSink`, or evenly spaced reports of a long run.
+
+    If a resumed run repeated steps, the last reports are used. Lines that cannot be read are counted.
 
     Args:
-        path: JSONL file of records.
+        path: JSONL file of reports.
 
     Returns:
         The `Run`.
 
     Raises:
-        ArgumentError: the file does not exist, cannot be read, or contains no records or invalid lines.
+        ArgumentError: the file does not exist, cannot be read, or contains no reports.
 
     Example:
         >>> import tempfile
@@ -91,105 +96,46 @@ def read_run(path: str | Path) -> Run:
         ([0], 2)
     """
     path = Path(path)
-    if path.is_dir():
-        reject("path", str(path), "a JSONL file of records, not a directory")
-    if not path.exists():
-        reject("path", str(path), "an existing JSONL file of records")
-    cells = _Cells()
-    alerts: dict[tuple[str, str, int], list[Alert]] = {}  # by kind, layer and head
     try:
-        for found in _lines(path):
-            if isinstance(found, Alert):
-                alerts.setdefault((found.kind, found.layer, found.head), []).append(found)
-            else:
-                cells.add(found)
+        found = scan(path)
+        first = next(found.decode(), None)
+        if first is None:
+            reject("path", str(path), f"{ACCEPTED} with at least one report that can be read")
+        values = first.summaries.numel() + first.numbers.numel()
+        reports = list(found.decode(max(FEWEST_REPORTS, MOST_VALUES // max(1, values))))
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
-    if not cells.places:
-        reject("path", str(path), f"a file with at least one record, {ACCEPTED}")
-    return _assemble(str(path), cells, list(alerts.values()))
+    groups: dict[tuple[str, str, int], list[Event]] = {}  # by cause, layer and head
+    for event in found.events:
+        for layer, heads in event.places:
+            for head in heads:
+                one = replace(event, places=((layer, (head,)),))
+                groups.setdefault((event.cause, layer, head), []).append(one)
+    run = _assemble(str(path), reports, list(groups.values()))
+    return replace(run, reported=len(found.regions), skipped=found.tail.skipped)
 
 
-def _lines(path: Path) -> Iterator[Record | Alert]:
-    """Yield the records and alerts of a file; an incomplete last line is skipped."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            missing = ""
-            try:
-                found = parse_line(line)
-                _check_types(found)
-            except KeyError as error:
-                missing = f"; {error.args[0]!r} is missing"
-            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-                pass
-            else:
-                yield found
-                continue
-            reject(f"line {number} of {path}", line.decode("utf-8", "replace").strip(), ACCEPTED + missing)
-
-
-def _check_types(found: Record | Alert) -> None:
-    """Raise TypeError or OverflowError for a field with an invalid type or an integer beyond float range."""
-    texts, numbers = [found.layer], list[float]()
-    if isinstance(found, Alert):
-        texts += [found.kind, found.message]
-        numbers += [found.value, found.limit]
-    else:
-        numbers += [*found.scalars.values(), *(value for *_, summary in found.summaries() for value in summary)]
-    for kind, values in ((str, texts), (int, [found.step, found.head]), ((int, float), numbers)):
-        if not all(isinstance(value, kind) for value in values):
-            raise TypeError
-    for number in numbers:
-        float(number)  # JSON allows integers of any size
-
-
-class _Cells:
-    """Values in file order: one array per plane, and the index of each cell."""
-
-    def __init__(self) -> None:
-        self.places: dict[tuple[int, str, int], int] = {}
-        self.planes: dict[Key, array[float]] = {}
-        self.length = 0
-
-    def add(self, record: Record) -> None:
-        self.places[record.step, record.layer, record.head] = self.length
-        self.length += 1
-        numbers: dict[Key, float] = {}
-        for phase, name, summary in record.summaries():
-            numbers |= {Key(phase, name, statistic): getattr(summary, statistic) for statistic in STATISTICS}
-        numbers |= {Key("scalar", name, "value"): value for name, value in record.scalars.items()}
-        for key, value in numbers.items():
-            plane = self.planes.setdefault(key, array("f"))
-            plane.extend([float("nan")] * (self.length - 1 - len(plane)))
-            plane.append(value)
-
-
-def _assemble(path: str, cells: _Cells, groups: list[list[Alert]]) -> Run:
-    steps = sorted({step for step, _, _ in cells.places})
+def _assemble(path: str, reports: list[Report], groups: list[list[Event]]) -> Run:
+    steps = [report.step for report in reports]
     heads: dict[str, set[int]] = {}
-    for _, layer, head in cells.places:
-        heads.setdefault(layer, set()).add(head)
+    for layers in dict.fromkeys(report.layers for report in reports):
+        for layer, of_layer, _ in layers:
+            heads.setdefault(layer, set()).update(of_layer)
     columns = [(layer, head) for layer, found in heads.items() for head in sorted(found)]
-    row, column = {step: i for i, step in enumerate(steps)}, {one: i for i, one in enumerate(columns)}
-    flat = {place: row[place[0]] * len(columns) + column[place[1:]] for place in cells.places}
-    where, source = (
-        torch.tensor(list(flat.values()), device="cpu"),
-        torch.tensor(list(cells.places.values()), device="cpu"),
-    )
-    planes = {key: torch.full((len(steps) * len(columns),), torch.nan, device="cpu") for key in cells.planes}
-    for key, plane in cells.planes.items():
-        values = torch.frombuffer(plane, dtype=torch.float32)
-        there = source < len(values)
-        planes[key][where[there]] = values[source[there]]
-        planes[key] = planes[key].view(len(steps), len(columns))
-    kinds = list(dict.fromkeys(alerts[0].kind for alerts in groups))
-    bits = bytearray(len(steps) * len(columns))
-    for alert in (alert for alerts in groups for alert in alerts):
-        place = alert.step, alert.layer, alert.head
-        if place in flat:
-            bits[flat[place]] |= 1 << min(kinds.index(alert.kind), 7)
-    alerting = torch.frombuffer(bits, dtype=torch.uint8).view(len(steps), len(columns))
-    ordered = sorted(groups, key=lambda alerts: (alerts[0].step, alerts[0].layer, alerts[0].head))
+    column = {place: index for index, place in enumerate(columns)}
+    planes: dict[Key, Tensor] = {}
+    for row, report in enumerate(reports):
+        where = torch.tensor([column[place] for place in report.places], device="cpu")
+        for (phase, name, statistic), values in zip(report.keys, report.table(), strict=True):
+            key = Key(phase or "scalar", name, statistic or "value")
+            if key not in planes:
+                planes[key] = torch.full((len(steps), len(columns)), torch.nan, device="cpu")
+            planes[key][row, where] = values
+    kinds = list(dict.fromkeys(events[0].cause for events in groups))
+    alerting = torch.zeros(len(steps), len(columns), dtype=torch.uint8, device="cpu")
+    for event in (event for events in groups for event in events):
+        (layer, (head,)), row = event.places[0], bisect_right(steps, event.step) - 1
+        if row >= 0 and (layer, head) in column:
+            alerting[row, column[layer, head]] |= 1 << min(kinds.index(event.cause), 7)
+    ordered = sorted(groups, key=lambda events: (events[0].step, events[0].places))
     return Run(path, steps, columns, planes, ordered, kinds, alerting)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnscale import __version__
 from attnscale.diagnostics.alerts import ALERTS
-from attnscale.diagnostics.records.record import STATISTICS, Alert
+from attnscale.diagnostics.records.record import STATISTICS, Event
 from attnscale.diagnostics.views.display import COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.report.data import Key, Run
 
@@ -61,7 +61,7 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "path": run.path,
         "version": __version__,
         "steps": shown.steps,
-        "reported": len(run.steps),
+        "reported": run.reported or len(run.steps),
         "layers": _layers(shown),
         "exact": detail.centre == 4,
         "statistics": detail.statistics,
@@ -121,17 +121,18 @@ def _meaning(kind: str) -> dict[str, str]:
     return {"explanation": ALERTS[kind].explanation, "quantity": f"{quantity.phase or 'scalar'}.{quantity.name}"}
 
 
-def _alert(group: list[Alert]) -> dict[str, Any]:
+def _alert(group: list[Event]) -> dict[str, Any]:
     latest = group[-1]
+    ((layer, (head,)),) = latest.places
     return {
-        "kind": latest.kind,
-        "layer": latest.layer,
-        "head": latest.head,
+        "kind": latest.cause,
+        "layer": layer,
+        "head": head,
         "count": len(group),
         "first": group[0].step,
         "last": latest.step,
-        "value": _plain(latest.value),
-        "limit": _plain(latest.limit),
+        "value": _plain(math.nan if latest.value is None else latest.value),
+        "limit": _plain(math.nan if latest.usual is None else latest.usual),
         "message": latest.message,
     }
 
