@@ -32,9 +32,9 @@ class Message(NamedTuple):
 class Delivery(Uncopied):
     """The sinks of a monitor.
 
-    Sinks with `immediate = True` are called directly, others on their threads. Neither raises: a failing sink is closed
-    and dropped, and `notices` receives a warning. If the queue of a sink is full, the report is dropped and counted; its
-    events are sent with the next report. Threads start with the first report, so a forked process has its own.
+    Sinks with `immediate = True` are called directly, others on threads of their own. A failing sink is closed and
+    dropped, and `notices` receives a warning. If the queue of a sink is full, the report is dropped and counted; its
+    events are sent with the next report. Threads start with the first report; a forked process starts its own.
     """
 
     def __init__(self, sinks: Sequence[Sink], notices: Notices) -> None:
@@ -72,7 +72,9 @@ class Delivery(Uncopied):
                 if isinstance(lane.sink, RunSink):
                     self._try(lane, lane.sink.open, run)
         for lane in sorted(self._lanes, key=lambda lane: lane.immediate):  # starts the threads first
-            self._try(lane, _deliver if lane.immediate else lane.put, *((lane.sink,) if lane.immediate else ()), message)
+            self._try(
+                lane, _deliver if lane.immediate else lane.put, *((lane.sink,) if lane.immediate else ()), message
+            )
             if lane.dropped:
                 text = f"sink {lane.name} is too slow: a report was dropped. Further dropped reports are only counted"
                 self._notices.add((id(lane), "slow"), text)

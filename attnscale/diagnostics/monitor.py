@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 import attnscale
-
 from attnscale._util import state
 from attnscale._util.checks import read_int, read_number
 from attnscale._util.files import write_whole

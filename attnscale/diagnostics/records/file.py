@@ -12,16 +12,13 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from attnscale._util.checks import read_int
 from attnscale._util.optional import need
 from attnscale.diagnostics.records.record import FORMAT, Event, Record, RunInfo, clean
 from attnscale.diagnostics.records.report import FIELDS, Report
 from attnscale.errors import reject
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 LONGEST = 1 << 26  # bytes; a longer line is not a report and is not kept in memory
 ACCEPTED = "a file of reports written by JsonlSink"
@@ -32,7 +29,7 @@ _EVENT = frozenset(field.name for field in fields(Event))
 
 
 class End(NamedTuple):
-    """The last line of a run that was closed: the time, in seconds since the epoch, and the number of dropped reports."""
+    """The last line of a closed run: time in seconds since the epoch, and number of dropped reports."""
 
     time: float
     dropped: int
@@ -250,13 +247,13 @@ def read_jsonl(path: str | Path) -> Iterator[Record | Event]:
             yield from report.records()
 
 
-def read(path: str | Path, *, names: Sequence[str] | None = None, most: int | None = None) -> DataFrame:
+def read(path: str | Path, *, names: Sequence[str] | None = None, most: int | None = None) -> Any:
     """Read a file written by `JsonlSink` into a pandas data frame with one row per step, layer and head.
 
-    The columns are `step`, `layer`, `head`, `mode`, `loss`, `lr`, and the quantities, as `forward/w_max/mean` or `gain`,
-    in fp32; NaN where nothing was recorded. The attributes `frame.attrs` are `runs`, a list of `RunInfo`, one for each
-    start of the run; `events`, a list of `Event`; `skipped`, the number of lines that cannot be read; and `unknown`, the
-    fields of a newer version. If a resumed run repeated steps, its reports replace the earlier ones.
+    Columns: `step`, `layer`, `head`, `mode`, `loss`, `lr`, and the quantities in fp32, such as `forward/w_max/mean` or
+    `gain`; NaN where nothing was recorded. Entries of `frame.attrs`: `runs`, a list of `RunInfo`, one for each start of
+    the run; `events`, a list of `Event`; `skipped`, the number of lines that cannot be read; `unknown`, fields of a
+    newer version. If a resumed run repeated steps, its reports replace the earlier ones.
 
     Args:
         path: the JSONL file.
@@ -264,7 +261,7 @@ def read(path: str | Path, *, names: Sequence[str] | None = None, most: int | No
         most: read only so many evenly spaced reports. None means all.
 
     Returns:
-        The data frame.
+        A `pandas.DataFrame`.
 
     Raises:
         ArgumentError: the file does not exist or has no reports, or `most` is less than 1.
@@ -296,7 +293,7 @@ def read(path: str | Path, *, names: Sequence[str] | None = None, most: int | No
     if not blocks:
         reject("path", str(path), f"{ACCEPTED} with at least one report that can be read")
     frames = [block.frame(pandas, numpy) for block in blocks]
-    frame: DataFrame = frames[0] if len(frames) == 1 else pandas.concat(frames, ignore_index=True)
+    frame = frames[0] if len(frames) == 1 else pandas.concat(frames, ignore_index=True)
     for name in ("layer", "mode"):
         frame[name] = frame[name].astype("category")
     frame.attrs |= {
@@ -333,7 +330,7 @@ class _Block:
         self._values[:, start : start + width] = report.table()[self._rows].numpy()
         self._about.append((report.step, report.loss, report.lr))
 
-    def frame(self, pandas: Any, numpy: Any) -> DataFrame:
+    def frame(self, pandas: Any, numpy: Any) -> Any:
         layers, places, number = self._report.layers, self._report.places, len(self._about)
         columns = ["/".join(filter(None, self._report.keys[row])) for row in self._rows]
         values = pandas.DataFrame(self._values[:, : number * len(places)].T, columns=columns, copy=False)
@@ -347,8 +344,7 @@ class _Block:
             "loss": numpy.repeat(numpy.array(losses, dtype=float), len(places)),
             "lr": numpy.repeat(numpy.array(rates, dtype=float), len(places)),
         }
-        frame: DataFrame = pandas.concat([pandas.DataFrame(about), values], axis=1)
-        return frame
+        return pandas.concat([pandas.DataFrame(about), values], axis=1)
 
 
 def _tiled(texts: list[str], number: int, pandas: Any, numpy: Any) -> Any:

@@ -218,13 +218,13 @@ class Event:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Event:
-        """Inverse of `as_dict`. Unknown fields are ignored. Raises TypeError, KeyError or ValueError for other content."""
+        """Inverse of `as_dict`. Unknown fields are ignored. Raises TypeError, KeyError or ValueError if invalid."""
         places = tuple((str(layer), tuple(map(int, heads))) for layer, heads in content["places"])
         return cls(**from_json(_known(cls, content), ("value", "usual")) | {"places": places})
 
     @classmethod
     def from_alert(cls, content: Mapping[str, Any]) -> Event:
-        """Convert the alert of an old file: one head that crossed a limit. All alerts of a kind have the same number."""
+        """Convert an alert, one head that crossed a limit. All alerts of a kind have the same number."""
         kind, step = content["kind"], content["step"]
         numbers = from_json(content, ("value", "limit"))
         return cls(

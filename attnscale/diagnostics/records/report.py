@@ -1,9 +1,9 @@
 """A report, all records of a step, as columns of numbers, and its encoding as one line of a file.
 
-A summary is stored with 12 significant bits (3.6 decimal digits), which keeps integers up to 4096 exact; numbers of rows
-and scalars are exact. Columns run over the heads of all layers. Their bytes are stored by significance, deflated, and
-written as base64, so that equal numbers cost next to nothing. Backward statistics are stored as the difference to the
-forward ones, which is mostly zero.
+Summaries are stored with 12 significant bits (3.6 decimal digits), which keeps integers up to 4096 exact; numbers of
+rows and scalars are exact. Columns run over the heads of all layers. Their bytes are stored by significance, deflated,
+and written as base64, so that equal numbers cost next to nothing. Backward statistics are stored as the difference to
+the forward ones, which is mostly zero.
 """
 
 from __future__ import annotations
@@ -84,14 +84,16 @@ class Report:
             tuple(dict.fromkeys(name for record in ordered for name in getattr(record, phase)))
             for phase in ("forward", "backward", "scalars")
         )
-        missing = Summary(*[math.nan] * len(STATISTICS), ABSENT)
+        missing = Summary._make([*[math.nan] * len(STATISTICS), ABSENT])
         flat: list[float] = []
         for record in ordered:
             for name in forward:
                 flat += record.forward.get(name, missing)
             for name in backward:
                 flat += record.backward.get(name, missing)
-        summaries = _tensor(flat).view(len(ordered), len(forward) + len(backward), len(Summary._fields)).permute(1, 2, 0)
+        summaries = (
+            _tensor(flat).view(len(ordered), len(forward) + len(backward), len(Summary._fields)).permute(1, 2, 0)
+        )
         single = _tensor([record.scalars.get(name, math.nan) for name in scalars for record in ordered])
         has = _tensor([1 if name in record.scalars else ABSENT for name in scalars for record in ordered])
         rows = torch.cat([summaries[:, -1], has.view(len(scalars), len(ordered))])
@@ -139,7 +141,10 @@ class Report:
         split = len(self.forward)
         for layer, heads, mode in self.layers:
             for head in heads:
-                found = [Summary(*values, count) for values, count in zip(summaries[column], rows[column], strict=False)]
+                found = [
+                    Summary._make([*values, count])
+                    for values, count in zip(summaries[column], rows[column], strict=False)
+                ]
                 scalars = zip(self.scalars, numbers[column], rows[column][len(found) :], strict=True)
                 yield Record(
                     self.step,
