@@ -248,14 +248,19 @@ class Event:
         >>> places = (("layers.2", (3, 5)), ("layers.4", ()))
         >>> Event(0, "logit_jump", "begun", "warning", 150, 150, places, "", "").where
         'layers.2 heads 3, 5; layers.4'
+        >>> places = tuple((f"layers.{index}", (0, 1)) for index in range(6))
+        >>> Event(0, "logit_jump", "begun", "warning", 150, 150, places, "", "").where
+        '12 heads in 6 layers, layers.0 to layers.5'
         """
+        if len(self.places) > SHOWN_LAYERS:
+            number = sum(len(heads) for _, heads in self.places)
+            what = f"{number} heads in {len(self.places)} layers" if number else f"{len(self.places)} layers"
+            return f"{what}, {self.places[0][0]} to {self.places[-1][0]}"
         parts = []
-        for layer, heads in self.places[:SHOWN_LAYERS]:
+        for layer, heads in self.places:
             more = f" and {len(heads) - SHOWN_HEADS} more" if len(heads) > SHOWN_HEADS else ""
             numbers = ", ".join(map(str, heads[:SHOWN_HEADS])) + more
             parts.append(f"{layer} head{'s' if len(heads) > 1 else ''} {numbers}" if heads else layer)
-        if len(self.places) > SHOWN_LAYERS:
-            parts.append(f"{len(self.places) - SHOWN_LAYERS} more layers")
         return "; ".join(parts) or "the whole model"
 
 

@@ -30,6 +30,7 @@ SHOWN_EVENTS = 8
 MOST_EVENTS = 256  # kept in memory
 WORST = "max_logit"  # decides which head of a layer is shown
 LATE = 3.0  # usual intervals without a report after which a run is called silent
+LEAST_LATE = 30.0  # seconds
 
 
 class Kept(NamedTuple):
@@ -239,7 +240,7 @@ class Watch:
         usual = "" if history.interval is None else f"; usually one every {_duration(history.interval)}"
         if history.end is not None:
             text = _line(f"closed {_duration(age)} ago", style="dim")
-        elif history.interval is not None and age > LATE * history.interval:
+        elif history.interval is not None and age > max(LATE * history.interval, LEAST_LATE):
             text = _line(f"silent for {_duration(age)}{usual}", style="bold yellow")
         else:
             state = "last report" if history.interval is None else "running: last report"
@@ -254,7 +255,7 @@ class Watch:
 
     def _summary(self, report: Report) -> Text:
         """The largest logit and the smallest gain of the model with their heads, and the mean entropy."""
-        short = dict(zip(self.history.layers, short_names(self.history.layers), strict=True))
+        short = self._short_names()
 
         def at(extreme: Extreme) -> str:
             return f"{_number(extreme.value)} at {short[extreme.layer]} h{extreme.head}"
@@ -267,18 +268,26 @@ class Watch:
 
     def _events(self) -> list[RenderableType]:
         """A heading and a line per event that is not over: cause, first step, places, message, advice."""
-        events, over = self.history.events, self.history.over
+        events, over, short = self.history.events, self.history.over, self._short_names()
         past = f", {over} over" if over else ""
         if not events:
             return [_line(f"no open events{past}", style="dim")] if over else []
-        lines: list[RenderableType] = [_line(f"{len(events)} open events{past}:", style="bold red")]
+        lines: list[RenderableType] = [
+            _line(f"{len(events)} open event{'s' if len(events) > 1 else ''}{past}:", style="bold red")
+        ]
         for event in events[:SHOWN_EVENTS]:
             style = "bold red" if event.severity == "critical" else "red"
-            parts = (f"! {event.cause}", f"since step {event.start}", event.where, event.message, event.advice)
+            where = replace(
+                event, places=tuple((short.get(layer, layer), heads) for layer, heads in event.places)
+            ).where
+            parts = (f"! {event.cause}", f"since step {event.start}", where, event.message, event.advice)
             lines.append(_line("  ".join(filter(None, parts)), style=style))
         if len(events) > SHOWN_EVENTS:
             lines.append(_line(f"! {len(events) - SHOWN_EVENTS} more", style="red"))
         return lines
+
+    def _short_names(self) -> dict[str, str]:
+        return dict(zip(self.history.layers, short_names(self.history.layers), strict=True))
 
     def _choose(self, room: int | None) -> list[str]:
         """Select layers: those with an open event, then evenly spaced others; in model order."""
