@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import attnscale
-from attnscale.report.evaluation_charts import critical_points
+from attnscale.report.evaluation_charts import critical_points, rank_correlation
 from attnscale.report.evaluation_data import read_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,22 +200,29 @@ def test_figures_of_the_root_are_those_of_the_committed_tables() -> None:
     """The same numbers as in the README of the benchmarks, fewer of them."""
     rows = read("bench_cpu.csv")
     ratios = {
-        (row["provider"], row["x"]): f"{float(row['y']):.2f}"
+        (row["provider"], row["mode"], row["x"]): f"{float(row['y']):.2f}"
         for row in rows
-        if row["metric"] == "time_ratio" and row["mode"] == "forward"
+        if row["metric"] == "time_ratio"
     }
-    for name, provider in (("all rows", "stats_all_rows"), ("64 rows", "stats_64_rows")):
-        assert has_row(README, name, *(ratios[provider, length] for length in ("2048", "4096", "8192")))
-    assert has_row(README, "`log`", f"{ratios['log', '2048']} | | {ratios['log', '8192']}")
-    rival = f"{ratios['flex_attention', '2048']} | {ratios['flex_attention', '4096']} |"
+    shown = {
+        "all rows": ("stats_all_rows", "forward"),
+        "64 rows": ("stats_64_rows", "forward"),
+        "`gap_adaptive`": ("gap_adaptive", "forward"),
+        "`log` fp32": ("log", "forward"),
+        "`log` bf16 backward": ("log_bf16", "forward+backward"),
+    }
+    for name, (provider, mode) in shown.items():
+        assert has_row(README, name, *(ratios[provider, mode, length] for length in ("2048", "8192")))
+    assert states(README, "`gap_adaptive`", f"{float(ratios['gap_adaptive', 'forward', '4096']):.1f}")
+    rival = " | ".join(ratios["flex_attention", "forward", length] for length in ("2048", "4096")) + " |"
     assert has_row(BENCH, "FlexAttention", rival)
     monitor = [row for row in rows if row["kernel"] == "monitor" and row["metric"] == "time_ratio"]
-    steps = {row["provider"]: f"{float(row['y']):.3f}" for row in monitor}
-    for name in ("every_1", "every_10"):
-        assert states(README, "monitored", steps[name])
+    steps = {row["provider"]: float(row["y"]) for row in monitor}
+    assert states(README, "monitored step", "50", f"{steps['every_50']:.3f}", f"{steps['every_1']:.2f}")
+    for name, words in (("every_1", "every step"), ("every_10", "10th"), ("every_50", "50th")):
+        assert has_row(BENCH, words, f"{steps[name]:.3f}")
     (added,) = (round(float(row["y"])) for row in rows if row["metric"] == "added_ms")
-    for text in (README, BENCH):
-        assert states(text, "`import attnscale`", str(added))
+    assert states(BENCH, "`import attnscale`", str(added))
 
 
 def answered(name: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -227,8 +234,8 @@ def answered(name: str) -> dict[tuple[str, str], dict[str, str]]:
 TRAINED_WITH = ("log", "ssmax", "gap_adaptive")
 
 
-def accuracy_by_criticality() -> list[tuple[list[str], str]]:
-    """Bins of criticality and the range of accuracies relative to argmax, from the committed tables."""
+def accuracy_by_criticality() -> tuple[list[tuple[list[str], str]], list[str]]:
+    """Bins of criticality and the range of accuracies relative to argmax; number of points and rank correlation."""
     with tempfile.TemporaryDirectory() as folder:
         for name, part in (("results.csv", "swapped_in.csv"), ("statistics.csv", "swapped_in_statistics.csv")):
             shutil.copy(ASSETS / part, Path(folder, name))
@@ -238,7 +245,8 @@ def accuracy_by_criticality() -> list[tuple[list[str], str]]:
         shares = [point.recall for point in points if low <= point.criticality < high]
         edges = [f"{edge:g}" for edge in (low, high) if 0 < edge < math.inf]
         bins.append((edges, f"{min(shares):.2f} to {max(shares):.2f}"))
-    return bins
+    rho = rank_correlation([(point.criticality, point.recall) for point in points])
+    return bins, [str(len(points)), f"{rho:.2f}"]
 
 
 def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
@@ -259,15 +267,20 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
         for policy, label in (("own", f"`{name}`"), ("argmax", "argmax")):
             values = [f"{100 * float(trained[policy, n]['value']):.1f}" for n in ("128", "2048", "16384")]
             assert has_row(text, label, " | | ".join(values))
-    (bits,) = (
-        float(row["difference"])
+    bits = {
+        row["policy"]: f"{float(row['difference']):.3f}"
         for row in read("swapped_in.csv")
-        if (row["model"], row["metric"], row["policy"], row["length"], row["bin"])
-        == ("all", "bits_per_byte", "log_squared", "16384", "")
-    )
-    assert states(LAB, "`log_squared`", f"{bits:.3f}")
-    for edges, shares in accuracy_by_criticality():
+        if (row["model"], row["metric"], row["length"], row["bin"]) == ("all", "bits_per_byte", "16384", "")
+        and row["policy"] != "constant"
+    }
+    for text in (README, LAB):
+        assert states(text, "`log_squared`", bits["log_squared"], bits["log"])
+    own = [answered(f"trained_with_{name}.csv")["own", "16384"]["value"] for name in ("ssmax", "log")]
+    assert states(README, "`ssmax`", *(f"{100 * float(value):.1f}" for value in own), shown["log"])
+    bins, correlation = accuracy_by_criticality()
+    for edges, shares in bins:
         assert has_row(LAB, " ".join(edges), shares)
+    assert states(LAB, "Spearman", *correlation)
     scales = {
         length: statistics.median(
             float(row["accumulation_8"])
@@ -313,3 +326,4 @@ def test_figures_of_models_are_those_of_the_committed_tables() -> None:
     assert all(float(bits["log", part]["difference"]) == 0 for part in bins[:-1])
     ends = [float(bits["log", bins[-1]][f"difference{end}"]) for end in ("", "_low", "_high")]
     assert states(HF, "difference", *(f"{abs(end):.4f}" for end in ends))
+    assert states(README, "SmolLM2-135M", f"{abs(ends[0]):.4f}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -28,6 +29,7 @@ TAPS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # c
 TAP_NUMBERS = itertools.count(1)  # call.tap
 MODEL_PACKAGES: dict[str, str] = {}  # __init__, diagnostics.monitor: module of a base class → our package for it
 FINDERS: dict[Callable[..., Any], Any] = {}  # diagnostics.monitor: functions that find and open attention modules
+MEETINGS: Counter[str] = Counter()  # diagnostics.records.tally: reports that all processes of a group have joined
 FILE_NUMBERS = itertools.count()  # diagnostics.sinks.tensorboard: distinguishes files of one second
 HF_HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()  # hf.sites: sites that override the implementation "sdpa"
 HF_COUNTED_MASKS = threading.local()  # hf.sites: n of the last few masks, per thread

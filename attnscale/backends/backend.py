@@ -1,4 +1,4 @@
-"""What dispatch relies on in a backend."""
+"""Protocols of backends, as used by dispatch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 
 
 class Backend(Protocol):
-    """A way to compute attention."""
+    """Computes attention."""
 
     name: str
-    plain: bool  # made of torch's own operators, with all their derivatives; else forward and backward only
+    plain: bool  # built from torch operators, with all derivatives; otherwise forward and first-order backward only
 
     @property
     def automatic(self) -> bool:
-        """Whether "auto" may choose it; otherwise it runs only on explicit request."""
+        """Whether "auto" may choose the backend; otherwise it runs only on explicit request."""
 
     @property
     def why_unsupported(self) -> Callable[[torch.device, torch.dtype], str | None] | None:
-        """Returns why a device and dtype are not supported, or None if they are; None for a backend of any device."""
+        """Returns why a device and dtype are unsupported, or None if supported. None: all devices are supported."""
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Why this call cannot be computed here, or None if it can."""
+        """Return why the backend cannot compute this call, or None if it can."""
 
     def run(self, call: AttentionCall) -> Tensor:
-        """The output [B, H, Tq, Dv]."""
+        """Return the output [B, H, Tq, Dv]."""
 
 
 class MeasuringBackend(Backend, Protocol):
-    """A backend that gives row statistics too."""
+    """A backend that also computes row statistics."""
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        """The output and the statistics of all rows."""
+        """Return the output and the statistics of all rows."""
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        """The statistics without the output."""
+        """Return the statistics without the output."""

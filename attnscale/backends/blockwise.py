@@ -1,4 +1,4 @@
-"""Attention in tiles, in pure torch: any device, memory linear in length, statistics along the way."""
+"""Tiled attention in pure torch, on any device: memory linear in length, statistics in the same pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnscale.statistics.rows.attend import attend_rows, measure_statistics
 
 
 class BlockwiseBackend:
-    """Takes every call that has one set of heads for keys and values; β acts inside, in fp32, and is never rounded."""
+    """Supports every call with equal numbers of key and value heads. β is applied to fp32 scores and never rounded."""
 
     name = "blockwise"
     automatic = True

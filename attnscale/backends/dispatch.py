@@ -1,4 +1,4 @@
-"""Which backend computes a call, and why the others do not."""
+"""Choice of the backend for a call, with the reasons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attnscale.statistics.rows.attend import add_call_shares, measure_sampled_ro
 from attnscale.statistics.rows.measures import differentiable_accumulation
 from attnscale_kernels.availability import other_derivative
 
-# In order of preference for "auto", but for what `_preference` says.
+# In order of preference for "auto"; `_preference` has one exception.
 MEASURING: dict[str, MeasuringBackend] = {
     backend.name: backend for backend in (TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
@@ -34,14 +34,14 @@ BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), **MEASURING}
 
 
 class Needs(NamedTuple):
-    """What a call needs beside the output and its gradient."""
+    """Requirements of a call beyond the output and its gradient."""
 
     statistics: bool
-    derivative: str | None  # a description of one that a backward pass does not give
+    derivative: str | None  # description of a derivative that a first-order backward pass does not provide
 
 
 class Verdict(NamedTuple):
-    """Whether one backend can compute a call, and why."""
+    """Whether a backend can compute a call, with the reason."""
 
     backend: str
     usable: bool
@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Which backend would run, and the verdict of each; prints as a table."""
+    """The chosen backend and the verdicts of all backends; prints as a table."""
 
     chosen: str
     verdicts: tuple[Verdict, ...]
@@ -62,7 +62,7 @@ class Dispatch(NamedTuple):
 
 
 def check_backend(backend: str) -> None:
-    """Refuse the name of a backend that does not exist."""
+    """Reject unknown backend names."""
     if backend != "auto" and backend not in BACKENDS:
         reject("backend", backend, f"'auto' or one of {', '.join(BACKENDS)}")
 
@@ -72,11 +72,11 @@ class Prepared(NamedTuple):
 
     call: AttentionCall
     backend: Backend
-    gaps: RowStats | None = None  # all requested statistics of raw scores, where they were measured for β
+    gaps: RowStats | None = None  # all requested raw-score statistics, if they were measured for β
 
 
 def prepare(call: AttentionCall, policy: Policy, backend: str, request: StatsRequest | None = None) -> Prepared:
-    """A call at β = 1 with the β of its policy, from lengths or from scores, and the backend that computes it."""
+    """Compute β of a call at β = 1, from lengths or scores, and choose the backend."""
     if not reads_scores(policy):
         call = replace(call, beta=temperature(policy, call.context, call.query))
         return Prepared(call, choose(call, backend, request))
@@ -87,17 +87,17 @@ def prepare(call: AttentionCall, policy: Policy, backend: str, request: StatsReq
 
 
 def run(call: AttentionCall, chosen: Backend) -> Tensor:
-    """The output [B, H, Tq, Dv]."""
-    # torch casts by itself, once β is in the query.
+    """Return the output [B, H, Tq, Dv]."""
+    # torch applies autocast itself, after β has been multiplied into the query.
     return chosen.run(call if chosen.name == "sdpa" else call.autocast())
 
 
 def measure(
     call: AttentionCall, request: StatsRequest, chosen: Backend, known: RowStats | None = None
 ) -> AttentionOutput:
-    """Output and statistics. Sampled rows are measured by themselves, beside an output without statistics.
+    """Return output and statistics. Sampled rows are measured separately from the output.
 
-    `known` statistics of raw scores, of all rows, are not measured again.
+    `known` raw-score statistics of all rows are not measured again.
     """
     asked = request if known is None else replace(request, gap_thresholds=None, accumulation=None)
     if _is_sampled(call, request):
@@ -109,7 +109,7 @@ def measure(
 
 
 def with_known_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:
-    """Statistics of all rows or of a sample, with known gap counts and Λ of all rows, whose β is given."""
+    """Add known gap counts and Λ of all rows to statistics of all or sampled rows; `beta` is the β of all rows."""
     if stats.rows is not None:
         known, beta = known.select(stats.rows), beta.index_select(2, stats.rows)
     stats = stats._replace(gap_counts=known.gap_counts, accumulation=known.accumulation)
@@ -119,10 +119,10 @@ def with_known_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:
 def score_statistics(
     policy: ScorePolicy, call: AttentionCall, chosen: Backend, request: StatsRequest | None = None
 ) -> tuple[RowStats, Tensor | None]:
-    """What `from_stats` of a policy is given: statistics at β = 1 without sinks, and Λ with a gradient if it wants it.
+    """Return the arguments of `from_stats`: statistics at β = 1 without sinks, and Λ with a gradient if needed.
 
-    The backend of the output measures them if it can, else the first that can. Where the policy reads the same Λ that
-    is requested, the requested gap counts are taken along.
+    The chosen backend measures the statistics if it can, otherwise the first one that can. If the policy reads the
+    requested Λ, the requested gap counts are included.
     """
     asked, raw = gaps_for(policy, request), replace(call, sinks=None)
     through = differentiable_accumulation(call, asked.min_rank) if policy.gradient == "through" else None
@@ -136,13 +136,13 @@ def score_statistics(
 
 
 def gaps_for(policy: ScorePolicy, request: StatsRequest | None) -> StatsRequest:
-    """What to measure at β = 1 for a policy, with the requested gap counts where the two share Λ."""
+    """Return the statistics a policy needs at β = 1, with the requested gap counts if Λ is shared."""
     shared = request is not None and shares_gaps(policy, request)
     return replace(policy.request, gap_thresholds=request.gap_thresholds) if request and shared else policy.request
 
 
 def shares_gaps(policy: Policy, request: StatsRequest | None) -> bool:
-    """Whether β is made of the same Λ that is requested, so that one measurement serves both."""
+    """Whether β is computed from the requested Λ, so that one measurement serves both."""
     if request is None or request.accumulation is None or not reads_scores(policy):
         return False
     asked = policy.request
@@ -157,9 +157,9 @@ def _score_backend(call: AttentionCall, chosen: str) -> MeasuringBackend:
 
 
 def choose(call: AttentionCall, backend: str, request: StatsRequest | None = None, *, by_row: bool = False) -> Backend:
-    """The first usable backend for the output and requested statistics, or the one asked for and no other.
+    """Return the explicit backend, or for "auto" the first usable one for the output and requested statistics.
 
-    `by_row` says that β, not known yet, will differ from row to row.
+    Set `by_row` if β is not yet known and will differ between rows.
     """
     needs = _needs(call, request)
     if backend != "auto":
@@ -174,7 +174,7 @@ def choose(call: AttentionCall, backend: str, request: StatsRequest | None = Non
 
 
 def _first_automatic(call: AttentionCall, needs: Needs, by_row: bool = False) -> str | None:
-    """What "auto" chooses, if there is anything."""
+    """Return the choice of "auto", or None."""
     for name in _preference(call, by_row):
         if _why_not(name, call, needs) is None and _why_not_automatic(name, call, needs) is None:
             return name
@@ -182,13 +182,13 @@ def _first_automatic(call: AttentionCall, needs: Needs, by_row: bool = False) ->
 
 
 def _needs(call: AttentionCall, request: StatsRequest | None) -> Needs:
-    """What a call needs, with the derivative that is being taken of its tensors at the moment."""
+    """Return the requirements of a call, including the derivative currently taken of its tensors."""
     tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
     return Needs(request is not None and not _is_sampled(call, request), other_derivative(*tensors))
 
 
 def _preference(call: AttentionCall, by_row: bool) -> list[str]:
-    """All backends by preference: triton before sdpa for a β per row in half precision, which costs sdpa more there."""
+    """Return all backends by preference. On GPUs, triton precedes sdpa for a per-row β in half precision."""
     names = list(BACKENDS)
     by_row = by_row or isinstance(call.beta, Tensor)
     if by_row and call.query.device.type != "cpu" and autocast_dtype(call.query).itemsize == 2:
@@ -197,9 +197,9 @@ def _preference(call: AttentionCall, by_row: bool) -> list[str]:
 
 
 def _why_not_automatic(name: str, call: AttentionCall, needs: Needs) -> str | None:
-    """When a backend that can compute a call is used, where "auto" may not choose it; None where it may."""
+    """Return when a capable backend is used that "auto" may not choose; None if it may."""
     if name == ReferenceBackend.name and needs.derivative is not None:
-        return None  # which no other has
+        return None  # no other backend has it
     if not BACKENDS[name].automatic:
         return "only on explicit request"
     if name == TritonBackend.name:
@@ -209,16 +209,16 @@ def _why_not_automatic(name: str, call: AttentionCall, needs: Needs) -> str | No
 
 
 def why_kernels_distrusted(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why "auto" leaves the kernels alone on a device where they can run, or None."""
+    """Return why "auto" does not use the kernels on a supported device, or None."""
     return trust.why_distrusted(device, dtype, check_kernels)
 
 
-# torch.compile takes the answer for a constant of the graph; see derivatives.py for why this is no decorator.
+# torch.compile treats the result as a constant of the graph; derivatives.py explains why this is not a decorator.
 why_kernels_distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What the kernels compute wrongly on a device, in words; None if nothing is."""
+    """Describe the first fault of the kernels on a device; None if there is none."""
     from attnscale.backends.self_check import find_fault
 
     return find_fault(MEASURING[TritonBackend.name], MEASURING[ReferenceBackend.name], device, dtype)
@@ -226,7 +226,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
     if needs.statistics and name not in MEASURING:
-        return "it gives no row statistics"
+        return "it has no row statistics"
     if needs.derivative is not None and not BACKENDS[name].plain:
         return no_derivative(needs.derivative)
     unsupported = BACKENDS[name].why_unsupported
@@ -237,9 +237,9 @@ def _why_not(name: str, call: AttentionCall, needs: Needs) -> str | None:
 def explain(
     call: AttentionCall, backend: str = "auto", request: StatsRequest | None = None, *, by_row: bool = False
 ) -> Dispatch:
-    """What `choose` would choose for the same arguments, and why; `chosen` is "none" where it would fail.
+    """Explain the result of `choose` for the same arguments; `chosen` is "none" if it would raise.
 
-    With `by_row` the reason names the backend that measures the scores that β is made of.
+    With `by_row`, the reason names the backend that measures the scores for β.
     """
     sampled = request is not None and _is_sampled(call, request)
     verdicts = []
@@ -250,18 +250,18 @@ def explain(
         if reason is not None:
             verdicts.append(Verdict(name, False, reason))
         elif backend not in ("auto", name):
-            verdicts.append(Verdict(name, True, f"usable, but backend={backend!r} was asked for"))
+            verdicts.append(Verdict(name, True, f"usable, but backend={backend!r} was requested"))
         elif backend == "auto" and (when := _why_not_automatic(name, call, needs)) is not None:
             verdicts.append(Verdict(name, True, f"usable, {when}"))
         elif chosen != "none":
             verdicts.append(Verdict(name, True, f"usable, but {chosen} comes first"))
         else:
             chosen = name
-            why = "chosen: the first usable one" if backend == "auto" else "chosen: asked for"
+            why = "chosen: the first usable one" if backend == "auto" else "chosen: explicit request"
             if sampled:
                 why += "; statistics.rows measures the sampled rows"
             if by_row:
-                why += f"; {_score_backend(call, chosen).name} measures the scores that β is made of"
+                why += f"; {_score_backend(call, chosen).name} measures the scores for β"
             verdicts.append(Verdict(name, True, why))
     return Dispatch(chosen, tuple(verdicts))
 

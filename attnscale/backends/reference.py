@@ -1,4 +1,4 @@
-"""The oracle: attention written out in plain torch, differentiable, in the precision of its inputs (at least fp32)."""
+"""The oracle: eager, differentiable attention in plain torch, in the precision of its inputs (at least fp32)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReferenceBackend:
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
-    """softmax of the logits over the visible keys, [B, H, Tq, Tk]; a row without a visible key is zero."""
+    """Return the softmax over the visible keys, [B, H, Tq, Tk]; rows without visible keys are zero."""
     visible = call.context.dense()
     logits = raw_scores(call) * (call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta)
     if visible is not None:
@@ -57,9 +57,9 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def mix(weights: Tensor, call: AttentionCall) -> Tensor:
-    """The weights [B, H, Tq, Tk] times the call's values, in the dtype of the weights: [B, H, Tq, Dv].
+    """Return weights [B, H, Tq, Tk] times the values, [B, H, Tq, Dv], in the dtype of the weights.
 
-    0·NaN is NaN: values that are not finite are left out of the product, and rows that see them become NaN afterwards.
+    Since 0·NaN is NaN, non-finite values are excluded from the product, and rows that see them are set to NaN after it.
     """
     value, broken = _without_nonfinite(_grouped(call.value, call).to(weights.dtype))
     with autocast_off(weights.device):
@@ -70,9 +70,9 @@ def mix(weights: Tensor, call: AttentionCall) -> Tensor:
 
 
 def raw_scores(call: AttentionCall) -> Tensor:
-    """softcap(scale·q·k) + bias, [B, H, Tq, Tk], and 0 where a key is hidden.
+    """Return softcap(scale·q·k) + bias, [B, H, Tq, Tk], and 0 for hidden keys.
 
-    Hidden keys stay out of all products and gradients, where 0·∞ and 0·NaN would be NaN.
+    Hidden keys are excluded from all products and gradients, where 0·∞ and 0·NaN would be NaN.
     """
     dtype, visible = torch.promote_types(call.query.dtype, torch.float32), call.context.dense()
     key, broken = _without_nonfinite(_grouped(call.key, call).to(dtype))
@@ -91,13 +91,13 @@ def raw_scores(call: AttentionCall) -> Tensor:
 
 
 def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
-    """Keys or values [B, Hkv, Tk, D] repeated to the query's heads."""
+    """Repeat keys or values [B, Hkv, Tk, D] to the number of query heads."""
     heads = call.query.shape[1]
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x with NaN and ±∞ replaced by 0, and where they were; None if x is known on the host to be finite."""
+    """Replace NaN and ±∞ by 0. Also return a mask of the replaced elements; None if x is known to be finite."""
     may_look = x.device.type == "cpu" and type(x) is Tensor and not is_watched()
     if may_look and bool(torch.isfinite(x.detach().sum())):
         return x, None
@@ -106,7 +106,7 @@ def _without_nonfinite(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _reaches(visible: Tensor | None, broken: Tensor, *, like: Tensor) -> Tensor:
-    """[B, H, Tq, Dv]: which outputs a visible non-finite value contributes to."""
+    """Return which outputs [B, H, Tq, Dv] depend on a visible non-finite value."""
     if visible is None:
         return broken.any(-2, keepdim=True).expand_as(like)
     return (visible.to(like.dtype) @ broken.to(like.dtype)) > 0

@@ -28,13 +28,13 @@ from attnscale.policies.temperature import recurring_temperature
 
 
 class SdpaBackend:
-    """A β shared by all rows goes through `scale` and is not rounded; a β per row multiplies q in fp32.
+    """A β shared by all rows is passed through `scale` without rounding; a β per row multiplies q in fp32.
 
-    In float16 and bfloat16 that product is not rounded to the dtype of q: its rounding is multiplied by the logits, and
-    in float16 it may overflow. Attention is then computed in float32 and its output rounded. On devices other than the
-    CPU bfloat16 keeps torch's fused kernels, with the product as a sum of three numbers, which have the 24 bits of
-    float32; "auto" prefers the triton backend there. No choice depends on values, so that the output of a row does not
-    depend on other rows of the call.
+    In float16 and bfloat16, β·q is not rounded to the dtype of q: the logits would amplify the rounding error, and
+    float16 may overflow. Attention is computed in float32 and its output rounded. On devices other than the CPU,
+    bfloat16 keeps torch's fused kernels, with β·q split into three bfloat16 terms (the 24 bits of float32); "auto"
+    prefers the triton backend there. The precision never depends on values, so the output of a row does not depend on
+    other rows.
     """
 
     name = "sdpa"
@@ -73,7 +73,7 @@ def attend_by_row(
     scale: float,
     grouped: bool,
 ) -> Tensor:
-    """torch's attention of the query [B, H, Tq, D] times β [B|1, H|1, Tq]; see `SdpaBackend` for its precision."""
+    """Compute torch's attention with the query [B, H, Tq, D] times β [B|1, H|1, Tq]; precision as in `SdpaBackend`."""
     dtype, options = autocast_dtype(query), (mask, dropout_p, is_causal, scale, grouped)
     if dtype.itemsize > 2:
         return attend(_multiply(query, beta.unsqueeze(-1)), key, value, *options)
@@ -85,7 +85,7 @@ def attend_by_row(
 
 
 def _multiply(query: Tensor, beta: Tensor) -> Tensor:
-    """β·q in the wider of the two dtypes, rounded once to q's; in a scratch buffer where autograd is off."""
+    """Return β·q, computed in the wider dtype and rounded once to that of q; in scratch memory without autograd."""
     if torch.is_grad_enabled() or query.device.type != "cpu" or is_watched():
         product = query * beta
         return product if product.dtype == query.dtype else product.to(query.dtype)
@@ -93,14 +93,14 @@ def _multiply(query: Tensor, beta: Tensor) -> Tensor:
 
 
 def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *options: Any) -> Tensor:
-    """In bfloat16, with β·q as a sum of three numbers, which have the 24 bits of float32."""
+    """Compute attention in bfloat16 with β·q split into three bfloat16 terms, which hold the 24 bits of float32."""
     dtype, value_dim = torch.bfloat16, value.shape[-1]
     product = query.float() * beta.unsqueeze(-1)
     high = product.to(dtype)
     middle = (product - high).to(dtype)
     low = (product - high - middle).to(dtype)
     keys = torch.cat(3 * [key.to(dtype)], -1)
-    # torch's fused kernels want values as wide as keys.
+    # torch's fused kernels require equal head dimensions of keys and values.
     value = F.pad(value.to(dtype), (0, max(0, keys.shape[-1] - value_dim)))
     return attend(torch.cat([high, middle, low], -1), keys, value, *options)[..., :value_dim]
 
@@ -115,9 +115,9 @@ def attend(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """torch's attention, with NaN and rows that see nothing as in other backends.
+    """Compute torch's attention, with NaN and rows without visible keys handled as in the other backends.
 
-    On CUDA its fused kernels take a mask or grouped heads, but not both.
+    Its fused CUDA kernels support a mask or grouped heads, but not both.
     """
     if grouped and mask is not None and query.is_cuda:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
@@ -132,7 +132,7 @@ def attend(
             dropout_p=dropout_p,
             is_causal=is_causal,
             scale=scale,
-            # Symbolic shapes make it a comparison, which torch does not take; the branch turns it into a bool.
+            # With symbolic shapes `grouped` is a comparison, which torch rejects; the branch makes it a bool.
             enable_gqa=True if grouped else False,  # noqa: SIM210
         )
 
@@ -147,20 +147,20 @@ def attend(
             return out
         broken = _is_broken(query.detach())
         if not bool(broken.any() | _is_broken(key.detach()).any()):
-            return out  # rows are zero because they see nothing
+            return out  # zero rows have no visible keys
         if mask is not None and bool((broken[..., None] & _sees_nothing(mask, key)).any()):
-            # In a row that sees nothing, 0·NaN would reach every key's gradient.
+            # In a row without visible keys, 0·NaN would reach the gradient of every key.
             out = run(query.masked_fill(_sees_nothing(mask, key), 0.0))
     return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
 
 
 def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """NaN [..., Tq, 1] for rows whose scores are all NaN, else 0.
+    """Return NaN [..., Tq, 1] for rows whose scores are all NaN, else 0.
 
-    torch's CPU kernel takes such a row for one that sees no key and returns zeros. Its query is not finite, or no key
-    that it sees is; then neither is the first of these.
+    torch's CPU kernel treats these rows as rows without visible keys and returns zeros. In these rows, the query or
+    every visible key is non-finite, so checking the first visible key is sufficient.
     """
-    broken = F.pad(_is_broken(key), (0, 1))  # a last slot for rows that see nothing, or where there is no key
+    broken = F.pad(_is_broken(key), (0, 1))  # extra slot for rows without visible keys
     if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
         broken = broken.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-2)
     if mask is None:
@@ -173,14 +173,14 @@ def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> T
 
 
 def _sees_nothing(mask: Tensor, key: Tensor) -> Tensor:
-    """Which rows see no key, [..., Tq, 1]."""
+    """Return which rows have no visible key, [..., Tq, 1]."""
     return (_first_seen(mask, key.shape[-2]) == key.shape[-2]).unsqueeze(-1)
 
 
 def _first_seen(mask: Tensor, keys: int) -> Tensor:
-    """The first slot [..., Tq] to whose score torch adds no −∞; `keys` where there is none.
+    """Return the first slot [..., Tq] that the mask does not set to −∞; `keys` if there is none.
 
-    A minimum, which torch.compile vectorises; a search for the first True it does not.
+    Computed as a minimum, because torch.compile does not vectorise a search for the first True.
     """
     seen = mask if mask.dtype == torch.bool else mask.detach() > -math.inf
     slots = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
@@ -188,16 +188,16 @@ def _first_seen(mask: Tensor, keys: int) -> Tensor:
 
 
 def _is_broken(x: Tensor) -> Tensor:
-    """Which vectors of the last axis are not finite."""
+    """Return which vectors along the last axis are not finite."""
     return (x * 0).sum(-1).isnan()
 
 
 def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | None, bool]:
-    """`attn_mask` and `is_causal` for torch over the slots [start, stop); no mask is built where torch needs none."""
+    """Return torch's `attn_mask` and `is_causal` for the slots [start, stop); a mask is built only if needed."""
     context = call.context
     if context.is_plain and context.left is None:
         if context.right is None or context.queries == 1:
-            return None, False  # every key outside the range is already cut off
+            return None, False  # [start, stop) already excludes all hidden keys
         if context.right == 0 and context.slot == 0:
             return None, True
     visible = context.dense(start, stop)
@@ -207,7 +207,7 @@ def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | Non
     bias = bias[..., start:stop]
     if isinstance(call.beta, Tensor) or call.beta != 1.0:
         beta = call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta
-        # Hidden entries stay out of the product: −∞·β is −∞ at best. fp32, so that the bias is not rounded twice.
+        # Hidden entries are excluded, as −∞·β may be NaN. fp32, so that the bias is not rounded twice.
         bias = torch.where(shown(bias), bias.to(torch.promote_types(bias.dtype, torch.float32)), 0.0) * beta
     else:
         bias = bias.to(torch.promote_types(bias.dtype, call.query.dtype))
@@ -230,7 +230,7 @@ def attend_in_one_call(
     enable_gqa: bool,
     visible: Tensor | None,
 ) -> Tensor | None:
-    """The output of a call with the arguments of torch's function; None where one call of that does not suffice."""
+    """Fast path for torch's own arguments: return the output, or None if one torch call does not suffice."""
     uniform = policy.uniform
     if uniform != 1.0 and (uniform is not None or not isinstance(policy, FormulaPolicy)):
         return None
@@ -255,14 +255,14 @@ def attend_in_one_call(
     beta = recurring_temperature(policy, query, key, attn_mask, is_causal, visible)
     if isinstance(beta, float):
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale * beta, enable_gqa)
-    # Other devices have a better backend for half precision: dispatch decides.
+    # On other devices dispatch chooses the backend for half precision.
     if beta is None or (query.device.type != "cpu" and autocast_dtype(query).itemsize == 2):
         return None
     return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether torch's function takes the mask as it is; a mask that cannot be used at all is refused."""
+    """Whether torch's function accepts the mask unchanged; invalid masks raise."""
     if mask is None:
         return True
     if is_causal:

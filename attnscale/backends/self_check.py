@@ -1,8 +1,8 @@
-"""Whether the kernels compute small problems on a device as the oracle does on the host.
+"""Self-check of the kernels: small problems on a device, compared with the oracle on the CPU.
 
-One causal attention with grouped heads, a β per row and a ragged last tile: output, gradients of query, key, value and
-β, statistics; the decoding of its last row; and a softmax. The oracle and the yardstick run on the CPU, so that nothing
-that is compared comes from the device under test except what the kernels give.
+One causal attention call with grouped heads, a β per row and a partial last tile: output, gradients of query, key,
+value and β, and statistics. Then decoding of its last row, and a softmax. The oracle and the error budgets are computed
+on the CPU, so only the kernel results come from the device under test.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from attnscale.statistics import StatsRequest
 from attnscale_kernels.launch import multiplies_in_tf32
 
 ROWS, DIM, HEADS, KV_HEADS = 80, 64, 2, 1
-INSIDE = 8  # roundings of fp32 that a device's powers of two and order of sums may cost where the CPU's do not
-NATS = 1e-3  # how far a statistic may be from the exact one
+INSIDE = 8  # fp32 roundings allowed for the device's exp2 and summation order
+NATS = 1e-3  # maximum error of a statistic
 THRESHOLDS = (0.5, 2.0)  # of the gap counts
 
 
 class _Inputs(NamedTuple):
     query: Tensor  # [1, HEADS, ROWS, DIM]
-    key: Tensor  # [1, KV_HEADS, ROWS, DIM], and so the value
+    key: Tensor  # [1, KV_HEADS, ROWS, DIM]; the same for value
     value: Tensor
     beta: Tensor  # [1, 1, ROWS]
     gradient: Tensor  # [1, HEADS, ROWS, DIM], of the output
@@ -37,13 +37,13 @@ class _Inputs(NamedTuple):
 def find_fault(
     kernels: MeasuringBackend, oracle: MeasuringBackend, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """The first quantity whose error is beyond its budget, in words; None if there is none.
+    """Describe the first quantity whose error exceeds its budget; None if all are within budget.
 
-    Tensors may err twice as much as torch's own attention on the CPU, in the same dtype and on logits as sharp, plus
-    one rounding and what fp32 inside may differ by. Whatever the kernels raise is raised here.
+    The budget of a tensor is twice the error of torch's own attention on the CPU, in the same dtype and on equally
+    sharp logits, plus one rounding and `INSIDE` roundings of fp32. Exceptions of the kernels propagate.
     """
     inputs = _inputs(dtype)
-    # TF32 has the mantissa of fp16, whose error is then the yardstick.
+    # TF32 has the mantissa of fp16, so the budget is the error of fp16.
     products = torch.float16 if dtype == torch.float32 and multiplies_in_tf32() else dtype
     exact, tensors = (_differentiate(backend, inputs, *where) for backend, where in (
         (oracle, (torch.device("cpu"), torch.float64)), (kernels, (device, dtype)),
@@ -52,8 +52,8 @@ def find_fault(
     roundings = torch.finfo(dtype).eps + INSIDE * torch.finfo(torch.float32).eps
     for name, found in tensors.items():
         error, budget = _size(found - exact[name]), 2 * budgets[name] + roundings * _size(exact[name])
-        if not error <= budget:  # also where it is NaN
-            return f"{name} has an error of {error:.1e}, where {budget:.1e} is accepted"
+        if not error <= budget:  # also true for NaN
+            return f"{name} has an error of {error:.1e}; at most {budget:.1e} is accepted"
     unit = torch.finfo(torch.float16 if products != dtype else torch.float32).eps
     with torch.no_grad():
         faults = (*_statistics_faults(kernels, oracle, inputs, device, unit), *_softmax_faults(inputs, device))
@@ -61,7 +61,7 @@ def find_fault(
 
 
 def _inputs(dtype: torch.dtype) -> _Inputs:
-    """The problem, on the CPU; the global generators are left alone."""
+    """Return the inputs of the problem, on the CPU; the global generators are not used."""
     generator = torch.Generator().manual_seed(20)
 
     def normal(heads: int) -> Tensor:
@@ -72,7 +72,7 @@ def _inputs(dtype: torch.dtype) -> _Inputs:
 
 
 def _call(inputs: _Inputs, device: torch.device, dtype: torch.dtype, rows: slice = slice(None)) -> AttentionCall:
-    """The problem, or some of its rows, as a call on a device; β stays in fp32 or wider."""
+    """Return the problem, or some of its rows, as a call on a device; β is at least fp32."""
     query, key, value = (x.detach().to(device, dtype) for x in inputs[:3])
     query, beta = query[:, :, rows], inputs.beta.to(device, torch.promote_types(dtype, torch.float32))[..., rows]
     queries = query.shape[2]
@@ -83,7 +83,7 @@ def _call(inputs: _Inputs, device: torch.device, dtype: torch.dtype, rows: slice
 def _differentiate(
     backend: MeasuringBackend, inputs: _Inputs, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The output and all gradients, and the output of the last row decoded by itself; on the CPU in fp64."""
+    """Return the output, all gradients and the decoded output of the last row, on the CPU in fp64."""
     call = _call(inputs, device, dtype)
     leaves = [x for x in (call.query, call.key, call.value, call.beta) if isinstance(x, Tensor)]
     with torch.enable_grad():
@@ -98,7 +98,7 @@ def _differentiate(
 
 
 def _yardstick(oracle: MeasuringBackend, inputs: _Inputs, dtype: torch.dtype) -> dict[str, float]:
-    """The error of torch's attention on the CPU in a dtype, given β·q rounded as its query, by the names above."""
+    """Return the errors of torch's attention on the CPU in a dtype, with rounded β·q as the query, by quantity."""
     beta = inputs.beta.double()[..., None]
     sharp = inputs._replace(query=(inputs.query.double() * beta).to(dtype), beta=torch.ones_like(inputs.beta))
     exact = _differentiate(oracle, sharp, torch.device("cpu"), torch.float64)
@@ -121,7 +121,7 @@ def _yardstick(oracle: MeasuringBackend, inputs: _Inputs, dtype: torch.dtype) ->
 def _statistics_faults(
     kernels: MeasuringBackend, oracle: MeasuringBackend, inputs: _Inputs, device: torch.device, unit: float
 ) -> Iterator[str]:
-    """What is wrong with statistics; `unit` is the rounding of the products."""
+    """Yield the faults of the statistics; `unit` is the rounding error of the products."""
     ours = StatsRequest(gap_thresholds=THRESHOLDS, accumulation="bracket")
     found = kernels.measure(_call(inputs, device, inputs.query.dtype), ours).stats
     exact_call = _call(inputs, torch.device("cpu"), torch.float64)
@@ -130,16 +130,16 @@ def _statistics_faults(
     for name in ("lse", "max_logit", "entropy"):
         error = float((_host(getattr(found, name)) - _host(getattr(plain, name))).abs().max())
         if not error <= room:
-            yield f"{name} has an error of {error:.1e}, where {room:.1e} is accepted"
-    # A count may differ by keys whose gap is within an error of the threshold.
+            yield f"{name} has an error of {error:.1e}; at most {room:.1e} is accepted"
+    # Keys whose gap differs from the threshold by less than the error may be counted or not.
     low, high = (_counts(oracle, exact_call, side * room) for side in (-1, 1))
     counts = _host(found.gap_counts)
     if not bool(((low <= counts) & (counts <= high)).all()):
-        yield "gap counts are not those of the scores"
-    # 1/Λ is the least gap over ln k, k ≥ 2: with the scores it moves by 2/ln 2 of their error at most.
+        yield "gap counts differ from those of the scores"
+    # 1/Λ is the minimum of gap/ln k over k ≥ 2, so a score error changes it by at most 2/ln 2 times that error.
     (exact, _), (lower, upper) = ((1 / _host(x) for x in stats.accumulation or ()) for stats in (plain, found))
     if not bool(((upper - 3 * room <= exact) & (exact <= lower + 3 * room)).all()):
-        yield "the bracket does not hold Λ"
+        yield "the bracket does not contain Λ"
 
 
 def _counts(oracle: MeasuringBackend, call: AttentionCall, shift: float) -> Tensor:
@@ -148,21 +148,21 @@ def _counts(oracle: MeasuringBackend, call: AttentionCall, shift: float) -> Tens
 
 
 def _softmax_faults(inputs: _Inputs, device: torch.device) -> Iterator[str]:
-    """What is wrong with the softmax of a matrix of scores: weights may be off by two roundings."""
+    """Yield the faults of the softmax kernel; weights may be off by two roundings."""
     from attnscale_kernels.softmax.op import row_softmax
 
     scores = inputs.query[0, 0]
     error = (_host(row_softmax(scores.to(device)).weights) - scores.double().softmax(-1)).abs().max()
     if not float(error) <= 2 * torch.finfo(scores.dtype).eps:
-        yield f"weights of the softmax have an error of {float(error):.1e}"
+        yield f"softmax weights have an error of {float(error):.1e}"
 
 
 def _host(x: Any) -> Tensor:
-    """A tensor of statistics that were asked for, on the CPU in fp64."""
+    """Return a tensor of requested statistics on the CPU in fp64."""
     wide: Tensor = x.detach().to("cpu", torch.float64)
     return wide
 
 
 def _size(x: Tensor) -> float:
-    """The root mean square: the largest of a few thousand roundings is luck."""
+    """Return the root mean square; unlike the maximum, it hardly depends on single roundings."""
     return float(x.square().mean().sqrt())

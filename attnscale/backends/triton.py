@@ -1,4 +1,4 @@
-"""The fused kernels: attention with a temperature per row, statistics and gap counts, on CUDA and ROCm devices."""
+"""Fused Triton kernels for CUDA and ROCm: attention with a temperature per row, statistics and gap counts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 if TYPE_CHECKING:
     from attnscale_kernels.launch import Forward
 
-FEW_ROWS = 16  # queries of a sequence up to which keys are split over programs: one program per head would be too few
+FEW_ROWS = 16  # up to this number of queries, keys are split over programs, as one program per head is too few
 
 
 class TritonBackend:
-    """β is applied to fp32 scores and never rounded; statistics come from the same pass. Nothing synchronises."""
+    """β is applied to fp32 scores and never rounded; statistics come from the same pass. No device synchronisation."""
 
     name = "triton"
     plain = False
@@ -31,7 +31,7 @@ class TritonBackend:
 
     @property
     def automatic(self) -> bool:
-        """Not in the interpreter, which is for tests."""
+        """False in the interpreter, which is for tests."""
         return not interpreting()
 
     def why_not(self, call: AttentionCall) -> str | None:
@@ -41,11 +41,11 @@ class TritonBackend:
         if call.key.shape[1] != call.value.shape[1]:
             return "key and value have different numbers of heads"
         if call.key.shape[1] == 0:
-            return "triton kernels take one head or more"
+            return "triton kernels require at least one head"
         if max(call.query.shape[-1], call.value.shape[-1]) > WIDEST_HEAD:
-            return f"triton kernels take heads of up to {WIDEST_HEAD} dimensions"
+            return f"triton kernels support head dimensions up to {WIDEST_HEAD}"
         if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
-            return "triton kernels give no gradient of an additive mask"
+            return "triton kernels have no gradient for an additive mask"
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
@@ -70,7 +70,7 @@ def _launch(call: AttentionCall, *, entropy: bool = False, winner: bool = False)
         return decode_attention(
             *arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy, winner=winner
         )
-    # On the device, so that a captured graph draws a new seed at each replay.
+    # Drawn on the device, so that every replay of a captured graph has a new seed.
     seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p > 0.0 else None
     return flash_attention(
         *arguments,
@@ -90,7 +90,7 @@ def _needs_gradient(call: AttentionCall) -> bool:
 
 
 def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | None) -> RowStats:
-    """What was asked for. Kernels give gap counts, a bracket of Λ from the second rank on, and what `found` has."""
+    """Return the requested statistics. Kernels provide `found`, gap counts and Λ brackets of minimum rank 2."""
     from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
     call, stats = call.detached(), RowStats.counted(call, with_sink=request.softmax)
@@ -107,17 +107,17 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
         bounds = accumulation_bracket(*scores, scale=scale, softcap=softcap)
         ends = Accumulation(bounds.lower, bounds.upper)
         asked |= {"accumulation": ends, "criticality": criticality(call.row_beta(), ends)}
-    elif request.accumulation is not None:  # no kernel gives it
+    elif request.accumulation is not None:  # not supported by the kernels
         measured = measure_statistics(call, replace(request.gaps_alone(), gap_thresholds=None))
         asked |= {"accumulation": measured.accumulation, "criticality": measured.criticality}
     return stats._replace(**asked)
 
 
 def visibility_of(call: AttentionCall) -> Visibility:
-    """The visibility of a call in the form kernels take it."""
+    """Convert the visibility of a call for the kernels."""
     context = call.context
     if isinstance(context.slot, int) and context.first is None:
-        # A window beyond what kernels can count hides nothing.
+        # A window larger than FARTHEST hides nothing.
         left, right = (None if x is None or x > FARTHEST else x for x in (context.left, context.right))
         return Visibility(context.slot, left, right, padding=context.padding, mask=context.mask)
     start, stop = (bound.to(torch.int32) for bound in context.bounds())

@@ -1,8 +1,8 @@
-"""Whether "auto" may use the kernels on a device: where they have passed a check, which is run at their first use.
+"""Whether "auto" may use the kernels on a device: only after they have passed a self-check at their first use.
 
-The outcome holds for one device, driver, version of torch, triton, this package and the kernels' source, and dtype. It
-is kept for the process, and for others in a file of the user's cache folder; where that cannot be read or written, the
-check is run in each process. ATTNSCALE_TRITON=0 and =1 decide by hand.
+The outcome is valid for one dtype, device, driver, kernel source, and version of torch, triton and this package. It is
+cached in the process and in a file of the user's cache folder. If the file cannot be read or written, every process
+runs the check. ATTNSCALE_TRITON=0 and =1 override the outcome.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from attnscale.errors import AttnScaleWarning, reject
 
 BY_HAND = "ATTNSCALE_TRITON"
 
-# The kernels' fault on a device with a dtype, in words; None where there is none.
+# Returns a description of the kernels' fault on a device with a dtype; None if the check passes.
 Check = Callable[[torch.device, torch.dtype], str | None]
 
 logger = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """What a check has found, and when."""
+    """Result and date of a check."""
 
     fault: str | None
     day: str
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def why_distrusted(device: torch.device, dtype: torch.dtype, check: Check) -> str | None:
-    """Why "auto" leaves the kernels alone on a device, or None; the first use of a device and dtype runs the check."""
+    """Return why "auto" does not use the kernels, or None. The first use of a device and dtype runs the check."""
     by_hand = chosen_by_hand()
     if by_hand is not None:
         return None if by_hand else f"{BY_HAND}=0"
@@ -56,11 +56,11 @@ def why_distrusted(device: torch.device, dtype: torch.dtype, check: Check) -> st
             outcome = state.TRITON_OUTCOMES.get((device, dtype)) or remembered(device, dtype)
             if outcome is None:
                 if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    return "they are not checked yet on this device, and cannot be while a CUDA graph is captured"
+                    return "they have not been checked on this device, and cannot be while a CUDA graph is captured"
                 try:
                     outcome = repeat(device, dtype, check)
                 except torch.OutOfMemoryError:
-                    return "they are not checked yet on this device, which has no memory for it now"
+                    return "they have not been checked on this device, which is out of memory"
             state.TRITON_OUTCOMES[device, dtype] = outcome
             if outcome.fault is not None:
                 _warn(device, dtype, outcome)
@@ -68,18 +68,18 @@ def why_distrusted(device: torch.device, dtype: torch.dtype, check: Check) -> st
 
 
 def chosen_by_hand() -> bool | None:
-    """What ATTNSCALE_TRITON says; None where it is not set."""
+    """Return the value of ATTNSCALE_TRITON as a bool; None if it is not set."""
     value = os.environ.get(BY_HAND)
     if value in (None, ""):
         return None
     if value not in ("0", "1"):
-        reject(BY_HAND, value, "'0' or '1' as an environment variable, or none")
+        reject(BY_HAND, value, "'0' or '1', or an unset environment variable")
     return value == "1"
 
 
 def repeat(device: torch.device, dtype: torch.dtype, check: Check) -> Outcome:
-    """Run the check, whatever is remembered, and remember what it finds."""
-    logger.info("checking the triton kernels on %s in %s, once: it compiles them", device, dtype)
+    """Run the check regardless of cached outcomes, and cache the new outcome."""
+    logger.info("checking the triton kernels on %s in %s; runs once and compiles them", device, dtype)
     outcome = Outcome(_fault_in_new_thread(device, dtype, check), time.strftime("%Y-%m-%d"))
     content = {"identity": identity(device, dtype), **outcome._asdict()}
     try:
@@ -87,24 +87,24 @@ def repeat(device: torch.device, dtype: torch.dtype, check: Check) -> Outcome:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(content, indent=2) + "\n")
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        logger.info("the outcome of the check cannot be kept: %s", error)
+        logger.info("the outcome of the check cannot be cached: %s", error)
     return outcome
 
 
 def remembered(device: torch.device, dtype: torch.dtype) -> Outcome | None:
-    """What an earlier check has found, by this process or another; None where there was none."""
+    """Return the cached outcome of an earlier check by any process, or None."""
     try:
         content = json.loads(_file(device, dtype).read_text(encoding="utf-8"))
         if content["identity"] != identity(device, dtype):
             return None
         outcome = Outcome(content["fault"], content["day"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # missing, or not what was written
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # missing or corrupt
         return None
     return outcome if isinstance(outcome.fault, str | None) and isinstance(outcome.day, str) else None
 
 
 def identity(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """All that the outcome of a check depends on."""
+    """Return everything the outcome of a check depends on."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")()
@@ -120,13 +120,13 @@ def identity(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 
 
 def _file(device: torch.device, dtype: torch.dtype) -> Path:
-    """One file for each identity, so that processes never change one that another reads."""
+    """Return the cache file of an identity. No two identities share a file, so concurrent processes do not conflict."""
     key = hashlib.sha256(json.dumps(identity(device, dtype)).encode()).hexdigest()
     return cache_folder() / f"triton-{key[:24]}.json"
 
 
 def _digest() -> str:
-    """Of the kernels' source, which in an editable installation changes without the version."""
+    """Return a digest of the kernel source, which can change without the version in an editable install."""
     digest = hashlib.sha256()
     for path in sorted(Path(attnscale_kernels.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -134,9 +134,9 @@ def _digest() -> str:
 
 
 def _fault_in_new_thread(device: torch.device, dtype: torch.dtype, check: Check) -> str | None:
-    """What the check finds in a thread of its own.
+    """Run the check in a new thread, free of the caller's modes.
 
-    There no mode of the caller applies: inference, autocast, no_grad, fake tensors, a transform or torch.compile.
+    These include inference mode, autocast, no_grad, fake tensors, function transforms and torch.compile.
     """
     found: list[str | None] = []
     raised: list[BaseException] = []
@@ -161,8 +161,9 @@ def _fault_in_new_thread(device: torch.device, dtype: torch.dtype, check: Check)
 
 def _warn(device: torch.device, dtype: torch.dtype, outcome: Outcome) -> None:
     warnings.warn(
-        f"the triton kernels are not used on {device} in {dtype}: their check {outcome}. `auto` takes the blockwise "
-        f"backend in their place. `attnscale doctor` repeats the check; {BY_HAND}=1 uses the kernels all the same",
+        f"the triton kernels are not used on {device} in {dtype}: their check {outcome}. `auto` uses torch's SDPA "
+        "instead, and blockwise for statistics, softcap and sinks. `attnscale doctor` repeats the check; "
+        f"{BY_HAND}=1 enables the kernels regardless",
         AttnScaleWarning,
         stacklevel=4,
     )

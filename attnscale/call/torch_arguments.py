@@ -248,7 +248,7 @@ def read_causal_bias(
         reject("attn_mask", f"a causal bias of {[mask.seq_len_q, mask.seq_len_kv]}", f"{[queries, keys]}", TensorError)
     if is_causal:
         # Ends in the wording of torch's error, which torch's tests match.
-        accepted = "False beside a causal bias as attn_mask: CausalBias should not be used with causal=True"
+        accepted = "False with a causal bias as attn_mask: CausalBias should not be used with causal=True"
         reject("is_causal", True, accepted)
     offset = keys - queries if mask.variant == CausalVariant.LOWER_RIGHT else 0
     if aligned:

@@ -149,8 +149,12 @@ def _table(task: str, lines: list[Line]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from attnscale.report.evaluation_data import PROSE
+
+    borrowed = task != PROSE and any(line.bits_per_byte is not None for line in lines)
+    title = f"{task} (bits/byte: {PROSE})" if borrowed else task
     # 77 columns wide with the names of the built-in laws.
-    table = Table(title=escape(task), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("n", justify="right", no_wrap=True)
     table.add_column("policy", overflow="fold")
     for header in ("accuracy", "bits/byte", *QUANTITIES.values()):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnscale._util.handles import Uncopied
-from attnscale.diagnostics.alerts import Notices
+from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo
 from attnscale.diagnostics.sinks import EventSink, ProgressSink, RunSink, Sink
 
@@ -40,15 +40,9 @@ class Delivery(Uncopied):
     def __init__(self, sinks: Sequence[Sink], notices: Notices) -> None:
         self._lanes = [_Lane(sink) for sink in sinks]
         self._notices = notices
-        self._open: dict[int, Event] = {}
         self._opened = False
         # The thread of a monitor that is never closed ends when the monitor is garbage. `atexit` waits for it.
         weakref.finalize(self, _stop, self._lanes).atexit = False
-
-    @property
-    def open_events(self) -> list[Event]:
-        """The latest message of each event that is not over."""
-        return list(self._open.values())
 
     def send(
         self,
@@ -59,10 +53,6 @@ class Delivery(Uncopied):
         describe: Callable[[], RunInfo],
     ) -> None:
         """Send a report to all sinks without waiting. `describe` is called once, for the header."""
-        for event in events:
-            self._open[event.number] = event
-            if event.status == "over":
-                del self._open[event.number]
         message = Message(tuple(records), step, tuple(events), progress)
         self._check()
         if not self._opened:

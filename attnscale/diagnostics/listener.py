@@ -5,8 +5,10 @@ It excludes padding rows, matches each backward pass with its forward call, and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
@@ -19,8 +21,8 @@ from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context, shown
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.alerts import Notices
-from attnscale.diagnostics.records.tally import Tally, salt_of
+from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.records.tally import ORDER, ORIGINS, Tally, salt_of
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
     MeasuredQuantities,
@@ -143,6 +145,7 @@ class LayerListener(Uncopied):
         self.listening = False
         self.seed = 0  # for row sampling; the same in all processes
         self.rank = 0
+        self.clock: Iterator[int] = itertools.count()  # of all layers: numbers the passes of a step
         self._number = 0  # of the last call; never reused, so a late backward pass cannot match a different call
         self.reset()
 
@@ -184,7 +187,15 @@ class LayerListener(Uncopied):
         measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
         tally.add_forward(forward_quantities(measures, call.row_beta()), salt)
         before, after = angle_parts(call, event.out.index_select(2, rows), measures.visible > 0)
-        tally.note(broken_row=_first_broken(event.out), angle_in=before.sum(0), angle_out=after.sum(0))
+        value = event.call.value
+        tally.note(
+            angle_in=before.nansum(0),
+            angle_out=after.nansum(0),
+            angle_calls=before.isfinite().sum(0),
+            value_squares=_squares(value).repeat_interleave(call.group),
+            value_numbers=torch.full(call.query.shape[1:2], value[:, 0].numel(), device=value.device),
+        )
+        self._note_fault(tally, event.out, event.call)
         if answerable:
             sources = TensorIdentity(*_sources(event.call))
             self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
@@ -204,7 +215,9 @@ class LayerListener(Uncopied):
         rows, sources = self._sampled(call), _sources(call)
         call, self._padding_rows = without_padding(call)
         call = call.select(rows)
-        self.training.note(output_gradient=_squares(blank(gradient, self._padding_rows)))
+        arrived = blank(gradient, self._padding_rows)
+        self.training.note(output_gradient=_squares(arrived))
+        self._note_fault(self.training, arrived, "output gradient")
         self._origins.answered(number)
         past = self._unanswered.pop(number, None)  # also None in a second backward pass
         if past is None:
@@ -231,6 +244,8 @@ class LayerListener(Uncopied):
         if group > 1:
             of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
         self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
+        total = of_query + of_key + of_value
+        self._note_fault(self.training, total[None, :, None, None], "gradients")
 
     def skip(self, call: AttentionCall, reason: str) -> None:
         """Count a call that cannot be measured, and warn once per reason."""
@@ -241,6 +256,28 @@ class LayerListener(Uncopied):
         """Stop measuring until the next report."""
         self.failed = True
         self._notices.add_error(f"the listener of {self.name} failed and is disabled for the rest of this step", error)
+
+    def _note_fault(self, tally: Tally, x: Tensor, origin: AttentionCall | str) -> None:
+        """Note the first row with NaN or infinity of each head of [B, H, T, D], and which tensor it comes from.
+
+        `origin` is the call if x is its output: query, key and value are searched. Scores that overflow have none of
+        them.
+        """
+        order = next(self.clock)
+        # Fast path without an upcast copy. On other devices, reading the sum back would synchronise.
+        if x.device.type == "cpu" and math.isfinite(float(x.sum())):
+            return
+        broken = (~torch.isfinite(x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)))).any(0)  # [H, T]
+        if isinstance(origin, str):
+            bits = torch.full(x.shape[1:2], 1 << ORIGINS.index(origin), device=x.device)
+        else:
+            group = x.shape[1] // origin.key.shape[1]
+            spoiled = [~torch.isfinite(_squares(source)) for source in (origin.query, origin.key, origin.value)]
+            spoiled[1:] = [heads.repeat_interleave(group) for heads in spoiled[1:]]
+            bits = torch.stack([heads << place for place, heads in enumerate(spoiled)]).sum(0)
+            bits = torch.where(bits == 0, 1 << ORIGINS.index("scores"), bits)
+        faults = torch.where(broken.any(-1), ORDER * order + bits.to(torch.float32), math.inf)
+        tally.fault(faults, broken.to(torch.uint8).argmax(-1))
 
     def _remember(self, call: MeasuredCall, number: int, graph: bool) -> None:
         """Keep a call for its backward pass. A dropped call counts as evaluation unless it is known to be training."""
@@ -281,15 +318,6 @@ def _squares(x: Tensor) -> Tensor:
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
     total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
     return total
-
-
-def _first_broken(out: Tensor) -> Tensor:
-    """Return the first row with NaN or infinity per head, −1 if none."""
-    # Fast path without an upcast copy of the output. On other devices, reading the sum back would synchronise.
-    if out.device.type == "cpu" and math.isfinite(float(out.sum())):
-        return torch.full(out.shape[1:2], -1, device=out.device)
-    broken = (~torch.isfinite(out.sum(-1, dtype=torch.promote_types(out.dtype, torch.float32)))).any(0)  # [H, Tq]
-    return torch.where(broken.any(-1), broken.to(torch.uint8).argmax(-1), -1)
 
 
 def padding_rows(context: Context) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,14 +22,15 @@ from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
 from attnscale.call.tap import Tap
-from attnscale.diagnostics.alerts import Notices, Thresholds, find_alerts
 from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.delivery import Delivery
+from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.records.record import Alert, Event, Progress, Record, RunInfo, layers_of
+from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, layers_of
 from attnscale.diagnostics.records.tally import Processes
 from attnscale.diagnostics.sinks import Sink
-from attnscale.errors import ArgumentError, MonitorWarning, reject, reject_type
+from attnscale.errors import ArgumentError, BackendError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 if TYPE_CHECKING:
@@ -61,12 +63,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         every: number of steps between two measurements.
         rows: number of sampled rows per attention call. None measures all rows.
         sinks: destinations of the records: objects with `log(records, step)` and `close()`.
-        alerts: `Thresholds`, the path of a YAML file with thresholds, or None for no alerts. An alert is raised when a
-            head crosses a limit, and again only after the head has returned within the limit.
-        on_alert: called with each `Alert` at the end of `step`. It may raise to stop the run.
-        dump: folder for the sampled query and key rows of each head that raises an alert (safetensors).
+        alerts: `Thresholds`, the path of a YAML file with thresholds, or None for no events.
+        on_alert: called with each `Event` that begins, changes or ends, at the end of `step`. It may raise to stop the
+            run. `attnscale.diagnostics.actions` has functions that stop the run, save a checkpoint or lower the
+            learning rate.
+        dump: folder for the sampled query and key rows of the heads of each new event (safetensors).
         process_group: processes whose rows are merged, as a ProcessGroup or DeviceMesh. None means all processes. Pass
             a group if processes hold different layers under the same names (pipeline stages) or the same rows.
+        timeout: seconds that a report waits for the other processes before `step` raises a `BackendError`.
 
     Raises:
         ArgumentError: an argument is out of range, the model has no attention that can be measured, another monitor is
@@ -93,9 +97,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         sinks: Sequence[Sink] = (),
         *,
         alerts: Thresholds | str | Path | None = DEFAULT,
-        on_alert: Callable[[Alert], object] | None = None,
+        on_alert: Callable[[Event], object] | None = None,
         dump: str | Path | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
+        timeout: float = 60.0,
     ) -> None:
         self.every = read_int("every", every, "an int >= 1", least=1)
         if rows is not None:
@@ -103,6 +108,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         for sink in sinks:
             if not isinstance(sink, Sink):
                 reject_type("sinks", sink, "objects with log(records, step) and close()")
+        timeout = read_number("timeout", timeout, "a number of seconds > 0")
+        if not timeout > 0:
+            reject("timeout", timeout, "a number of seconds > 0")
         group = read_group("process_group", process_group)
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
@@ -116,14 +124,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             if group is None:
                 refuse_unsaid_heads(model, found.values())
             self._undo = undo.pop_all()  # restores a stock model
-        self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
+        self._log = None if self.limits is None else EventLog(self.limits)
         self._closed = False
         self._notices = Notices()
         self._delivery = Delivery(sinks, self._notices)
         self._model, self._rows = type(model).__name__, rows
         self._policies = [getattr(module, "policy", None) for module in found.values()]
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
-        self._processes = Processes(self._head_parts, group, self._notices)
+        self._processes = Processes(self._head_parts, group, self._notices, timeout)
         modules = dict(model.named_modules())  # in a swapped model, the parent of our module
         self.layers = {
             path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
@@ -152,11 +160,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         Raises:
             ArgumentError: `step` is negative.
             ArgumentTypeError: `loss` or `lr` is not a number.
+            BackendError: another process of the group did not call `step` in time.
             Exception: any exception that `on_alert` raises.
         """
         step = read_int("step", step, "an int >= 0", least=0)
         records: list[Record] = []
-        alerts: list[Alert] = []
+        events: list[Event] = []
         if self._closed:
             return records
         if self._listening:
@@ -165,19 +174,19 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             progress = Progress(
                 None if loss is None else read_number("loss", loss), None if lr is None else read_number("lr", lr)
             )
-            self._guard("a report", self._report, step, records, alerts, progress)
+            self._guard("a report", self._report, step, records, events, progress)
             for layer in self.layers.values():
                 layer.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
         self._notices.issue()
-        for alert in alerts if self.on_alert is not None else ():
-            self.on_alert(alert)  # type: ignore[misc]  # may raise, to stop the run
+        for event in events if self.on_alert is not None else ():
+            self.on_alert(event)  # type: ignore[misc]  # may raise, to stop the run
         return records
 
     @property
-    def open_events(self) -> list[Event]:
-        """The latest message of each event that is not over. Empty in processes that do not write."""
-        return [] if self._closed else self._delivery.open_events
+    def events(self) -> list[Event]:
+        """The events that are not over."""
+        return [] if self._log is None else self._log.open
 
     def flush(self) -> None:
         """Wait until the sinks have written all reports."""
@@ -206,26 +215,25 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _listen(self, listening: bool, step: int) -> None:
         self._listening = listening
         rank = self._processes.rank if listening else 0
+        clock = itertools.count()
         for layer in self.layers.values():
-            layer.listening, layer.seed, layer.rank = listening, step, rank
+            layer.listening, layer.seed, layer.rank, layer.clock = listening, step, rank, clock
 
-    def _report(self, step: int, records: list[Record], alerts: list[Alert], progress: Progress) -> None:
-        """Append the records and alerts of a step to the lists, and send them to the sinks."""
+    def _report(self, step: int, records: list[Record], events: list[Event], progress: Progress) -> None:
+        """Append the records and events of a step to the lists, and send them to the sinks."""
         records += self._processes.collect(self.layers.values(), step)
-        crossed = [] if self.limits is None else find_alerts(records, self.limits)
-        found = {(alert.kind, alert.layer, alert.head): alert for alert in crossed}
-        alerts += [alert for place, alert in found.items() if place not in self._raised]
-        self._raised = set(found)
-        for alert in alerts if self.dump is not None else ():
-            if alert.layer in self.layers:  # otherwise the layer belongs to another process
-                captured, part = self.layers[alert.layer].captured, self._head_parts[alert.layer]
-                self._guard("a dump", _dump_rows, self.dump, alert, captured, part)
+        if self._log is not None:
+            events += self._log.update(step, records, progress.lr)
+        for event in events if self.dump is not None else ():
+            for layer, heads in event.places if event.status == "begun" else ():
+                if layer in self.layers:  # otherwise the layer belongs to another process
+                    captured, part = self.layers[layer].captured, self._head_parts[layer]
+                    self._guard("a dump", _dump_rows, self.dump, event, layer, heads, captured, part)
         if self._processes.rank > 0 or not records:
             return
-        events = [Event.from_alert(alert.as_dict()) for alert in alerts]
         self._delivery.send(records, step, events, progress, lambda: self._describe(records))
-        for alert in alerts:
-            log.warning("step %d, %s, head %d: %s: %s", step, alert.layer, alert.head, alert.kind, alert.message)
+        for event in events:
+            log.warning("step %d: %s %s: %s. %s", step, event.cause, event.status, event.message, event.advice)
 
     def _describe(self, records: list[Record]) -> RunInfo:
         policies = dict.fromkeys("none" if policy is None else repr(policy) for policy in self._policies)
@@ -244,6 +252,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
         try:
             act(*arguments)
+        except BackendError:  # a process is missing: the run is at fault, and would hang
+            raise
         except Exception as error:
             warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", MonitorWarning, stacklevel=4)
             return False
@@ -257,27 +267,30 @@ def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
     return monitor
 
 
-def _dump_rows(folder: Path, alert: Alert, captured: Mapping[str, Tensor], part: int) -> None:
-    """Write the sampled query rows of the head, and the key rows at the same slots, as safetensors.
+def _dump_rows(
+    folder: Path, event: Event, layer: str, heads: Iterable[int], captured: Mapping[str, Tensor], part: int
+) -> None:
+    """Write the sampled query rows of some heads, and the key rows at the same slots, as safetensors.
 
-    `part` is the index of this process's share of the layer's heads. The file metadata contains the alert.
+    `part` is the index of this process's share of the layer's heads. The file metadata contains the event.
     """
     save = need("safetensors.torch", "dump", "hf").save
     if not captured:
         return
     query, key = captured["query"], captured["key"]
-    head = alert.head - part * query.shape[1]
-    if not 0 <= head < query.shape[1]:
-        return  # the head belongs to another process
     group = query.shape[1] // key.shape[1]
-    rows = {
-        "rows": captured["rows"].cpu().contiguous(),
-        "query": query[:, head].cpu().contiguous(),  # [B, R, D]
-        "key": key[:, head // group].cpu().contiguous(),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"step{alert.step}-{alert.layer}-head{alert.head}-{alert.kind}.safetensors"
-    write_whole(folder / name, save(rows, {field: str(value) for field, value in alert.as_dict().items()}))
+    for head in heads:
+        local = head - part * query.shape[1]
+        if not 0 <= local < query.shape[1]:
+            continue  # the head belongs to another process
+        rows = {
+            "rows": captured["rows"].cpu().contiguous(),
+            "query": query[:, local].cpu().contiguous(),  # [B, R, D]
+            "key": key[:, local // group].cpu().contiguous(),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"step{event.step}-{layer}-head{head}-{event.cause}.safetensors"
+        write_whole(folder / name, save(rows, {field: str(value) for field, value in event.as_dict().items()}))
 
 
 def add_finder(finder: Finder, opener: Opener | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Attention in several processes: a sequence, or the heads of a module, spread over a `DeviceMesh`.
+"""Context and tensor parallelism: a sequence, or the heads of a module, sharded over a `DeviceMesh`.
 
-From `attention` and `module`, it makes the same numbers as one process; the README says how to choose.
+Uses `attention` and `module`. Results equal those of a single process. The README compares the methods.
 """
 
 from attnscale.distributed.context_parallel import context_parallel_attention

@@ -1,4 +1,4 @@
-"""Context parallelism by all-gather: each process has its own rows and the keys and values of all."""
+"""Context parallelism by all-gather: each process computes its rows against the keys and values of all processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 
 
 class Gather:
-    """Rows of this process against gathered keys; in backward the gradients of keys are summed by a reduce-scatter."""
+    """Local rows against gathered keys and values. The backward pass reduce-scatters their gradients."""
 
     def __init__(
         self, call: AttentionCall, shards: TokenShards, backend: str, held: tuple[Tensor, Tensor] | None = None
@@ -31,12 +31,12 @@ class Gather:
         self._backend = backend
 
     def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
-        """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
+        """Return the statistics of the local rows at β = 1, and Λ with a gradient if the policy needs it."""
         chosen = dispatch.choose(self._call, self._backend, by_row=True)
         return dispatch.score_statistics(policy, self._call, chosen, request)
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
-        """Output and statistics of the own rows."""
+        """Return output and statistics of the local rows."""
         call = replace(self._call, beta=beta)
         if request is None:
             return AttentionOutput(dispatch.run(call, dispatch.choose(call, self._backend)), RowStats.counted(call))
@@ -44,7 +44,7 @@ class Gather:
 
 
 def gather_keys(key: Tensor, value: Tensor, shards: TokenShards) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, Hkv, L, ·] of all processes, in the order of the sequence, by one collective."""
+    """Gather keys and values [B, Hkv, L, ·] of all processes in sequence order, with one collective."""
     both = torch.cat([key, value], dim=-1)[None].contiguous()
     everywhere = collectives.all_gather_single_autograd(both, 0, shards.group)  # [P, B, Hkv, L, D + Dv]
     in_order = take_tokens(everywhere.movedim(0, 2).flatten(2, 3), shards.in_turn().argsort(-1))
@@ -53,7 +53,7 @@ def gather_keys(key: Tensor, value: Tensor, shards: TokenShards) -> tuple[Tensor
 
 
 class _Held(torch.autograd.Function):
-    """Keys and values of all processes that were gathered before, as a function of the own ones."""
+    """Keys and values gathered earlier, as a differentiable function of the local keys and values."""
 
     @staticmethod
     def forward(

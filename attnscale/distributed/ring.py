@@ -1,7 +1,7 @@
-"""Context parallelism as a ring: keys and values travel from process to process, partial results are merged.
+"""Ring attention: keys and values are passed from process to process, and partial results are merged.
 
-No process ever holds more than two shards of keys, unless an exact Λ is asked for, which needs whole rows: then keys,
-but no values, are gathered for it. Each shard is computed by the blockwise backend, on every device.
+A process holds at most two shards of keys. The exception is an exact Λ, which needs whole rows: the keys, without
+values, are then gathered. The blockwise backend computes each shard, on every device.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ BLOCKWISE = BlockwiseBackend()
 
 
 class Ring:
-    """Rows of this process against one shard of keys after another."""
+    """Local rows against the keys and values of one shard after another."""
 
     def __init__(
         self, call: AttentionCall, shards: TokenShards, backend: str, held: tuple[Tensor, Tensor] | None = None
     ) -> None:
         if backend not in ("auto", BLOCKWISE.name):
             raise BackendError(
-                f"backend={backend!r} cannot compute method='ring': its shards are computed by blockwise"
+                f"backend={backend!r} cannot compute method='ring': expected 'auto' or {BLOCKWISE.name!r}"
             )
         self._given = call
-        # Bounds in slots become bounds in a shard where its keys lie in the order of the sequence.
+        # Keys of a shard are sorted by position, so an interval of slots is also an interval of the shard.
         order = shards.own.argsort(-1)
         self._call = replace(call, key=take_tokens(call.key, order), value=take_tokens(call.value, order))
         self._rotation = Rotation(shards, held)
 
     def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
-        """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
+        """Return the statistics of the local rows at β = 1, and Λ with a gradient if the policy needs it."""
         if policy.gradient == "through":
             return dispatch.score_statistics(policy, self._with_all_keys(self._given), BLOCKWISE, request)
         return self._statistics(replace(self._call, sinks=None), dispatch.gaps_for(policy, request)), None
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
-        """Output and statistics of the own rows."""
+        """Return output and statistics of the local rows."""
         call, rotation = replace(self._call, beta=beta), self._rotation
         found: list[RowStats] = []
         seeds = torch.randint(2**62, (rotation.shards.size,), device="cpu") if call.dropout_p > 0.0 else None
@@ -72,7 +72,7 @@ class Ring:
 
     @torch.no_grad()
     def _statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        """Statistics without the output: only keys travel."""
+        """Return the statistics without the output; only keys are passed around."""
         call = call.detached()
         stats = RowStats.counted(call)
         if request.softmax:
@@ -81,7 +81,7 @@ class Ring:
 
     @torch.no_grad()
     def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
-        """What was asked for, with the statistics for which the keys travel again."""
+        """Keep the requested statistics, and add those that need further passes of the keys."""
         call, shards = call.detached(), self._rotation.keys
         stats = stats._replace(with_sink=call.sinks is not None and request.softmax)
         stats = add_shard_shares(call, request, shards, self._rotation.local_slots, stats).only(request)
@@ -92,7 +92,7 @@ class Ring:
         return add_gaps(call, request, shards, stats) if request.gaps else stats
 
     def _with_all_keys(self, call: AttentionCall) -> AttentionCall:
-        """Rows against the keys of all processes in the order of the sequence, for their scores only."""
+        """Return the call with the keys of all processes in sequence order and no values, to compute its scores."""
         held = self._rotation.held
         if held is None or torch.is_grad_enabled():
             held = gather_keys(self._given.key, self._given.value[..., :0], self._rotation.shards)
@@ -100,22 +100,22 @@ class Ring:
 
 
 class Rotation:
-    """Passes tensors on from each process to the next, and knows whose they are.
+    """Passes tensors around the ring and tracks their source rank.
 
-    Keys and values that all processes `held` before, in the order of the sequence, need not be passed in forward.
+    With `held`, the keys and values of all processes in sequence order, the forward pass sends nothing.
     """
 
     def __init__(self, shards: TokenShards, held: tuple[Tensor, Tensor] | None = None) -> None:
         self.shards, self.held = shards, held
-        self.places = shards.slots.sort(-1).values  # [P, B|1, L], as keys lie in their shards
+        self.places = shards.slots.sort(-1).values  # [P, B|1, L], in the key order of the shards
 
     def keys(self, call: AttentionCall) -> Iterator[tuple[int, AttentionCall]]:
-        """The rows of a call against each shard of keys, with the number of its process, the own first."""
+        """Yield each rank and the call against its keys, local shard first."""
         for source, (key, value) in self.forward(call, values=False):
             yield source, self.part(call, source, key, value)
 
     def local_slots(self, source: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots [B|1, ...] of the sequence as slots of a shard, and whether they are in it."""
+        """Convert slots [B|1, ...] of the sequence to slots of a shard; also return whether they are in the shard."""
         places = self.places[source]
         batch = max(places.shape[0], slots.shape[0])
         places, flat = places.expand(batch, -1).contiguous(), slots.expand(batch, *slots.shape[1:]).flatten(1)
@@ -124,13 +124,13 @@ class Rotation:
         return local.view(shape), (places.gather(-1, local) == flat).view(shape)
 
     def global_slots(self, source: int, slots: Tensor) -> Tensor:
-        """Slots [B, H, Tq] of a shard as slots of the sequence; negative ones stay."""
+        """Convert slots [B, H, Tq] of a shard to slots of the sequence; negative slots are unchanged."""
         places = self.places[source].expand(slots.shape[0], -1)
         found = places.gather(-1, slots.clamp(min=0).flatten(1)).view(slots.shape)
         return torch.where(slots < 0, slots, found)
 
     def forward(self, call: AttentionCall, *, values: bool) -> Iterator[tuple[int, list[Tensor]]]:
-        """Each process's number, keys and values (or none), the own first."""
+        """Yield each rank with its keys and values (empty without `values`), local shard first."""
         if self.held is None:
             yield from self.turn(call.key, call.value if values else call.value[..., :0])
             return
@@ -140,7 +140,7 @@ class Rotation:
             yield source, [take_tokens(x, self.places[source]) for x in (key, value)]
 
     def turn(self, *tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Each process's tensors and its number. The next ones travel while these are used."""
+        """Yield each rank with its tensors. The next transfer overlaps with their use."""
         flat = torch.cat([x.reshape(-1) for x in tensors])
         for step in range(self.shards.size):
             coming = self.send(flat) if step + 1 < self.shards.size else None
@@ -151,19 +151,19 @@ class Rotation:
                 flat = wait(coming)
 
     def send(self, flat: Tensor) -> Tensor:
-        """To the next process; what comes from the one before is there after `wait`."""
+        """Send a tensor to the next rank; `wait` returns the tensor of the previous rank."""
         size = self.shards.size
         return collectives.permute_tensor(
             flat.contiguous(), [(rank + 1) % size for rank in range(size)], self.shards.group
         )
 
     def part(self, call: AttentionCall, source: int, key: Tensor, value: Tensor) -> AttentionCall:
-        """The rows of a call against the shard of one process; a sink belongs to the own shard only."""
+        """Return the call against the shard of one rank; attention sinks are part of the local shard only."""
         sinks = call.sinks if source == self.shards.rank else None
         return replace(call, key=key, value=value, context=self._context(call.context, source), sinks=sinks)
 
     def _context(self, context: Context, source: int) -> Context:
-        """What rows may see of a shard: the slots between their bounds are neighbours there too."""
+        """Return the visibility within a shard; an interval of slots stays an interval there."""
         places = self.places[source]  # [B|1, L]
         bounds = [bound.expand(max(bound.shape[0], places.shape[0]), -1) for bound in context.bounds()]
         sorted_places = places.expand(bounds[0].shape[0], -1).contiguous()
@@ -179,17 +179,17 @@ class Rotation:
         return Context(context.queries, keys, context.device, first=first, last=last, padding=padding, mask=mask)
 
     def spread_mask(self, part: Tensor, source: int, keys: int) -> Tensor:
-        """The gradient [B|1, H|1, Tq, L] of a shard's part of a mask, among zeros for all other keys."""
+        """Scatter the mask gradient [B|1, H|1, Tq, L] of a shard into zeros for all keys."""
         whole = part.new_zeros(*part.shape[:-1], keys)
         return whole.scatter_(-1, self._columns(source, part), part)
 
     def _columns(self, source: int, mask: Tensor) -> Tensor:
-        """Which columns of a mask [B, H|1, Tq, T] belong to a shard."""
+        """Return the columns of a mask [B, H|1, Tq, T] that belong to a shard."""
         return self.places[source][:, None, None].expand(mask.shape[0], *mask.shape[1:3], -1)
 
 
 def partial_request(request: StatsRequest | None) -> StatsRequest:
-    """What has to be measured of each shard, so that the parts can be merged."""
+    """Return the statistics needed from each shard to merge the parts."""
     if request is None:
         return StatsRequest(entropy=False)
     logits = replace(request.with_lse(), gap_thresholds=None, accumulation=None, rows=None)
@@ -199,8 +199,8 @@ def partial_request(request: StatsRequest | None) -> StatsRequest:
 def reduce_outputs(
     call: AttentionCall, rotation: Rotation, request: StatsRequest, *, values: bool, seeds: Tensor | None = None
 ) -> AttentionOutput:
-    """The merged output and statistics of all shards, in fp32 at least; seeds are those of dropout in each shard."""
-    # Rounded once, at the end: outputs of shards in half precision would each be rounded.
+    """Return the merged output and statistics of all shards, in at least fp32; `seeds` are per-shard dropout seeds."""
+    # fp32, so that the output is rounded once and not once per shard.
     call = replace(call, query=call.query.to(torch.promote_types(call.query.dtype, torch.float32)))
     total: AttentionOutput | None = None
     for source, (key, value) in rotation.forward(call, values=values):
@@ -214,7 +214,7 @@ def reduce_outputs(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Forward and backward of the ring; statistics of the rows are added to a list."""
+    """Forward and backward pass of the ring; row statistics are appended to `found`."""
 
     @staticmethod
     def forward(
@@ -244,7 +244,7 @@ class _RingAttention(torch.autograd.Function):
         dquery, dbeta = (torch.zeros_like(x, dtype=wide) for x in (query, beta))
         dsinks: Tensor | None = None
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[-1] else None
-        # The gradients of a shard travel one step behind it, and one step more, home.
+        # Gradients follow their shard one step behind, and one last step returns them to its rank.
         travelling = key.new_zeros(key.numel() + value.numel(), dtype=wide)
         for source, (its_key, its_value) in rotation.turn(key, value):
             if source != rotation.shards.rank:

@@ -1,4 +1,4 @@
-"""Statistics of rows whose keys come in shards, for which the keys have to travel again."""
+"""Row statistics that need further passes of the keys around the ring."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from attnscale.statistics.rows.measures import GapSums, add_shares, best_scores,
 from attnscale.statistics.rows.tiles import Block, CallRows
 from attnscale_kernels.gaps.bins import BINS
 
-# A pass over all shards: the same rows against one of them after another, each with the number of its process.
+# One pass over all shards: yields each rank with the call of the same rows against the keys of that rank.
 Shards = Callable[[AttentionCall], Iterator[tuple[int, AttentionCall]]]
-# Slots of the sequence as slots of a shard, and whether they are in it.
+# Converts slots of the sequence to slots of a shard; the second tensor marks slots in the shard.
 LocalSlots = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 def add_gaps(call: AttentionCall, request: StatsRequest, shards: Shards, stats: RowStats) -> RowStats:
-    """The statistics with gap counts and a bracket of Λ: one pass for the best scores of each row, one for counting."""
+    """Add gap counts and a bracket of Λ: one pass finds the best scores of each row, a second one counts gaps."""
     shape, device = call.query.shape[:3], call.query.device
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     ranks = request.min_rank if request.accumulation == "bracket" else 1
@@ -44,7 +44,7 @@ def add_gaps(call: AttentionCall, request: StatsRequest, shards: Shards, stats: 
 
 
 def _tiles(call: AttentionCall, shards: Shards) -> Iterator[tuple[CallRows, Block, Tensor]]:
-    """Raw scores of every row against the keys of one shard after another."""
+    """Yield tiles of raw scores of all rows, shard by shard."""
     for _, part in shards(call):
         rows = CallRows(part)
         for block in rows.blocks(whole=True):
@@ -55,7 +55,7 @@ def _tiles(call: AttentionCall, shards: Shards) -> Iterator[tuple[CallRows, Bloc
 def add_shard_shares(
     call: AttentionCall, request: StatsRequest, shards: Shards, local_slots: LocalSlots, stats: RowStats
 ) -> RowStats:
-    """Add the requested weights of chosen keys to statistics that hold the lse of all keys."""
+    """Add the requested weights of selected keys to statistics that contain the lse over all keys."""
 
     def weigh(slots: Tensor, seen: Tensor) -> Tensor:
         share = torch.zeros_like(stats.lse)

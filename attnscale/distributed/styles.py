@@ -1,4 +1,4 @@
-"""Styles for torch's `parallelize_module`: attention whose sequence, or whose heads, are spread over a mesh."""
+"""Parallel styles for torch's `parallelize_module`: context parallelism and tensor parallelism of attention."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from attnscale.policies.per_head import PerHead
 
 
 class ContextParallel(ParallelStyle):
-    """Context parallelism of a `ScaledDotProductAttention`, whose calls then need `positions=`.
+    """Context parallelism of a `ScaledDotProductAttention`. Calls then require `positions=`.
 
     >>> from attnscale.distributed import ContextParallel
     >>> plan = {"blocks.*.attention": ContextParallel(method="ring")}
 
-    `parallelize_module(model, mesh["cp"], plan)` applies it; monitors listen as before.
+    Applied by `parallelize_module(model, mesh["cp"], plan)`. Monitors work unchanged.
     """
 
     def __init__(self, method: Method = "gather") -> None:
@@ -38,14 +38,14 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention = _ours(module)
         attention.spread = SpreadSequence(device_mesh, self.method)
-        if self.method == "ulysses":  # a monitor hears of the heads that this process has
+        if self.method == "ulysses":  # a monitor receives the local heads
             part, parts = attention.head_part
             attention.head_part = part * device_mesh.size() + device_mesh.get_local_rank(), parts * device_mesh.size()
         return module
 
 
 class SpreadSequence(OfOneRun):
-    """`context_parallel_attention` over one mesh, for a module."""
+    """`context_parallel_attention` over one mesh, as called by a module."""
 
     def __init__(self, mesh: DeviceMesh, method: Method) -> None:
         self.mesh, self.method = mesh, method
@@ -65,11 +65,11 @@ class SpreadSequence(OfOneRun):
         positions: Tensor | TokenShards | None = None,
         **rules: Any,
     ) -> Tensor:
-        """The output for the tokens of this process."""
+        """Return the output of the local tokens."""
         if positions is None:
             raise ArgumentError(
-                "positions=None is not accepted under context parallelism: expected the place of each token of this "
-                "process in the whole sequence, without which n is not known"
+                "positions=None is not accepted under context parallelism: expected the position of each local token "
+                "in the whole sequence, which determines n"
             )
         return context_parallel_attention(
             query, key, value, mesh=self.mesh, positions=positions, method=self.method, attn_mask=attn_mask,
@@ -78,12 +78,12 @@ class SpreadSequence(OfOneRun):
 
 
 class HeadParallel(ParallelStyle):
-    """Tensor parallelism of a `ScaledDotProductAttention`, of whose heads each process has an equal part, in order.
+    """Tensor parallelism of a `ScaledDotProductAttention`: heads are split evenly over the processes, in order.
 
-    Parameters and running estimates of its policy, one per head, become DTensors sharded with the heads (of `per_head`,
-    replicated ones, since its parts may lie across processes), and a monitor reports heads by their numbers in the
-    whole module. `rows` is the mesh over whose processes rows differ, for running
-    estimates; None: all dimensions of the whole mesh but that of the heads.
+    Per-head parameters and running estimates of the policy become DTensors sharded with the heads. Those of `per_head`
+    are replicated, since the range of one of its policies may span processes. A monitor reports heads by their index in
+    the whole module. `rows` is the mesh of processes with different rows, for running estimates; None selects all
+    dimensions of the root mesh except those of the tensor-parallel mesh.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     >>> from attnscale.distributed import HeadParallel
@@ -96,10 +96,8 @@ class HeadParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention, size, policy = _ours(module), device_mesh.size(), _ours(module).policy
         rank, (part, parts) = device_mesh.get_local_rank(), attention.head_part
-        attention.head_part = (
-            rank * parts + part,
-            size * parts,
-        )  # parts of these heads, where ulysses was applied before
+        # `parts` > 1 if ulysses was applied first: it splits these heads further.
+        attention.head_part = rank * parts + part, size * parts
         if isinstance(policy, LengthPolicy):
             policy.keep(OwnHeads(rank, size, device_mesh.get_group()))
         if isinstance(policy, PerHead):
@@ -120,7 +118,7 @@ def _check_heads(heads: int, size: int) -> None:
 
 
 def _distribute(policy: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Turn the parameters and buffers of a policy and its parts into DTensors."""
+    """Convert the parameters and buffers of a policy and its submodules to DTensors."""
     for part in policy.modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             placed: Tensor = distribute_tensor(tensor.detach(), mesh, [placement])
@@ -131,15 +129,15 @@ def _distribute(policy: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
 
 
 def _local_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The heads of this process, also of projections that give DTensors."""
+    """Forward pre-hook: convert DTensor inputs to their local heads."""
     return tuple(local(x) if isinstance(x, Tensor) else x for x in inputs)
 
 
 def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | None) -> None:
-    """Say over which processes the rows of a model differ, for the running estimates of its policies.
+    """Set the processes with different rows, for the running estimates of the model's policies.
 
-    They are reduced over these, so that every process uses the same β. Without this call they are reduced over all
-    processes, which is right for data and context parallelism alone; None: over none.
+    Running estimates are reduced over these processes, so that all of them use the same β. By default they are reduced
+    over all processes, which is correct for pure data and context parallelism. `over=None` disables the reduction.
     """
     group = read_group("over", over)
     for policy in model.modules():
@@ -148,10 +146,10 @@ def share_rows(model: nn.Module, over: DeviceMesh | distributed.ProcessGroup | N
 
 
 def shard_policies(model: nn.Module, **options: Any) -> None:
-    """`fully_shard` for each learned policy of a model; call it before `fully_shard` takes the rest, with its keywords.
+    """Apply `fully_shard` to each learned policy; call it before `fully_shard(model)`, with the same keywords.
 
-    For policies in another dtype than the parameters that train beside them, fp32 in a bf16 model: `fully_shard` takes
-    parameters of one dtype at a time. A model of one dtype does not need this.
+    Needed if the dtype of the policies differs from that of the other trainable parameters, such as fp32 policies in a
+    bf16 model: `fully_shard` requires a uniform dtype. A model with one dtype does not need it.
     """
     for module in model.modules():
         if isinstance(module, LengthPolicy) and any(True for _ in module.parameters()):
@@ -159,10 +157,10 @@ def shard_policies(model: nn.Module, **options: Any) -> None:
 
 
 def _others(mesh: DeviceMesh) -> DeviceMesh | None:
-    """All dimensions of the whole mesh but those of a part of it."""
+    """Return the root mesh without the dimensions of `mesh`; None if none are left."""
     root = mesh._get_root_mesh()
     if root.ndim > mesh.ndim and not (root.mesh_dim_names and mesh.mesh_dim_names):
-        raise ArgumentError("a mesh without names is not accepted here: expected HeadParallel(rows=...)")
+        raise ArgumentError("a mesh without mesh_dim_names is not accepted: expected HeadParallel(rows=...)")
     names = tuple(name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ()))
     return root[names] if root.ndim > mesh.ndim else None
 
@@ -170,10 +168,9 @@ def _others(mesh: DeviceMesh) -> DeviceMesh | None:
 def _ours(module: nn.Module) -> ScaledDotProductAttention:
     if isinstance(module, nn.MultiheadAttention):
         raise ArgumentTypeError(
-            f"module as {type(module).__name__} is not accepted: its projections are one tensor for all heads, and its "
-            "call has no place for positions; expected a ScaledDotProductAttention of attnscale's between projections "
-            "of your own"
+            f"module={type(module).__name__} is not accepted: its projections are one tensor for all heads, and its "
+            "forward takes no positions; expected attnscale.ScaledDotProductAttention between separate projections"
         )
     if not isinstance(module, ScaledDotProductAttention):
-        reject_type("module", type(module).__name__, "a ScaledDotProductAttention of attnscale's")
+        reject_type("module", type(module).__name__, "an attnscale.ScaledDotProductAttention")
     return module

@@ -1,4 +1,4 @@
-"""Context parallelism by all-to-all (DeepSpeed-Ulysses): each process has all rows of some of the heads."""
+"""Context parallelism by all-to-all (DeepSpeed-Ulysses): each process computes all rows of a subset of the heads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample
 
 
 class Ulysses:
-    """Heads of this process with the whole sequence; outputs and statistics return to the rows they belong to.
+    """Local heads over the whole sequence. Outputs and statistics are sent back to the processes of their rows.
 
-    A tap is told of these heads, which have all their rows here.
+    Calls are reported to a tap with these heads and all of their rows.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Ulysses:
     ) -> None:
         heads, size = call.query.shape[1], shards.size
         if heads % size:
-            reject("heads", heads, f"a multiple of the {size} processes, for method='ulysses'; use 'gather' or 'ring'")
+            reject("heads", heads, f"a multiple of the {size} processes for method='ulysses'; use 'gather' or 'ring'")
         self._rows, self._shards, self._backend, self._tap = call, shards, backend, tap
         self._place = shards.in_turn()
         self._order = self._place.argsort(-1)
@@ -42,13 +42,13 @@ class Ulysses:
         self._call = replace(call, query=query, key=key, value=value, context=whole, sinks=sinks)
 
     def score_statistics(self, policy: ScorePolicy, request: StatsRequest | None) -> tuple[RowStats, Tensor | None]:
-        """Statistics of the own rows at β = 1, and Λ with a gradient where the policy wants it."""
+        """Return the statistics of the local rows at β = 1, and Λ with a gradient if the policy needs it."""
         chosen = dispatch.choose(self._call, self._backend, by_row=True)
         stats, through = dispatch.score_statistics(policy, self._call, chosen, request)
         return self._stats_of_rows(stats), None if through is None else self._to_rows(through[..., None])[..., 0]
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
-        """Output and statistics of the own rows."""
+        """Return output and statistics of the local rows."""
         if isinstance(beta, Tensor):
             (beta,) = self._to_heads(beta.expand(self._rows.query.shape[:3])[..., None])
             beta = beta[..., 0]
@@ -62,7 +62,7 @@ class Ulysses:
         return AttentionOutput(self._to_rows(output), stats)
 
     def _attend_heads(self, call: AttentionCall, request: StatsRequest | None) -> tuple[Tensor, RowStats | None]:
-        """Output of the own heads, reported to a tap that is open, and statistics where they are asked for."""
+        """Return output and requested statistics of the local heads, and report the call to an open tap."""
         found: list[RowStats] = []
 
         def run(passed: AttentionCall) -> Tensor:
@@ -80,7 +80,7 @@ class Ulysses:
         return output, found[0] if found else None
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """[B, H, L, ·] of the own rows to [B, H/P, T, ·] of the own heads, by one collective."""
+        """Convert [B, H, L, ·] of the local rows to [B, H/P, T, ·] of the local heads, with one collective."""
         size = self._shards.size
         parts = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors]  # type: ignore[no-untyped-call]
         sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
@@ -90,22 +90,22 @@ class Ulysses:
         return [take_tokens(block.movedim(0, 2).flatten(2, 3), self._order) for block in blocks]
 
     def _to_rows(self, x: Tensor) -> Tensor:
-        """Inverse of `_to_heads`, of one tensor."""
+        """Inverse of `_to_heads`, for one tensor."""
         size = self._shards.size
         in_turn = take_tokens(x, self._place)
         parts = in_turn.unflatten(2, (size, -1)).movedim(2, 0).contiguous()  # type: ignore[no-untyped-call]
         received = collectives.all_to_all_single_autograd(parts, None, None, self._shards.group)
-        return torch.cat(received.unbind(0), dim=1)  # and no view, which would still be the promise of a tensor
+        return torch.cat(received.unbind(0), dim=1)  # a copy: a view would still be an asynchronous tensor
 
     @torch.no_grad()
     def _stats_of_rows(self, stats: RowStats) -> RowStats:
-        """Statistics [B, H/P, T] of the own heads to those [B, H, L] of the own rows, by one collective."""
+        """Convert statistics [B, H/P, T] of the local heads to [B, H, L] of the local rows, with one collective."""
         moved = RowStats.counted(self._rows)._replace(with_sink=stats.with_sink)
         found, structure = tree_flatten(stats._replace(rows=None, places=None))
         tensors = [x for x in found if isinstance(x, Tensor)]
         if not tensors:
             return moved
-        # One column for each number of a row, in fp64, which holds slots and counts of keys exactly.
+        # One column per value of a row, in fp64, which represents slots and key counts exactly.
         columns = [x.reshape(*x.shape[:3], -1).to(torch.float64) for x in tensors]
         parts = torch.split(self._to_rows(torch.cat(columns, dim=-1)), [x.shape[-1] for x in columns], dim=-1)
         shaped = iter(
@@ -116,8 +116,8 @@ class Ulysses:
 
 
 def _repeated(x: Tensor, heads: int, size: int) -> Tensor:
-    """Keys or values [B, Hkv, L, ·] with their heads repeated until every process can have as many."""
+    """Repeat the heads of keys or values [B, Hkv, L, ·] until they can be split evenly over the processes."""
     times = size // math.gcd(x.shape[1], size)
     if heads % (x.shape[1] * times):
-        reject("key heads", x.shape[1], f"a number that {size} processes can share; use method='gather' or 'ring'")
+        reject("key heads", x.shape[1], f"a number divisible among {size} processes; use method='gather' or 'ring'")
     return x if times == 1 else x.repeat_interleave(times, dim=1)

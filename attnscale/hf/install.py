@@ -71,6 +71,14 @@ class Handle(Removable):
         self._sites = [(module, site_of(module)) for module in modules]
         self._configs = list(configs)
 
+    def __repr__(self) -> str:
+        name, number = type(transformers_model(self.model)).__name__, len(self.policies)
+        if not self._sites:
+            return f"<Handle of {name}: removed>"
+        different = dict.fromkeys(map(_short_repr, self.policies.values()))
+        shown = next(iter(different), "no policy") + (" and others" if len(different) > 1 else "")
+        return f"<Handle of {name}: {shown} in {number} layer{'' if number == 1 else 's'}>"
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the policies, to pass to an optimizer that trains only them."""
         found = [p for policy in self.policies.values() if isinstance(policy, nn.Module) for p in policy.parameters()]
@@ -224,6 +232,12 @@ def install(
 def by_inner_path(policies: Mapping[str, Policy], model: nn.Module) -> dict[str, Policy]:
     """Return policies keyed by module path inside the transformers model, without the prefix of a wrapper."""
     return {path: policies[layer.path] for path, layer in routed_layers(model).items() if layer.path in policies}
+
+
+def _short_repr(policy: Policy) -> str:
+    """Return the repr of a policy if it fits in a line, else its class name."""
+    text = repr(policy)
+    return text if len(text) <= 80 and "\n" not in text else f"{type(policy).__name__}(...)"
 
 
 def _take_out(modules: Sequence[nn.Module], configs: Sequence[PreTrainedConfig]) -> None:

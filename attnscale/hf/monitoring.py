@@ -139,7 +139,7 @@ class AttnScaleCallback(TrainerCallback):
                 "max_logit": found.max_logit and found.max_logit.value,
                 "entropy_share": found.entropy_share,
                 "min_gain": found.min_gain and found.min_gain.value,
-                "events": len(self.monitor.open_events),
+                "events": len(self.monitor.events),
             }
             self._short = {f"{PREFIX}/{name}": value for name, value in numbers.items() if value is not None}
             self._details = compact(records, heads=self.heads)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from attnscale._util.checks import read_int
 from attnscale._util.ranges import read_range, write_range
@@ -31,6 +32,30 @@ SOFT = 0.99
 
 # For models without `max_position_embeddings` in their config.
 _USUAL_LENGTH = 2048
+
+# Rotary embeddings of models that were trained at the stretched length, `max_position_embeddings`: Llama 3.1, Phi-3.
+_TRAINED_STRETCHED = ("llama3", "longrope")
+
+
+def trained_length(config: PreTrainedConfig) -> int | None:
+    """Return the length at which a model was trained, or None if the config does not name one.
+
+    With a stretched rotary embedding, `max_position_embeddings` is the stretched length and
+    `original_max_position_embeddings` the trained one.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+        >>> trained_length(LlamaConfig(max_position_embeddings=131072, rope_parameters=rope))
+        32768
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # some models have one entry per layer type
+    known = [getattr(text, "max_position_embeddings", None)]
+    if rope.get("rope_type") not in _TRAINED_STRETCHED:
+        known.append(rope.get("original_max_position_embeddings"))
+    return min((length for length in known if isinstance(length, int) and length > 1), default=None)
 
 
 def select(
@@ -148,8 +173,7 @@ def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: 
     """Return the warnings for a pretrained model: β much larger than 1, or sliding-window layers with β always < 1."""
     if not _is_pretrained(model):
         return []
-    length = getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
-    length = length if isinstance(length, int) and length > 1 else _USUAL_LENGTH
+    length = trained_length(transformers_model(model).config) or _USUAL_LENGTH
     laws = [(layer, law) for layer in layers if layer.path in policies for law in _laws(policies[layer.path])]
     texts = []
     absolute = [(layer, law) for layer, law in laws if getattr(law, "reference_length", None) is None]

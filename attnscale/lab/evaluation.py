@@ -41,7 +41,8 @@ class Evaluation:
         lengths: sequence lengths in tokens.
         tasks: any of perplexity, needle (one per sequence), multi_needle and recall (multi-query associative recall).
         text: text file for windows and haystacks; at most its first 8 MB are read. The embedded model has its own text.
-        trained_length: length at which laws are anchored; default max_position_embeddings of the config.
+        trained_length: length at which laws are anchored; default from the config: max_position_embeddings, or
+            original_max_position_embeddings of a stretched rotary embedding.
         layers: layers that get the policy, as in attnscale.hf.apply.
         on_existing: for models with built-in length scaling, raise an error, compose the policy with it, or replace it.
         rope: stretched rotary embedding such as yarn:4 or linear:4, without YaRN's own temperature.

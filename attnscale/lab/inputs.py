@@ -171,8 +171,10 @@ class ModelFolder:
 
     @cached_property
     def trained_length(self) -> int | None:
-        """`max_position_embeddings` of the config, or None."""
-        return getattr(self._config().get_text_config(), "max_position_embeddings", None)
+        """Trained length according to the config, or None; a stretched rotary embedding does not change it."""
+        from attnscale.hf.selection import trained_length
+
+        return trained_length(self._config())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -202,7 +204,11 @@ class ModelFolder:
     def tokenizer(self) -> Any:
         """Load the tokenizer."""
         transformers = need("transformers", "evaluate", "hf")
-        return self._read("tokenizer of model", lambda: transformers.AutoTokenizer.from_pretrained(self.path))
+        found = self._read("tokenizer of model", lambda: transformers.AutoTokenizer.from_pretrained(self.path))
+        if len(found) <= len(set(found.all_special_ids)):  # transformers' stand-in for missing files
+            files = "the tokenizer files of the model (tokenizer.json, tokenizer_config.json)"
+            reject("model", str(self.path), f"a folder that also has {files}")
+        return found
 
     def _config(self) -> Any:
         transformers = need("transformers", "evaluate", "hf")
@@ -226,7 +232,7 @@ class ModelFolder:
     def refuse_too_long(self, model: nn.Module, length: int) -> None:
         """Raise for a length beyond a table of learned positions; rotary embeddings have no such limit."""
         inputs = model.get_input_embeddings()  # type: ignore[operator]
-        limit = self.trained_length
+        limit = getattr(self._config().get_text_config(), "max_position_embeddings", None)
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module is not inputs and limit is not None:
                 rows = module.num_embeddings

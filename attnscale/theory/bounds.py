@@ -128,7 +128,7 @@ def _others(tokens: TokenRange, beta: float) -> float:
 def _squared_weights(tokens: TokenRange, beta: float) -> float:
     """An upper bound on Σ_j A_ij²: p² + max_(j≠i) A_ij, and at most the largest weight."""
     _, own = own_weight(tokens, beta)
-    # The best other token competes with the own token at 1 and n−2 tokens at ρ₁; either term alone gives a bound.
+    # The best other token competes with the token itself at 1 and n−2 tokens at ρ₁; either term alone gives a bound.
     other = min(
         logistic(-beta * (1.0 - tokens.rho_max)),
         logistic(beta * (tokens.rho_max - tokens.rho_min) - math.log(tokens.n - 2)) if tokens.n > 2 else 1.0,

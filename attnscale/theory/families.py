@@ -120,9 +120,9 @@ class Simplex(Family):
 class AlmostSimplex(Family):
     """Tokens x_i = √ρ z_0 + √(1−ρ) z_i with z ~ N(0, I/d): nearly equal angles. Λ ~ ln n/(1−ρ) for d ≫ ln n.
 
-    The own key scores about 1. The others are Gaussian about ρ with variance D/d, D = 1−ρ, so about 1 + (n−1)Φ(−z) keys
-    lie within the gap t = D − z√(D/d). The law is the supremum of ln N(t)/t on that curve, to leading order
-    2 ln n/(D + √(D² − 2D ln n/d)). For ln n > dD/2 the best of the other keys beats the own key, and the law is the
+    A token scores about 1 with itself. Other keys are Gaussian about ρ with variance D/d, D = 1−ρ, so about
+    1 + (n−1)Φ(−z) keys lie within the gap t = D − z√(D/d). The law is the supremum of ln N(t)/t on that curve, to
+    leading order 2 ln n/(D + √(D² − 2D ln n/d)). For ln n > dD/2 the best other key scores higher, and the law is the
     Gaussian one.
     """
 

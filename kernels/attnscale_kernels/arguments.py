@@ -48,7 +48,7 @@ def check_values(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     of_keys = key.shape[:3]
     if value.dim() != 4 or value.shape[:3] != of_keys or value.shape[3] > WIDEST_HEAD:
         axes = f"[{', '.join(map(str, of_keys))}, DV]"
-        _refuse_shape("value", value, f"{axes} beside key of shape {tuple(key.shape)}, with DV <= {WIDEST_HEAD}")
+        _refuse_shape("value", value, f"{axes} for a key of shape {tuple(key.shape)}, with DV <= {WIDEST_HEAD}")
     if sinks is not None:
         _check_tensor("sinks", sinks, _FLOATS, "query", query)
         if sinks.dim() != 1 or sinks.shape[0] != query.shape[1]:
@@ -65,7 +65,7 @@ def check_scores(query: Tensor, key: Tensor, visibility: Visibility) -> None:
     batch, heads, _, dim = query.shape
     _check_tensor("key", key, (query.dtype,), "query", query)
     if key.dim() != 4 or key.shape[0] != batch or key.shape[3] != dim:
-        _refuse_shape("key", key, f"[{batch}, Hkv, Tk, {dim}] beside query of shape {tuple(query.shape)}")
+        _refuse_shape("key", key, f"[{batch}, Hkv, Tk, {dim}] for a query of shape {tuple(query.shape)}")
     kv_heads, keys = key.shape[1:3]
     if kv_heads == 0 or heads % kv_heads:
         _refuse_shape("key", key, f"a number of heads, its second axis, that divides the {heads} of query")

@@ -65,7 +65,7 @@ def why_unavailable(device: torch.device | None = None, dtype: torch.dtype = tor
         if not torch.cuda.is_available():
             return "no CUDA or ROCm device is visible to torch"
     if dtype not in DTYPES:
-        return f"triton kernels take float32, float16 and bfloat16, not {dtype}"
+        return f"triton kernels support float32, float16 and bfloat16, not {dtype}"
     return None
 
 

@@ -40,8 +40,8 @@ class Visibility(NamedTuple):
 
     Attributes:
         slot: The slot of the first query, for example the number of cached keys.
-        left: Visible slots before the own one; None means all.
-        right: Visible slots after the own one; None means all, 0 is causal.
+        left: Visible slots before the row's own slot; None means all.
+        right: Visible slots after the row's own slot; None means all, 0 is causal.
         start: First visible slot, [B|1, Tq] in int32. Requires `stop`; excludes `left` and `right`.
         stop: End of the visible slots, [B|1, Tq] in int32.
         padding: [B|1, Tk] bool, True for hidden keys.

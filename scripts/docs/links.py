@@ -1,7 +1,7 @@
 """Repository links → links of the site. A link whose target does not exist raises `DeadLinkError`.
 
 A link to a README or page leads to its page, a picture is copied into the site, and any other file or folder leads to
-GitHub. Links inside code are left alone.
+GitHub. Links inside code are unchanged.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TERMS = {
     "yarn": "YaRN",
 }
 
-# These are left alone; the last are headings and directives, tags and comments, and bare addresses.
+# Excluded: code, links, headings and directives, tags and comments, bare addresses.
 _SKIPPED = rf"{FENCE}|{CODE}|{LINK}|\[[^\]]*\]\[[^\]]*\]|^(?:#|:::)[^\n]*|<[^>]*>|https?://\S+"
 _WORDS = "|".join(f"(?P<t{place}>{words})" for place, words in enumerate(TERMS.values()))
 _TOKEN = re.compile(rf"{_SKIPPED}|(?<![\w/.‖])(?:{_WORDS})(?![\w(]|\.\w)", re.MULTILINE | re.DOTALL | re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""The mistakes of public implementations (FORMULAS §2.2 in attnscale/policies/README.md), one test each."""
+"""The mistakes of public implementations (FORMULAS §2.3 in attnscale/policies/README.md), one test each."""
 
 import math
 

@@ -74,7 +74,7 @@ def test_dispatch_explains_it_and_errors_name_it():
         scaled_dot_product_attention(q, k, v, causal_upper_left(4, 9))
     with pytest.raises(
         ArgumentError,
-        match=r"is_causal=True is not accepted: expected False beside a causal bias.*CausalBias should not be used",
+        match=r"is_causal=True is not accepted: expected False with a causal bias.*CausalBias should not be used",
     ):
         scaled_dot_product_attention(q, k, v, causal_upper_left(5, 9), is_causal=True)
     module = attnscale.MultiheadAttention(16, 2, batch_first=True)

@@ -49,6 +49,16 @@ def test_each_way_of_retrieval_has_a_table_and_perplexity_alone_has_one(tmp_path
     assert (task, line) == ("perplexity", Line(128, "log", None, None, 2.25, line.quantities))
 
 
+def test_the_title_of_a_retrieval_task_names_the_task_of_bits_per_byte(tmp_path: Path) -> None:
+    def title(name: str, tasks: tuple[str, ...]) -> str:
+        (tmp_path / name).mkdir()
+        return next(filter(str.strip, printed(write_folder(tmp_path / name, LAWS, (128,), tasks), 80))).strip()
+
+    assert title("both", ("multi_needle", "perplexity")) == "multi_needle (bits/byte: perplexity)"
+    assert title("answers", ("multi_needle",)) == "multi_needle"
+    assert title("prose", ("perplexity",)) == "perplexity"
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_all_names_and_numbers_are_whole_in_a_line_each(width: int, tmp_path: Path) -> None:
     lines = printed(write_folder(tmp_path, LAWS, (128, 32768)), width)

@@ -21,8 +21,8 @@ import tiny_gpt
 from attnscale import Monitor
 from attnscale.diagnostics import Event, JsonlSink, MemorySink, Progress, Record, RunInfo, read
 from attnscale.diagnostics import delivery as module
-from attnscale.diagnostics.alerts import Notices
 from attnscale.diagnostics.delivery import MOST_WAITING, Delivery
+from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.file import End, Tail
 from attnscale.errors import ArgumentTypeError, MonitorWarning
 
@@ -148,13 +148,6 @@ def test_the_file_says_how_many_reports_are_missing(tmp_path: Path, monkeypatch:
     assert isinstance(end, End)
     assert end.dropped == 3
     assert [item.number for item in items if isinstance(item, Event)] == [1, 2, 3]
-
-
-def test_events_are_open_until_they_are_over() -> None:
-    delivery = Delivery([], Notices())
-    send(delivery, 0, event(1), event(2))
-    send(delivery, 1, event(1, "lasting"), event(2, "over"))
-    assert delivery.open_events == [event(1, "lasting")]
 
 
 def test_a_sink_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

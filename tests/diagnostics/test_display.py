@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 import attnscale.diagnostics
 from attnscale import Monitor, ScaledDotProductAttention
-from attnscale.diagnostics import Thresholds
-from attnscale.diagnostics.alerts import ALERTS
+from attnscale.diagnostics import CAUSES
 from attnscale.diagnostics.views.display import GAP_COUNT, QUANTITIES, WATCHED, quantity_of
 
 README = (Path(attnscale.diagnostics.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()
@@ -51,19 +49,19 @@ def test_every_quantity_of_a_record_has_a_row_and_no_row_is_left_over():
     assert found["forward"] >= {f"{GAP_COUNT}{gap}" for gap in ("0.5", "1")}
 
 
-def test_every_alert_has_an_explanation_and_shows_a_quantity():
-    assert set(ALERTS) == {field.name for field in fields(Thresholds)} - {"after_step"}
-    for alert in ALERTS.values():
-        assert alert.explanation
-        assert alert.quantities
-        assert set(alert.quantities) <= set(QUANTITIES)
+def test_every_cause_has_a_rule_in_words_and_shows_a_quantity():
+    for cause in CAUSES.values():
+        assert cause.rule.__doc__
+        assert cause.title
+        assert cause.advice
+        assert cause.quantity in QUANTITIES
 
 
 def test_the_terminal_shows_quantities_of_the_table():
     assert set(WATCHED) <= set(QUANTITIES)
 
 
-def test_the_readme_lists_every_quantity_with_its_place_and_every_alert_with_what_it_shows():
+def test_the_readme_lists_every_quantity_with_its_place_and_every_event_with_what_it_shows():
     gap = quantity_of(f"{GAP_COUNT}<t>")
     lines = [line for line in README if line.startswith("| `") and not re.search(r"Sink\(|/`|\.py`", line)]
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
@@ -72,5 +70,5 @@ def test_the_readme_lists_every_quantity_with_its_place_and_every_alert_with_wha
         place = "forward, backward" if quantity.name in ("w_max", "entropy", gap.name) else quantity.phase or "scalars"
         expected.add((f"`{quantity.name}`", place))
     assert {(line[0], line[1]) for line in cells if len(line) == 4} == expected
-    shown = {(f"`{kind}`", f"`{alert.quantities[0]}`") for kind, alert in ALERTS.items()}
+    shown = {(f"`{name}`", f"`{cause.quantity}`") for name, cause in CAUSES.items()}
     assert {(line[0], line[2]) for line in cells if len(line) == 3} == shown

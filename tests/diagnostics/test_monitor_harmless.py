@@ -213,8 +213,8 @@ def test_what_is_no_sink_no_model_or_watched_already_is_refused():
 
 def test_numbers_of_numpy_are_taken_and_reported_as_plain_ones(tmp_path):
     model, path = tiny_gpt.build(), tmp_path / "run.jsonl"
-    alerts = Thresholds(collapsed=np.float32(0.5), after_step=np.int64(0))
-    assert alerts == Thresholds(collapsed=0.5, after_step=0)
+    alerts = Thresholds(collapsed=np.float32(0.5), seen=np.int64(1))
+    assert alerts == Thresholds(collapsed=0.5, seen=1)
     with Monitor(model, every=np.int64(2), rows=np.int32(4), sinks=[JsonlSink(path)], alerts=alerts) as monitor:
         for step in np.arange(4):
             model.loss(tiny_gpt.batch(int(step))).backward()
@@ -232,5 +232,5 @@ def test_thresholds_refuse_what_they_do_not_know(tmp_path):
         Thresholds(diffuse=-1)
     with pytest.raises(ArgumentError, match="vanishing=nan"):
         Thresholds(vanishing=float("nan"))
-    with pytest.raises(ArgumentTypeError, match="noise=True"):
-        Thresholds(noise=True)
+    with pytest.raises(ArgumentTypeError, match="jump=True"):
+        Thresholds(jump=True)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnscale import Monitor
 from attnscale.diagnostics import JsonlSink, Record, read_jsonl
+from attnscale.errors import BackendError
 
 Report = dict[str, Any]
 
@@ -87,3 +88,48 @@ def test_the_first_rank_writes_what_all_have_seen(tmp_path):
     written = list(read_jsonl(tmp_path / "attn.jsonl"))
     assert written == [Record.from_dict(record) for report in reports[0] for record in report["records"]]
     assert torch.tensor([record.forward["visible"].rows for record in written]).eq(2 * 2 * 5).all()
+
+
+def stepped_on_one_rank(rank: int) -> str:
+    """The error of the first process; the second never reports its last step."""
+    model = tiny_gpt.build()
+    with Monitor(model, every=1, alerts=None, timeout=0.5) as monitor:
+        for step in range(3):
+            model.loss(tiny_gpt.batch(rank)).backward()
+            if rank == 0 or step < 2:
+                try:
+                    monitor.step(step)
+                except BackendError as error:
+                    return str(error)
+    return ""
+
+
+def test_a_step_that_only_one_rank_makes_is_an_error_within_seconds(tmp_path):
+    first, second = on_ranks(stepped_on_one_rank, tmp_path, 2)
+    assert "monitor.step(2)" in first
+    assert "rank 1" in first
+    assert second == ""
+
+
+def skipped_by_one_rank(rank: int) -> list[Report]:
+    """Records of a model of which the second process skips the second block at each other step."""
+    model = tiny_gpt.build(layers=3)
+    with Monitor(model, every=1, alerts=None) as monitor:
+        reports = []
+        for step in range(4):
+            block = model.blocks[1]
+            if rank == 1 and step % 2:
+                block.forward = lambda x: x
+            model.loss(tiny_gpt.batch(rank)).backward()
+            vars(block).pop("forward", None)
+            reports.append({record.layer: record.forward["visible"].rows for record in monitor.step(step)})
+    return reports
+
+
+def test_a_layer_that_one_rank_skips_is_absent_there_and_nothing_hangs(tmp_path):
+    reports, others = on_ranks(skipped_by_one_rank, tmp_path, 2)
+    assert reports == others
+    for step, report in enumerate(reports):
+        first, second, third = report.values()
+        assert first == third
+        assert second == (first / 2 if step % 2 else first)

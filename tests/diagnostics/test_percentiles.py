@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnscale import Monitor, ScaledDotProductAttention, StatsRequest, row_statistics
-from attnscale.diagnostics import Thresholds
 from attnscale.diagnostics.records.tally import KEPT, Spread, row_keys, salt_of, summaries
 from attnscale.statistics import sample_rows
 
@@ -59,11 +58,9 @@ def test_the_median_of_n_is_that_of_the_issue():
     assert record.forward["visible"].p50 == pytest.approx(64.5, abs=128 * SLACK)
 
 
-def test_an_alert_on_a_median_is_not_raised_by_the_sample():
-    found = []
-    record, w_max, _ = watched(256, 128, alerts=Thresholds(collapsed=0.65), on_alert=found.append)
+def test_a_median_is_not_moved_by_the_sample():
+    record, w_max, _ = watched(256, 128)
     assert w_max.median() < 0.6
-    assert [alert.kind for alert in found] == []
     assert record.forward["w_max"].p50 < 0.65
 
 

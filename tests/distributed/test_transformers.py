@@ -159,7 +159,7 @@ def test_where_n_cannot_be_known_the_call_says_what_to_pass(ranks):
     for rank in ranks:
         masked, packed = rank["refused"]
         assert "attention_mask" in masked
-        assert "every place 0 … 15 of the sequence once" in packed
+        assert "every position 0 … 15 of the sequence exactly once" in packed
 
 
 def test_a_learned_policy_of_a_bf16_model_is_sharded_like_the_rest(ranks):

@@ -33,6 +33,27 @@ def test_remove_restores_the_model_to_the_bit():
     assert state_of(model).keys() == state.keys()
 
 
+@pytest.mark.parametrize(
+    ("policy", "parts"),
+    [
+        ({"name": "log", "reference_length": 4}, ("Llama", "Log(", "reference_length=4", "2 layers")),
+        ({"default": "constant", "layers": {"1": "log"}}, ("Constant(", "others", "2 layers")),
+        ({"default": "constant", "heads": {"0-1": "log"}}, ("PerHead(...)", "2 layers")),
+        ("gap_adaptive", ("GapAdaptive(...)",)),
+    ],
+    ids=str,
+)
+def test_a_handle_prints_as_one_line(policy, parts):
+    model = llama()
+    with attnscale.hf.apply(model, policy) as handle:
+        shown = str(handle)
+        assert all(part in shown for part in parts)
+    for line in (shown, str(handle)):
+        assert "\n" not in line
+        assert len(line) < 160
+    assert str(handle) != shown
+
+
 def test_a_context_manager_removes_at_the_end():
     model = llama()
     before = logits(model)

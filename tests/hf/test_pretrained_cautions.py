@@ -68,6 +68,12 @@ def test_an_absolute_law_in_a_pretrained_model(pretrained):
     assert "in 1 layer(s)" in text
 
 
+def test_the_advised_length_is_that_before_stretching(pretrained):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH, "rope_theta": 10000.0}
+    model = pretrained(llama, max_position_embeddings=4 * LENGTH, rope_parameters=rope)
+    assert_multiplied(warned(model, "log", on_existing="replace"), 4.159)
+
+
 @pytest.mark.parametrize(
     ("policy", "parameters"),
     [

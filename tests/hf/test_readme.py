@@ -85,3 +85,15 @@ def test_the_yarn_block_stretches_full_layers_and_keeps_theta(tmp_path, kind, st
         assert model(TOKENS).logits.isfinite().all()
     assert not [one for layer in find_attention_layers(model) for one in find_existing(model, layer)]
     names["handle"].remove()
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_documents_packed_by_the_collator_are_read_as_if_alone(flash):
+    model, documents = llama().float(), TOKENS[0].tensor_split(2)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+    batch = collate([{"input_ids": document.tolist()} for document in documents])
+    with attnscale.hf.apply(model, "log", reference_length=4), torch.no_grad():
+        alone = torch.cat([model(document[None]).logits for document in documents], 1)
+        torch.testing.assert_close(model(**batch, use_cache=False).logits, alone)
+        ignored = {name: value for name, value in batch.items() if name != "position_ids"}
+        assert (model(**ignored, use_cache=False).logits - alone).abs().max() > 0.1

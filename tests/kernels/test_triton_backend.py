@@ -232,8 +232,8 @@ def test_empty_calls_give_empty_or_zero_results():
     ("change", "reason"),
     [
         ({"dtype": torch.float64}, "float32, float16 and bfloat16, not torch.float64"),
-        ({"dim": 264}, "heads of up to 256 dimensions"),
-        ({"bias": True}, "no gradient of an additive mask"),
+        ({"dim": 264}, "head dimensions up to 256"),
+        ({"bias": True}, "no gradient for an additive mask"),
     ],
 )
 def test_a_call_it_cannot_take_is_refused_with_the_reason(change, reason):

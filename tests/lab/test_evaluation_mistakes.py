@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from small_evaluation import small
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GemmaConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config
 
 from attnscale.cli import main
 from attnscale.errors import ArgumentError
@@ -166,6 +166,16 @@ def test_what_is_said_of_a_missing_tokenizer_is_a_whole_sentence(folder, text, t
         file.unlink()
     with pytest.raises(ArgumentError, match=r"^tokenizer of model='.*bare' cannot be loaded: .*\.$"):
         evaluate(small(bare, text, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, GemmaConfig], ids=["no_tokens", "unknown_tokens"])
+@pytest.mark.parametrize("task", ["perplexity", "recall"])
+def test_a_folder_without_tokenizer_files_is_named_as_the_cause(config, task, folder, text, tmp_path):
+    bare = tmp_path / "bare"
+    config(vocab_size=256, hidden_size=32, num_hidden_layers=1).save_pretrained(bare)  # gives an empty tokenizer
+    shutil.copy(folder / "model.safetensors", bare)
+    with pytest.raises(ArgumentError, match=r"^model='.*bare' is not accepted: .*tokenizer\.json"):
+        evaluate(small(bare, text, tmp_path / "out", tasks=(task,)))
 
 
 def test_a_mistake_in_the_last_policy_or_length_shows_before_anything_is_computed(folder, text, tmp_path, monkeypatch):

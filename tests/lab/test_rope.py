@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from small_evaluation import rows, small
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from attnscale.errors import ArgumentError
+from attnscale.hf.selection import trained_length
 from attnscale.lab.evaluation import evaluate
 from attnscale.lab.inputs import stretch
 from attnscale.lab.sequences import windows_of
@@ -15,6 +16,8 @@ from scripts.training.embedded import save_byte_tokenizer
 
 SMALL = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.fixture
@@ -53,6 +56,43 @@ def test_a_policy_may_have_a_rotary_embedding_of_its_own(llama, text, tmp_path):
         found[policy] = float(row["value"])
         assert found[policy] == pytest.approx(plain_bits(llama, text, rope), rel=1e-4)
     assert len(set(found.values())) == 4
+
+
+def test_a_stretched_config_is_anchored_at_the_length_before_stretching(llama, text, tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.0}
+    config = LlamaConfig(**SMALL | {"max_position_embeddings": 256}, rope_parameters={"rope_theta": 10000.0, **yarn})
+    config.save_pretrained(llama)
+    settings = {"policies": ("constant", "log"), "tasks": ("perplexity",), "lengths": (256,), "windows": 1}
+    output = evaluate(small(llama, text, tmp_path / "out", **settings))
+    (row,) = rows(output, "statistics.csv", policy="log", length=256, layer="model.layers.0.self_attn", head=0)
+    assert float(row["beta"]) > 1.1
+    (row,) = rows(output, policy="log", metric="bits_per_byte", length=256, bin="")
+    assert float(row["difference"]) != 0.0
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 64),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),  # transformers then stretches from max_position_embeddings
+        (LLAMA3, 256),  # Llama 3.1 was trained at the stretched length
+    ],
+    ids=["plain", "yarn", "yarn_without_original", "llama3"],
+)
+def test_the_trained_length_of_a_config(rope, expected):
+    config = LlamaConfig(**SMALL | {"max_position_embeddings": 256}, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert trained_length(config) == expected
+
+
+def test_the_trained_length_of_a_config_with_one_embedding_per_layer_type():
+    config = Gemma3TextConfig(max_position_embeddings=4096)
+    stretch(config, "yarn:4", 1024)
+    assert trained_length(config) == 1024
+
+
+def test_the_trained_length_of_a_config_without_positions_is_unknown():
+    assert trained_length(BloomConfig()) is None
 
 
 def test_layers_with_a_sliding_window_keep_their_rotary_embedding():

@@ -255,9 +255,10 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
 
 def _undocumented_members(kind: object) -> list[str]:
     """Public methods and properties without a docstring of their own, of a base class or of the protocol of sinks."""
-    from attnscale.diagnostics import AlertSink
+    from attnscale.diagnostics import EventSink, ProgressSink, RunSink
 
-    interface = set(vars(AlertSink)) | {"log", "close"} if kind.__name__.endswith("Sink") else set()  # type: ignore[attr-defined]
+    protocols = (EventSink, ProgressSink, RunSink) if kind.__name__.endswith("Sink") else ()  # type: ignore[attr-defined]
+    interface = {name for one in protocols for name in (*vars(one), "log", "close")}
     return [
         name
         for name, value in vars(kind).items()
@@ -306,14 +307,58 @@ def test_generated_blocks_are_known() -> None:
     assert used == set(blocks.BLOCKS)
 
 
-def test_the_table_of_alerts_has_every_alert_with_its_limit() -> None:
-    from attnscale.diagnostics import Thresholds
-    from attnscale.diagnostics.alerts import ALERTS
+def test_text_for_github_is_replaced_together_with_its_mark() -> None:
+    page = "a\n\n<!-- generated: one -->\nonly on GitHub\n<!-- end: one -->\n\n<!-- generated: two -->\n\nb\n"
+    assert blocks.names_in(page) == ["one", "two"]
+    assert blocks.fill(page, {"one": "1", "two": "2"}) == "a\n\n1\n\n2\n\nb\n"
 
-    text, _ = blocks.alerts()
-    rows = {line.split("|")[1].strip(" `"): line for line in text.splitlines()[2:]}
-    assert list(rows) == list(ALERTS)
-    assert f"| {Thresholds().exploding:g} |" in rows["exploding"]
+
+@pytest.mark.parametrize("page", [path for path in MARKDOWN if path.parent.name == "pages"], ids=lambda path: path.stem)
+def test_a_page_shows_something_on_github_where_the_site_has_a_generated_part(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert blocks.fill(text, dict.fromkeys(blocks.BLOCKS, "")).count("<!--") == 0
+    for name in blocks.names_in(text):
+        (shown,) = re.findall(rf"<!-- generated: {name} -->\n(.+?)\n<!-- end", text, re.DOTALL)
+        assert "`make docs`" in shown
+
+
+@pytest.mark.parametrize("kernels", ["used", "failed", "missing"])
+def test_the_table_of_backends_is_that_of_the_dispatch(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from attnscale import StatsRequest, explain_dispatch
+    from attnscale.backends import dispatch
+    from attnscale.backends.triton import TritonBackend
+
+    text = (ROOT / PAGES / "guide.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (CPU|GPU) \| (.+?) \| (.+?) \| `(\w+)` \| `(\w+)` \|$", text, re.MULTILINE)
+    assert len(table) == 6
+    monkeypatch.setattr(TritonBackend, "automatic", True)
+    monkeypatch.setattr(dispatch, "why_kernels_distrusted", lambda *_: None if kernels == "used" else kernels)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    more = ({"request": StatsRequest()}, {"softcap": 30.0}, {"sinks": torch.zeros(2)})
+    for device, dtype, call, first, second in table:
+        why = None if device == "GPU" and kernels != "missing" else "missing"
+        monkeypatch.setattr(TritonBackend, "why_unsupported", staticmethod(lambda *_, why=why: why))
+        place = {"CPU": "cpu", "GPU": "meta"}[device]  # dispatch asks for a device other than the CPU
+        policies = re.findall(r"`(\w+)`", call) or ["constant", "log", "gap_adaptive"]
+        for name in dtype.split(", ") if dtype != "any" else dtypes:
+            x = torch.empty(1, 2, 8, 16, device=place, dtype=dtypes[name])
+            for policy in policies:
+                law = {"name": "yarn", "factor": 4} if policy == "yarn" else policy
+                for rules in more if "statistics" in call else ({},):
+                    rules = {key: v.to(place) if isinstance(v, torch.Tensor) else v for key, v in rules.items()}
+                    found = explain_dispatch(x, x, x, is_causal=True, policy=law, **rules)
+                    assert found.chosen == (first if kernels == "used" else second), (device, name, call, policy)
+
+
+def test_the_table_of_events_has_every_cause_with_its_rule_and_advice() -> None:
+    from attnscale.diagnostics import CAUSES
+
+    text, _ = blocks.events()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == list(CAUSES)
+    assert all(len(row) == 4 and all(row) for row in rows)
 
 
 def test_every_policy_has_a_plot() -> None:

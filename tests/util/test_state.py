@@ -33,6 +33,7 @@ LISTED = {
     "CLOSED_FUSED_PATHS",
     "TAPS",
     "TAP_NUMBERS",
+    "MEETINGS",
     "FINDERS",
     "MODEL_PACKAGES",
     "FILE_NUMBERS",

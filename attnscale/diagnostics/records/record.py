@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 FORMAT = 1  # version of the file format
 SHOWN_LAYERS = 3  # in `Event.where`
 SHOWN_HEADS = 6
-# The kinds of alerts in files without a header; their position is the number of the event.
-OLD_KINDS = ("diffuse", "collapsed", "noise", "exploding", "vanishing", "mismatch", "broken")
+# Kinds of alerts in files without a header, with cause and quantity. Their position is the number of the event.
+OLD_KINDS = {
+    "diffuse": ("diffuse", "relative_entropy"),
+    "collapsed": ("collapse", "w_max"),
+    "noise": ("noise", "prominence"),
+    "exploding": ("exploding", "max_logit"),
+    "vanishing": ("vanishing", "gain"),
+    "mismatch": ("mismatch", "mismatch"),
+    "broken": ("nan", "broken_row"),
+}
 # Control characters, and characters that change the direction of text.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -224,21 +232,23 @@ class Event:
 
     @classmethod
     def from_alert(cls, content: Mapping[str, Any]) -> Event:
-        """Convert an alert, one head that crossed a limit. All alerts of a kind have the same number."""
-        kind, step = content["kind"], content["step"]
+        """Convert an alert of an old file, one head that crossed a limit. Alerts of a kind have the same number."""
+        kind, layer, head = content["kind"], content["layer"], content["head"]
+        cause, quantity = OLD_KINDS.get(kind, (kind, ""))
         numbers = from_json(content, ("value", "limit"))
         return cls(
-            OLD_KINDS.index(kind) if kind in OLD_KINDS else len(OLD_KINDS),
-            kind,
+            [*OLD_KINDS, kind].index(kind),
+            cause,
             "begun",
-            "warning",
-            step,
-            step,
-            ((content["layer"], (content["head"],)),),
-            f"{content['layer']}, head {content['head']}: {content['message']}",
+            "critical" if kind == "broken" else "warning",
+            content["step"],
+            content["step"],
+            ((layer, (head,)),),
+            f"{layer}, head {head}: {content['message']}",
             "",
-            value=numbers["value"],
-            usual=numbers["limit"],
+            quantity,
+            numbers["value"],
+            numbers["limit"],
         )
 
     @property

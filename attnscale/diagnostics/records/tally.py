@@ -9,21 +9,29 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
+from attnscale._util import state
 from attnscale._util.handles import Uncopied
-from attnscale.diagnostics.alerts import Notices
+from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Record, Summary
+from attnscale.errors import BackendError
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 
 # One number per head: SUMS are summed over calls, LARGEST are maxima.
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
-SUMS = ("angle_in", "angle_out", *GRADIENTS, "skipped_calls")
-LARGEST = ("mismatch", "broken_row")
+SUMS = ("angle_in", "angle_out", "angle_calls", "value_squares", "value_numbers", *GRADIENTS, "skipped_calls")
+LARGEST = ("mismatch",)
+# The first fault of a head: `ORDER · calls of the step before it + bits of ORIGINS`, and its row. Infinite if none.
+FAULT = ("fault", "fault_row")
+ORIGINS = ("query", "key", "value", "scores", "output gradient", "gradients")
+ORDER = 1 << len(ORIGINS)
+SCALARS = (*SUMS, *LARGEST, *FAULT)
 # Rows per layer kept for the quantiles in one process. Mean and extremes cover all rows.
 KEPT = 1024
 # Rows per quantity and head sent for the quantiles by all processes together, and the minimum per process.
@@ -115,9 +123,20 @@ class Tally(Uncopied):
             join = torch.add if name in SUMS else torch.maximum
             self._noted[name] = join(self.scalar(name), value.to(torch.float32))
 
+    def fault(self, faults: Tensor, rows: Tensor) -> None:
+        """Add the faults of a call, each [H]: `FAULT`, infinite for sound heads."""
+        self.heads, self.device = faults.shape[0], faults.device
+        first, row = (self.scalar(name) for name in FAULT)
+        self._noted["fault"], self._noted["fault_row"] = (
+            torch.minimum(first, faults),
+            torch.where(faults < first, rows.to(torch.float32), row),
+        )
+
     def absorb(self, other: Tally) -> None:
         """Move the content of another tally into this one."""
         self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
+        if "fault" in other._noted:
+            self.fault(*(other._noted.pop(name) for name in FAULT))
         self.note(**other._noted)
         other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
@@ -125,7 +144,8 @@ class Tally(Uncopied):
         """Return a scalar per head over all calls, [H]."""
         if name in self._noted:
             return self._noted[name]
-        return torch.full((self.heads,), 0.0 if name in SUMS else -1.0, device=self.device)
+        nothing = math.inf if name in FAULT else 0.0 if name in SUMS else -1.0
+        return torch.full((self.heads,), nothing, device=self.device)
 
     @property
     def numbers(self) -> int:
@@ -167,19 +187,22 @@ def pack(tallies: Sequence[Tally], sample: int) -> list[Tensor]:
     for group in by_device.values():
         phases = zip(*(tally.spreads() for tally in group), strict=True)
         rows = torch.cat([Spread.flat(spreads, sample) for spreads in phases])  # [Q, H, ·]
-        scalars = torch.cat([tally.scalar(name) for name in (*SUMS, *LARGEST) for tally in group])
-        whole = torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SUMS + LARGEST), -1).T], dim=1)
+        scalars = torch.cat([tally.scalar(name) for name in SCALARS for tally in group])
+        whole = torch.cat([rows.movedim(1, 0).flatten(1), scalars.view(len(SCALARS), -1).T], dim=1)
         parts = torch.split(whole.cpu(), [tally.heads for tally in group])  # one synchronisation per device
         packed |= zip(map(id, group), parts, strict=True)
     return [packed[id(tally)] for tally in tallies]
 
 
 def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
-    """Unpack tensors [P, H, ·] into flat spreads [P, Q, H, 4 + sample] and merged scalars [SUMS + LARGEST, H]."""
+    """Unpack tensors [P, H, ·] into flat spreads [P, Q, H, 4 + sample] and merged scalars [SCALARS, H]."""
     quantities = len(FORWARD) + len(BACKWARD)
-    rows, sums, largest = torch.split(packed, [quantities * (4 + sample), len(SUMS), len(LARGEST)], dim=-1)
+    sizes = [quantities * (4 + sample), len(SUMS), len(LARGEST), len(FAULT)]
+    rows, sums, largest, faults = torch.split(packed, sizes, dim=-1)
     flats = rows.reshape(*rows.shape[:2], quantities, 4 + sample).movedim(2, 1)
-    return flats, torch.cat([sums.sum(0), largest.amax(0)], dim=-1).T
+    first = faults[..., 0].argmin(0)  # the process with the first fault of each head
+    fault = torch.take_along_dim(faults, first[None, :, None], dim=0)[0]
+    return flats, torch.cat([sums.sum(0), largest.amax(0), fault], dim=-1).T
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
@@ -267,10 +290,13 @@ class Processes(Uncopied):
     different rows, which are merged. Processes with different shares hold different heads of the same rows.
     """
 
-    def __init__(self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices) -> None:
+    def __init__(
+        self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
+    ) -> None:
         self._names = dict(names)
         self._group = group
         self._notices = notices
+        self._timeout = timeout
 
     @property
     def number(self) -> int:
@@ -303,6 +329,7 @@ class Processes(Uncopied):
 
     def _join(self, step: int, here: dict[str, Part]) -> list[Part]:
         """Gather the parts of all processes in one collective. Training calls take precedence over evaluation calls."""
+        self._wait(step)
         messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
         # Pickling a view would send its whole storage.
         sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
@@ -328,6 +355,29 @@ class Processes(Uncopied):
                 found.append(Part(name, training, rows, first))
         return found
 
+    def _wait(self, step: int) -> None:
+        """Wait until all processes report. A collective alone would wait for its own time-out, half an hour."""
+        ranks = distributed.get_process_group_ranks(self._group or distributed.group.WORLD)
+        group = "-".join(map(str, (ranks[0], ranks[-1], len(ranks))))
+        store, meeting = distributed.distributed_c10d._get_default_store(), state.MEETINGS[group]
+
+        def key(meeting: int, rank: int) -> str:
+            return f"attnscale/monitor/{group}/{meeting}/{rank}"
+
+        here = distributed.get_rank()
+        store.set(key(meeting, here), str(step))
+        try:
+            store.wait([key(meeting, rank) for rank in ranks], timedelta(seconds=self._timeout))
+        except Exception as error:
+            late = ", ".join(str(rank) for rank in ranks if not store.check([key(meeting, rank)]))
+            raise BackendError(
+                f"monitor.step({step}) waited {self._timeout:g} s for rank {late}: every process of the monitor's "
+                "process_group must call step() at the same steps"
+            ) from error
+        if meeting:  # everyone has read the keys of the meeting before
+            store.delete_key(key(meeting - 1, here))
+        state.MEETINGS[group] += 1
+
     def _warn(self, kind: str, reason: str) -> None:
         self._notices.add(
             kind,
@@ -344,20 +394,29 @@ def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
         forward, backward = (
             {name: summary for name, of_heads in phase if (summary := of_heads[head])} for phase in phases
         )
-        of_head = _scalars_of(dict(zip((*SUMS, *LARGEST), numbers, strict=True)), bool(backward))
+        of_head = _scalars_of(dict(zip(SCALARS, numbers, strict=True)), bool(backward))
         mode = "training" if part.training else "evaluation"
         yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
     """Compute the scalars of a head's record from its sums over calls."""
-    ratio = numbers["angle_out"] / numbers["angle_in"] if numbers["angle_in"] > 0 else math.nan
-    found = {} if math.isnan(ratio) else {"angle_ratio": ratio}
-    least = {"broken_row": 0, "skipped_calls": 1}
+    found: dict[str, float] = {}
+    if numbers["angle_calls"]:
+        found["token_angle"] = numbers["angle_in"] / numbers["angle_calls"]
+        if numbers["angle_in"] > 0:
+            found["angle_ratio"] = numbers["angle_out"] / numbers["angle_in"]
+    if numbers["value_numbers"]:
+        found["value_size"] = math.sqrt(numbers["value_squares"] / numbers["value_numbers"])
+    least = {"skipped_calls": 1}
     if answered:
         found |= {name: math.sqrt(numbers[name]) for name in GRADIENTS}
-        *passed, arrived = (numbers[name] for name in GRADIENTS)
+        query, key, value, arrived = (numbers[name] for name in GRADIENTS)
         if arrived > 0:
-            found["gain"] = math.sqrt(sum(passed) / arrived)
+            found["gain"] = math.sqrt((query + key + value) / arrived)
+            found["score_gain"] = math.sqrt((query + key) / arrived)
         least["mismatch"] = 0
+    if math.isfinite(numbers["fault"]):
+        order, origin = divmod(int(numbers["fault"]), ORDER)
+        found |= {"broken_row": numbers["fault_row"], "broken_call": order, "broken_origin": origin}
     return found | {name: numbers[name] for name in least if numbers[name] >= least[name]}

@@ -70,6 +70,9 @@ _ROWS = (
     Quantity("score_gradient", "backward", "|dS|", "row norm of dS", "gradient of a row's raw scores", log=True),
     Quantity("beta_gradient", "backward", "dβ", "gradient of β", "gradient of the loss with respect to a row's β"),
     Quantity("gain", "", "gain", "gain ‖(dQ, dK, dV)‖ / ‖dO‖", "ratio of input to output gradient", log=True),
+    Quantity("score_gain", "", "score gain", "score gain ‖(dQ, dK)‖ / ‖dO‖", "0 if scores get no gradient", log=True),
+    Quantity("token_angle", "", "token angle", "token angle, 1 − cosine", "0 if all tokens have the same value", 0.0),
+    Quantity("value_size", "", "value size", "RMS of the values", "0 if the values are dead", log=True),
     Quantity("angle_ratio", "", "angle ratio", "angle ratio, out / in", "0 if all output rows are parallel", 0.0),
     Quantity("mismatch", "", "mismatch", "forward/backward mismatch", "largest difference in a row statistic"),
     Quantity("query_gradient", "", "‖dQ‖", "‖dQ‖", "gradient of the queries"),
@@ -77,6 +80,8 @@ _ROWS = (
     Quantity("value_gradient", "", "‖dV‖", "‖dV‖", "gradient of the values; divided equally among grouped heads"),
     Quantity("output_gradient", "", "‖dO‖", "‖dO‖", "gradient of the output"),
     Quantity("broken_row", "", "broken row", "first broken row", "first row with NaN or infinity, if any"),
+    Quantity("broken_call", "", "broken call", "first broken call", "number of passes of the step before NaN, if any"),
+    Quantity("broken_origin", "", "broken origin", "origin of NaN", "bits: query, key, value, scores, dO, gradients"),
     Quantity("skipped_calls", "", "skipped", "skipped calls", "number of calls that could not be measured, if any"),
 )
 QUANTITIES = {row.name: row for row in _ROWS}

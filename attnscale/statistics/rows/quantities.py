@@ -151,13 +151,13 @@ def angle_parts(call: AttentionCall, out: Tensor, seeing: Tensor) -> tuple[Tenso
     """Mean of 1 − cosine over pairs of rows: of the values in the rows' own slots, and of the outputs [B, H, R, Dv].
 
     Both results are [B, H]. Only rows with a visible key count (`seeing` [B, H, R]). The ratio of the two is the angle
-    ratio, an indicator of rank collapse: 1 if attention preserves angles, 0 if all rows become parallel. Both are 0 for
-    fewer than two rows, or if a row has no own slot among the keys (cross-attention).
+    ratio, an indicator of rank collapse: 1 if attention preserves angles, 0 if all rows become parallel. Both are NaN
+    for fewer than two rows, or if a row has no own slot among the keys (cross-attention).
     """
     shared = seeing.unflatten(1, (-1, call.group)).any(2)  # type: ignore[no-untyped-call]  # per key head
     before, after = _spread(_own_values(call), shared).repeat_interleave(call.group, dim=1), _spread(out, seeing)
     known = ~(before.isnan() | after.isnan())
-    return torch.where(known, before, 0.0), torch.where(known, after, 0.0)
+    return torch.where(known, before, math.nan), torch.where(known, after, math.nan)
 
 
 def _own_values(call: AttentionCall) -> Tensor:
