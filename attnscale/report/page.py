@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attnscale import __version__
-from attnscale.diagnostics.alerts import ALERTS
+from attnscale.diagnostics.events import CAUSES
 from attnscale.diagnostics.records.record import STATISTICS, Event
 from attnscale.diagnostics.views.display import COLOURS, QUANTITIES, quantity_of, short_names
 from attnscale.report.data import Key, Run
@@ -69,7 +69,7 @@ def build_page(run: Run, budget: int = BUDGET) -> str:
         "quantities": _quantities(shown),
         "colours": COLOURS,
         "kinds": shown.kinds,
-        "meanings": {kind: _meaning(kind) for kind in shown.kinds},
+        "meanings": {group[0].cause: _meaning(group[0]) for group in shown.groups},
         "alerts": [_alert(group) for group in shown.groups[:MOST_GROUPS]],
         "alertCount": sum(map(len, shown.groups)),
         "groupCount": len(shown.groups),
@@ -113,12 +113,12 @@ def _quantities(run: Run) -> list[dict[str, Any]]:
     return [{**quantity._asdict(), "phase": phase, "share": quantity.is_share} for phase, quantity in shown]
 
 
-def _meaning(kind: str) -> dict[str, str]:
-    """Return the explanation of an alert and the quantity it is based on."""
-    if kind not in ALERTS:
-        return {"explanation": "", "quantity": ""}
-    quantity = QUANTITIES[ALERTS[kind].quantities[0]]
-    return {"explanation": ALERTS[kind].explanation, "quantity": f"{quantity.phase or 'scalar'}.{quantity.name}"}
+def _meaning(event: Event) -> dict[str, str]:
+    """Return the explanation of an event and the quantity that shows it."""
+    explanation = CAUSES[event.cause].title if event.cause in CAUSES else ""
+    if event.quantity not in QUANTITIES:
+        return {"explanation": explanation, "quantity": ""}
+    return {"explanation": explanation, "quantity": f"{QUANTITIES[event.quantity].phase or 'scalar'}.{event.quantity}"}
 
 
 def _alert(group: list[Event]) -> dict[str, Any]:

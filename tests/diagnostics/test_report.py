@@ -244,7 +244,7 @@ INTERACT = """
   await note("dark", () => { location.hash = address; });
   notes.push(["theme", document.documentElement.dataset.theme]);
   notes.push(["cell", move(heads, 0.45, 0.1)], ["outside", move(heads, 0.5, 0.99)], ["curve", move(curve, 0.99, 0.5)]);
-  await after(() => set("kind", "broken"));
+  await after(() => set("kind", "nan"));
   notes.push(["kinds", [...document.querySelectorAll("#alerts tbody tr")].map((row) => row.textContent)]);
   keep();
 })();

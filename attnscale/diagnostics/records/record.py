@@ -233,7 +233,7 @@ class Event:
     @classmethod
     def from_alert(cls, content: Mapping[str, Any]) -> Event:
         """Convert an alert of an old file, one head that crossed a limit. Alerts of a kind have the same number."""
-        kind, layer, head = content["kind"], content["layer"], content["head"]
+        kind = content["kind"]
         cause, quantity = OLD_KINDS.get(kind, (kind, ""))
         numbers = from_json(content, ("value", "limit"))
         return cls(
@@ -243,8 +243,8 @@ class Event:
             "critical" if kind == "broken" else "warning",
             content["step"],
             content["step"],
-            ((layer, (head,)),),
-            f"{layer}, head {head}: {content['message']}",
+            ((content["layer"], (content["head"],)),),
+            content["message"],
             "",
             quantity,
             numbers["value"],
