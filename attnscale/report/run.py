@@ -72,10 +72,7 @@ class Run:
 
     def thinned(self, number: int) -> Run:
         """Return the run with `number` steps, evenly spaced except for the starts of some events."""
-        starts = [self.nearest(event.start) for event in self.events]
-        kept = set(starts[: number // 4])
-        last, even = len(self.steps) - 1, number - len(kept)
-        index = sorted(kept | {round(place * last / (even - 1)) for place in range(even)})
+        index = spaced(self.steps, [event.start for event in self.events], number)
         return replace(
             self,
             steps=[self.steps[i] for i in index],
@@ -83,10 +80,6 @@ class Run:
             loss=[self.loss[i] for i in index],
             lr=[self.lr[i] for i in index],
         )
-
-    def nearest(self, step: int) -> int:
-        """Return the index of the report nearest to a step."""
-        return min(range(len(self.steps)), key=lambda index: abs(self.steps[index] - step))
 
     def worst(self, event: Event) -> int:
         """Return the column of the head that shows an event most clearly."""
@@ -96,7 +89,7 @@ class Run:
             return places[0] if places else 0
         end = event.step if event.status == "over" else self.steps[-1]
         rows = [index for index, step in enumerate(self.steps) if event.start <= step <= end]
-        values = plane[rows or [self.nearest(event.start)]][:, places].double()
+        values = plane[rows or [nearest(self.steps, event.start)]][:, places].double()
         if event.quantity == "broken_row":  # recorded only for the heads with NaN or infinity
             return places[int(values.isfinite().any(0).int().argmax())]
         rising = event.value is None or event.usual is None or not event.value < event.usual
@@ -108,11 +101,29 @@ class Run:
         if self.events:
             worst = self.events[0]
             quantity = SHOWN_INSTEAD.get(worst.quantity, worst.quantity)
-            return self.nearest(worst.start), self.worst(worst), quantity
+            return nearest(self.steps, worst.start), self.worst(worst), quantity
         key = Key.shown("max_logit")
         if key not in self.planes:
             return len(self.steps) - 1, 0, "w_max"
         return len(self.steps) - 1, int(self.planes[key][-1].nan_to_num(-math.inf).argmax()), "max_logit"
+
+
+def nearest(steps: Sequence[int], step: int) -> int:
+    """Return the index of the report nearest to a step."""
+    return min(range(len(steps)), key=lambda index: abs(steps[index] - step))
+
+
+def spaced(steps: Sequence[int], starts: Sequence[int], number: int) -> list[int]:
+    """Return the indices of `number` steps, first and last included: some starts of events, the others evenly spaced.
+
+    >>> spaced(range(0, 1000, 10), [30], 5)
+    [0, 3, 33, 66, 99]
+    """
+    if len(steps) <= number:
+        return list(range(len(steps)))
+    kept = {nearest(steps, start) for start in starts[: number // 4]}
+    last, even = len(steps) - 1, number - len(kept)
+    return sorted(kept | {round(place * last / (even - 1)) for place in range(even)})
 
 
 def _concerns(event: Event, layer: str, head: int) -> bool:

@@ -20,6 +20,7 @@ from browser_page import NOTES, Dom, browser, notes, opened
 from attnscale.cli import main
 from attnscale.diagnostics import CAUSES, Event, Record, Summary
 from attnscale.diagnostics.records.record import STATISTICS
+from attnscale.diagnostics.records.report import Report
 from attnscale.report import Run, build_page, read_run, write_report
 from attnscale.report.encoding import DETAILS, encode
 from attnscale.report.run import Key, merged
@@ -481,9 +482,10 @@ def test_thinning_keeps_the_ends_and_the_start_of_an_event(run_file: Path) -> No
 
 
 def test_loss_and_learning_rate_are_those_of_the_report(tmp_path: Path) -> None:
-    about = {"kind": "record", **Record(0, "attn", 0, {"w_max": spread(0.5)}).as_dict()}
-    run = read_run(lines(tmp_path, line({**about, "loss": 2.5, "lr": 0.1}) + line({**about, "step": 1})))
-    assert (run.loss, run.lr) == ([2.5, None], [0.1, None])
+    known = {"loss": 2.5, "lr": 0.1}
+    reports = [Report.of([Record(step, "attn", 0)], step, **(known if step else {})) for step in (0, 1)]
+    run = read_run(lines(tmp_path, b"".join(line({"kind": "report", **report.as_dict()}) for report in reports)))
+    assert (run.steps, run.loss, run.lr) == ([0, 1], [None, 2.5], [None, 0.1])
 
 
 def test_what_does_not_fit_loses_detail_first_and_steps_last(run_file: Path) -> None:
@@ -557,23 +559,24 @@ def lines(tmp_path: Path, content: bytes) -> Path:
 
 GOOD = record_lines(Record(0, "attn", 0, {"w_max": spread(0.5)}))
 MISTAKES: dict[str, tuple[bytes | None, str]] = {
-    "an existing JSONL file of records": (None, "page.html"),
-    "a file with at least one record": (b"", "page.html"),
-    "with at least one record": (GOOD[:-1], "page.html"),
-    "at least one record": (event_lines(JUMP), "page.html"),
-    "one record": (b"[1, 2]\nnonsense\n", "page.html"),
+    "an existing file of reports": (None, "page.html"),
+    "a file of reports": (b"", "page.html"),
+    "contains at least one report": (GOOD[:-1], "page.html"),
+    "at least one report": (event_lines(JUMP), "page.html"),
+    "one report": (b"[1, 2]\nnonsense\n", "page.html"),
+    "at least one report that can be read": (GOOD.replace(b'"mean": 0.5', b'"mean": [0.5]'), "page.html"),
     "an HTML file, not a directory": (GOOD, "folder"),
     "a file other than the JSONL file": (GOOD, "run.jsonl"),
     "cannot be written": (GOOD, "run.jsonl/page.html"),
 }
 UNREADABLE = (
+    GOOD.replace(b'"mean": 0.5', b'"mean": [0.5]'),
     b"nonsense\n",
     b"[1, 2]\n",
     b"null\n",
     b"[" * 100_000 + b"\n",
     b'{"kind": "record"}\n',
     GOOD.replace(b'"step": 0', b'"step": "first"'),
-    GOOD.replace(b'"mean": 0.5', b'"mean": [0.5]'),
     event_lines(JUMP).replace(b'"start": 20', b'"start": []'),
 )
 

@@ -91,8 +91,8 @@ MAIN = tuple(
     QUANTITIES[name]
     for name in ("w_max", "relative_entropy", "max_logit", "criticality", "first_share", "token_angle", "score_gain")
 )
-# Quantities of the terminal view, and their reduction over heads. Extremes reveal a single bad head.
-WATCHED = {"w_max": "mean", "relative_entropy": "mean", "gain": "least", "max_logit": "largest"}
+# Quantities of the terminal view, most important first, and their reduction over heads. Extremes reveal a bad head.
+WATCHED = {"max_logit": "largest", "relative_entropy": "mean", "gain": "least", "w_max": "mean"}
 
 
 def quantity_of(name: str, phase: str = "forward") -> Quantity:
