@@ -8,11 +8,14 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, distributed, nn
 
+import attnscale
 from attnscale._util import state
 from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.files import write_whole
@@ -20,13 +23,14 @@ from attnscale._util.optional import need
 from attnscale._util.processes import read_group
 from attnscale.call.tap import Tap
 from attnscale.diagnostics.autograd import run_reported
+from attnscale.diagnostics.delivery import Delivery
 from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.max_logits import LogitTracker, MaxLogits
 from attnscale.diagnostics.notices import Notices
-from attnscale.diagnostics.records.record import Event, Record
+from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, layers_of
 from attnscale.diagnostics.records.tally import Processes
-from attnscale.diagnostics.sinks import AlertSink, Sink
+from attnscale.diagnostics.sinks import Sink
 from attnscale.diagnostics.torch_calls import TorchCalls, calling_modules, is_unconverted
 from attnscale.errors import ArgumentError, BackendError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
@@ -143,9 +147,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._torch_calls = TorchCalls(model, listen, self.layers)
             undo.callback(self._torch_calls.remove)
             self._undo = undo.pop_all()  # restores a stock model
-        self._sinks = list(sinks)
         self._log = None if self.limits is None else EventLog(self.limits)
         self._closed = False
+        self._delivery = Delivery(sinks, self._notices)
+        self._model, self._rows = type(model).__name__, rows
+        self._policies = [getattr(module, "policy", None) for module in found.values()]
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices, timeout)
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
@@ -157,17 +163,20 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         """A copy is a closed monitor, because taps and files have a single owner."""
         return _closed_copy, (type(self), self.every)
 
-    def step(self, step: int) -> list[Record]:
+    def step(self, step: int, *, loss: float | Tensor | None = None, lr: float | None = None) -> list[Record]:
         """End a training step: report it if it was measured, and enable or disable measurement of the next step.
 
         Args:
             step: number of the step, >= 0. In a distributed run all processes pass the same number.
+            loss: training loss of the step, stored with the report. A tensor is read only if the step was measured.
+            lr: learning rate of the step, stored with the report.
 
         Returns:
             One record per layer and head, merged over all processes. Empty if the step was not measured.
 
         Raises:
             ArgumentError: `step` is negative.
+            ArgumentTypeError: `loss` or `lr` is not a number.
             BackendError: another process of the group did not call `step` in time.
             Exception: any exception that `on_alert` raises.
         """
@@ -177,7 +186,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._closed:
             return records
         if self._listening:
-            self._guard("a report", self._report, step, records, events)
+            if isinstance(loss, Tensor):
+                loss = loss.detach()
+            progress = Progress(
+                None if loss is None else read_number("loss", loss), None if lr is None else read_number("lr", lr)
+            )
+            self._guard("a report", self._report, step, records, events, progress)
             for layer in self._listeners():
                 layer.reset()
         self._torch_calls.forget_interrupted()
@@ -224,8 +238,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         found = {path: tracker.read() for path, tracker in self._trackers.items()}
         return {path: largest for path, largest in found.items() if largest is not None}
 
+    def flush(self) -> None:
+        """Wait until the sinks have written all reports."""
+        if not self._closed:
+            self._delivery.flush()
+            self._notices.issue()
+
     def close(self) -> None:
-        """Detach from the model and close the sinks. Idempotent."""
+        """Detach from the model, write what is queued, and close the sinks. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -236,9 +256,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._undo.close()
         for layer in self._listeners():
             layer.reset()
-        for sink in list(self._sinks):
-            self._try(sink, sink.close)
-        self._sinks = []
+        self._delivery.close()
         self._notices.issue()
 
     def __exit__(self, *exception: object) -> None:
@@ -262,13 +280,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             every = (self.layers | called).items()
             self.layers = dict(sorted(every, key=lambda item: self._layer_order.index(item[0].partition("#")[0])))
 
-    def _report(self, step: int, records: list[Record], events: list[Event]) -> None:
+    def _report(self, step: int, records: list[Record], events: list[Event], progress: Progress) -> None:
         """Append the records and events of a step to the lists, and send them to the sinks."""
         self._add_called_layers()
         records += self._processes.collect(self.layers.values(), step)
         self._torch_calls.note_unseen(records, self._notices)
         if self._log is not None:
-            events += self._log.update(step, records)
+            events += self._log.update(step, records, progress.lr)
         for event in events if self.dump is not None else ():
             for layer, heads in event.places if event.status == "begun" else ():
                 if layer in self.layers:  # otherwise the layer belongs to another process
@@ -276,19 +294,23 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                     self._guard("a dump", _dump_rows, self.dump, event, layer, heads, captured, part)
         if self._processes.rank > 0 or not records:
             return
-        for sink in list(self._sinks):
-            self._try(sink, sink.log, records, step)
-            if events and sink in self._sinks and isinstance(sink, AlertSink):
-                self._try(sink, sink.alert, events, step)
+        self._delivery.send(records, step, events, progress, lambda: self._describe(records))
         for event in events:
             log.warning("step %d: %s %s: %s. %s", step, event.cause, event.status, event.message, event.advice)
 
-    def _try(self, sink: Sink, act: Callable[..., object], *arguments: Any) -> None:
-        """Call a method of a sink. A failing sink is dropped."""
-        if not self._guard(f"sink {type(sink).__name__}", act, *arguments) and sink in self._sinks:
-            self._sinks.remove(sink)
-            with contextlib.suppress(Exception):  # the warning has already been issued
-                sink.close()
+    def _describe(self, records: list[Record]) -> RunInfo:
+        policies = dict.fromkeys("none" if policy is None else repr(policy) for policy in self._policies)
+        return RunInfo(
+            model=self._model,
+            layers=len(layers_of(records)),
+            heads=1 + max(record.head for record in records),
+            policy="; ".join(policies),
+            every=self.every,
+            rows=self._rows,
+            attnscale=attnscale.__version__,
+            torch=torch.__version__,
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
 
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
         try:

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from attnscale.diagnostics.monitor import Monitor
-from attnscale.diagnostics.views.flatten import compact
+from attnscale.diagnostics.records.report import Report
+from attnscale.diagnostics.views.flatten import PREFIX, compact, overview
 from attnscale.errors import reject_type
 from attnscale.hf.attach import attach
 from attnscale.hf.attention_layers import find_attention_layers, name_layers, reject_model
@@ -80,6 +81,11 @@ def _has_pretrained(model: nn.Module) -> bool:
 class AttnScaleCallback(TrainerCallback):
     """Trainer callback that steps a monitor and adds its values to the Trainer's logs.
 
+    The printed line and the log history get four numbers of the whole model: `attn/max_logit`, `attn/entropy_share`
+    (mean of entropy / ln n), `attn/min_gain` and `attn/events`, the number of open events. TensorBoard, W&B and the
+    Trainer's other trackers also get the main quantities of every layer. Learning rate and last logged loss are passed
+    to the monitor.
+
     The Trainer runs reporting callbacks (TensorBoard, W&B, …) before user callbacks. `attach` inserts this callback
     in front of them; `trainer.add_callback` would be too late. The monitor is closed when training ends.
 
@@ -104,7 +110,9 @@ class AttnScaleCallback(TrainerCallback):
             reject_type("monitor", monitor, "an attnscale.Monitor")
         self.monitor = monitor
         self.heads = heads
-        self._found: dict[str, float] = {}
+        self._short: dict[str, float] = {}
+        self._details: dict[str, float] = {}
+        self._loss: float | None = None
 
     def attach(self, trainer: Trainer) -> AttnScaleCallback:
         """Insert this as the first callback of a `transformers.Trainer` and return it.
@@ -115,24 +123,45 @@ class AttnScaleCallback(TrainerCallback):
         if not isinstance(trainer, Trainer):
             reject_type("trainer", trainer, "a transformers.Trainer")
         callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+        others = [one for one in callbacks if one is not self and not isinstance(one, _WithoutDetails)]
+        printers = [index for index, one in enumerate(others) if isinstance(one, (PrinterCallback, ProgressCallback))]
+        others.insert(min(printers, default=len(others)), _WithoutDetails())
+        callbacks[:] = [self, *others]
         return self
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Step the monitor after an optimizer step."""
-        records = self.monitor.step(state.global_step)
+        rates = getattr(kwargs.get("lr_scheduler"), "get_last_lr", lambda: [None])()
+        records = self.monitor.step(state.global_step, loss=self._loss, lr=rates[0])
         if records:
-            self._found = compact(records, heads=self.heads)
+            found = overview(Report.of(records, state.global_step))
+            numbers = {
+                "max_logit": found.max_logit and found.max_logit.value,
+                "entropy_share": found.entropy_share,
+                "min_gain": found.min_gain and found.min_gain.value,
+                "events": len(self.monitor.events),
+            }
+            self._short = {f"{PREFIX}/{name}": value for name, value in numbers.items() if value is not None}
+            self._details = compact(records, heads=self.heads)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the values to the log and to the log history, which holds a copy of the log."""
-        if logs is None or not self._found or "loss" not in logs:
+        """Add the values to the log, and the short ones to the log history, which holds a copy of the log."""
+        if logs is None or "loss" not in logs:
             return  # log of an evaluation, or the final summary
-        logs.update(self._found)
+        self._loss = logs["loss"] if isinstance(logs["loss"], float) else None
+        logs.update(self._short | self._details)
         if state.log_history:
-            state.log_history[-1].update(self._found)
-        self._found = {}
+            state.log_history[-1].update(self._short)
+        self._short, self._details = {}, {}
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
         self.monitor.close()
+
+
+class _WithoutDetails(TrainerCallback):
+    """Removes the values of layers from the log before it is printed. All callbacks receive the same dictionary."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        for name in [name for name in logs or () if name.startswith(f"{PREFIX}/") and name.count("/") > 1]:
+            del logs[name]

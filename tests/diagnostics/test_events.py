@@ -275,7 +275,7 @@ def test_events_reach_sinks_log_and_callback(caplog):
     (event,) = heard
     assert (event.cause, event.start, event.places) == ("nan", 6, (("ScaledDotProductAttention", (1,)),))
     assert "query, row 5" in event.message
-    assert list(sink.alerts) == heard
+    assert list(sink.events) == heard
     assert event.message in caplog.text
 
 

@@ -200,7 +200,10 @@ def test_a_step_of_evaluation_only_is_told_as_such(tmp_path):
     assert {record.mode for record in records} == {"evaluation"}
     assert rows_of(records) == {2 * 46}
     assert {record.mode for record in trained} == {"training"}
-    assert list(read_jsonl(tmp_path / "attn.jsonl")) == [*records, *trained] == sink.records
+    assert sink.records == [*records, *trained]
+    modes = [(record.step, record.layer, record.head, record.mode) for record in sink.records]
+    written = read_jsonl(tmp_path / "attn.jsonl")
+    assert [(record.step, record.layer, record.head, record.mode) for record in written] == modes
 
 
 def test_records_of_older_files_are_of_training():

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from attnscale import ArgumentTypeError, Monitor
+from attnscale.diagnostics import JsonlSink
+from attnscale.diagnostics.records.file import scan
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -38,7 +40,7 @@ def make_trainer(folder, **settings):
     return transformers.Trainer(Model(), arguments, train_dataset=data)
 
 
-def test_the_numbers_are_in_the_log_and_reach_tensorboard(tmp_path, monkeypatch):
+def test_a_few_numbers_are_printed_and_all_reach_tensorboard(tmp_path, monkeypatch, capsys):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from attnscale.hf import AttnScaleCallback
 
@@ -51,16 +53,38 @@ def test_the_numbers_are_in_the_log_and_reach_tensorboard(tmp_path, monkeypatch)
 
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [2, 4, 6]
-    name = "attn/gpt.blocks.0.attention/forward/w_max/mean"
-    assert all(0 < entry[name] <= 1 for entry in logged)
-    assert all("attn/gpt.blocks.1.attention/h1/forward/w_max/mean" in entry for entry in logged)
+    short = {"attn/max_logit", "attn/entropy_share", "attn/min_gain", "attn/events"}
+    assert all({name for name in entry if name.startswith("attn/")} == short for entry in logged)
+    assert all(0 < entry["attn/entropy_share"] <= 1 and entry["attn/events"] == 0 for entry in logged)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert len(printed) == 3
+    assert all(line.count("attn/") == 4 for line in printed)
     assert trainer.model.gpt.blocks[0].attention.tap is None  # closed with the training
 
     (events,) = (tmp_path / "tb").rglob("events.*")
     reader = accumulator.EventAccumulator(str(events.parent))
     reader.Reload()
-    tag = next(tag for tag in reader.Tags()["scalars"] if tag.endswith("blocks.0.attention/forward/w_max/mean"))
-    assert [event.value for event in reader.Scalars(tag)] == pytest.approx([entry[name] for entry in logged])
+    tags = reader.Tags()["scalars"]
+    for ending in ("blocks.0.attention/forward/w_max/mean", "blocks.1.attention/h1/forward/w_max/mean"):
+        (tag,) = (tag for tag in tags if tag.endswith(ending))
+        assert [event.step for event in reader.Scalars(tag)] == [2, 4, 6]
+        assert all(0 < event.value <= 1 for event in reader.Scalars(tag))
+    (tag,) = (tag for tag in tags if tag.endswith("attn/max_logit"))
+    expected = [entry["attn/max_logit"] for entry in logged]
+    assert [event.value for event in reader.Scalars(tag)] == pytest.approx(expected)
+
+
+def test_learning_rate_and_last_logged_loss_are_stored(tmp_path):
+    from attnscale.hf import AttnScaleCallback
+
+    trainer = make_trainer(tmp_path, report_to=[], learning_rate=0.5, lr_scheduler_type="constant")
+    sink = JsonlSink(tmp_path / "attn.jsonl")
+    AttnScaleCallback(Monitor(trainer.model, every=2, rows=5, sinks=[sink], alerts=None)).attach(trainer)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    reports = list(scan(sink.path).decode())
+    assert [report.lr for report in reports] == [0.5] * 4
+    assert [report.loss for report in reports] == [None, None, *logged[:2]]
 
 
 def test_training_is_the_same_with_and_without(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import math
 import os
 import sys
@@ -16,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from attnscale.cli import main
-from attnscale.diagnostics import Alert, JsonlSink, Record, Summary
-from attnscale.diagnostics.records.record import Tail
+from attnscale.diagnostics import Event, JsonlSink, Progress, Record, RunInfo, Summary
+from attnscale.diagnostics.records.file import Region, Tail
+from attnscale.diagnostics.records.report import Report
 from attnscale.diagnostics.views.watch import History, Watch, show, sparkline
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -41,18 +41,30 @@ def report(step: int, w_max: float = 0.25) -> list[Record]:
     ]
 
 
-def alert(step: int, head: int = 0, layer: str = LAYERS[1]) -> Alert:
-    return Alert("collapsed", step, layer, head, 0.995, 0.99, "half of the rows give 0.995 to one key")
+def event(
+    step: int, number: int = 0, status: str = "begun", layer: str = LAYERS[1], heads: tuple[int, ...] = (0,)
+) -> Event:
+    message = f"half of the rows of {layer} give 0.995 to one key since step {step}"
+    return Event(number, "collapse", status, "warning", step, step, ((layer, heads),), message, "lower the rate")
 
 
-def write(path: Path, reports: Sequence[list[Record]], alerts: Sequence[Alert] = ()) -> Path:
+def write(path: Path, reports: Sequence[list[Record]], events: Sequence[Event] = ()) -> Path:
+    """Append reports and events, as a run that has not ended."""
     sink = JsonlSink(path)
     for records in reports:
         sink.log(records, records[0].step)
-    if alerts:
-        sink.alert(alerts, alerts[0].step)
-    sink.close()
+    sink.event(events, 0)
+    sink._file.close()
     return path
+
+
+def history(most_steps: int = 256) -> History:
+    """A history whose regions are steps of one head with a `w_max` of step / 5000."""
+    return History(lambda region: Report.of([record(region.step, w_max=region.step / 5000)], region.step), most_steps)
+
+
+def region(step: int) -> Region:
+    return Region(step, -1, -2)
 
 
 def printed(watch: Watch, width: int = 120, height: int | None = None, **options: object) -> str:
@@ -70,16 +82,17 @@ def test_once_prints_the_latest_numbers_of_every_layer_and_the_alerts(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    write(path, [report(0, 0.1), report(50, 0.3)], [alert(50), alert(50, head=1)])
+    write(path, [report(0, 0.1), report(50, 0.3)], [event(50, heads=(0, 1))])
     assert main(["watch", str(path), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "step 50 · 2 reports · 2 layers × 2 heads" in lines[0]
     rows = {line.split()[0]: line.split() for line in lines if line.startswith("layers.")}
-    # w_max and entropy are means over heads, gain the least, max_logit the largest of the sampled rows.
+    # max_logit is the largest of the sampled rows, followed by its head; entropy and w_max are means, gain the least.
     numbers = {name: [float(cell) for cell in cells[1:] if cell[0].isdigit()] for name, cells in rows.items()}
-    assert numbers == {"layers.0": [0.45, 0.55, 0.25, 12.0], "layers.1": [2, 0.45, 0.55, 0.2, 12.0]}
-    assert "2 alerts: 2 collapsed" in "".join(lines)
-    assert "step 50  model.layers.1.attn  heads 0, 1  collapsed  half of the rows give 0.995 to one key" in lines
+    assert numbers == {"layers.0": [12.0, 1, 0.55, 0.25, 0.45], "layers.1": [12.0, 1, 0.55, 0.2, 0.45]}
+    assert lines[2] == "max logit 12 at layers.0 h1 · H / ln n 0.550 · min gain 0.200 at layers.1 h1"
+    assert lines[3] == "1 open event:"
+    assert lines[4].startswith("! collapse  since step 50  layers.1 heads 0, 1  half of the rows")
 
 
 def test_what_is_no_terminal_gets_the_state_once_without_asking(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,13 +112,13 @@ def test_a_file_without_any_record_is_refused(
     path.write_bytes(content)
     assert main(["watch", str(path), *more]) == 2
     captured = capsys.readouterr()
-    assert f"path={str(path)!r} is not accepted: expected a file of records" in captured.err
+    assert f"path={str(path)!r} is not accepted: expected a file of reports" in captured.err
     assert captured.out == ""
 
 
 def test_a_file_that_turns_out_to_hold_no_records_says_so_until_it_does(path: Path) -> None:
     watch = Watch(path)
-    for content, shown in ((b"", "no records yet"), (b'{"kind": "rec', "no records yet"), (b"loss", "not a file of")):
+    for content, shown in ((b"", "no reports yet"), (b'{"kind": "rep', "no reports yet"), (b"loss", "not a file of")):
         path.write_bytes(content)
         watch.update()
         assert shown in printed(watch)
@@ -122,7 +135,7 @@ def test_a_path_that_is_no_file_exits_with_two(
     monkeypatch.setenv("COLUMNS", "300")
     path = tmp_path if kind == "directory" else tmp_path / "none.jsonl"
     assert main(["watch", str(path), "--once"]) == 2
-    expected = "not a folder" if kind == "directory" else "an existing file of records"
+    expected = "not a folder" if kind == "directory" else "an existing file of reports"
     assert f"ArgumentError: path={str(path)!r} is not accepted: expected" in (error := capsys.readouterr().err)
     assert expected in error
 
@@ -138,7 +151,7 @@ def test_a_growing_file_is_followed_without_reading_it_again(path: Path) -> None
     watch.update()
     assert watch.history.steps == [0, 1, 2]
     assert watch.tail.skipped == 0
-    assert watch.history.series(LAYERS[0], "w_max") == pytest.approx([0.375, 0.375, 0.6])
+    assert watch.history.series(LAYERS[0], "w_max") == pytest.approx([0.375, 0.375, 0.6], rel=1e-3)
     assert watch.tail.offset == path.stat().st_size
     watch.update()
     assert watch.history.reports == 3
@@ -150,23 +163,22 @@ def test_a_line_that_is_not_complete_waits_for_its_rest(path: Path) -> None:
     for cut in (1, 200, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
         tail = Tail(path)
-        before = list(tail.new())
-        assert before == report(0)[: whole[:cut].count(b"\n")]
+        assert list(tail.new()) == []
         with path.open("ab") as file:
             file.write(whole[cut:])
-        assert before + list(tail.new()) == report(0)
+        assert list(tail.new()) == [Region(0, 0, len(whole))]
         assert tail.skipped == 0
 
 
 def test_a_file_that_became_shorter_is_read_from_its_beginning(path: Path) -> None:
-    write(path, [report(0), report(1), report(2)], [alert(2)])
+    write(path, [report(0), report(1), report(2)], [event(2)])
     watch = Watch(path)
     watch.update()
     path.write_bytes(b"")
     write(path, [report(5)])
     watch.update()
     assert watch.history.steps == [5]
-    assert watch.history.by_kind.total() == 0
+    assert watch.history.events == []
     path.write_bytes(b"")
     watch.update()
     assert watch.history.steps == []
@@ -187,7 +199,7 @@ def test_a_file_that_does_not_exist_yet_is_waited_for(path: Path) -> None:
     assert "does not exist yet" in printed(watch)
     path.touch()
     watch.update()
-    assert "no records yet" in printed(watch)
+    assert "no reports yet" in printed(watch)
     write(path, [report(3)])
     watch.update()
     assert "step 3" in printed(watch)
@@ -209,66 +221,167 @@ def test_a_line_that_is_no_record_is_counted_and_left_out(line: bytes, path: Pat
 
 
 def test_a_line_without_end_is_not_kept_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscale.diagnostics.records.record.LONGEST", 1000)
+    monkeypatch.setattr("attnscale.diagnostics.records.file.LONGEST", 1000)
     path.write_bytes(b"x" * 5500)
     tail = Tail(path)
     assert list(tail.new()) == []
     assert sum(map(sys.getsizeof, vars(tail).values())) <= 1000
     assert tail.offset == 5000  # nor read again
     with path.open("ab") as file:
-        file.write(b"x" * 10 + b"\n" + json.dumps({"kind": "record", **record(4).as_dict()}).encode() + b"\n")
-    assert list(tail.new()) == [record(4)]
+        file.write(b"x" * 10 + b"\n" + b'{"kind": "report", "step": 4, "layers": []}\n')
+    assert [item.step for item in tail.new()] == [4]
     assert tail.skipped == 1
 
 
 def test_memory_is_bounded_and_what_is_kept_covers_the_whole_run() -> None:
-    history = History(most_steps=64, most_alerts=10)
+    found = history(most_steps=64)
     for step in range(5000):
-        history.add([record(step, w_max=step / 5000), alert(step, layer=LAYERS[0])])
-        assert len(history.steps) <= 65
-    assert history.reports == history.by_kind.total() == 5000
-    assert len(history.alerts) == 10
-    steps = history.steps
+        found.add([region(step), event(step, number=step, layer=LAYERS[0])])
+        assert len(found.steps) <= 65
+    assert found.reports == 5000
+    assert len(found.events) == 256
+    steps = found.steps
     assert (steps[0], steps[-1]) == (0, 4999)
     gaps = [after - before for before, after in itertools.pairwise(steps[:-1])]
     assert len(steps) > 32
     assert set(gaps) == {128}
-    assert history.series(LAYERS[0], "w_max") == [step / 5000 for step in steps]
+    assert found.series(LAYERS[0], "w_max") == pytest.approx([step / 5000 for step in steps])
+
+
+def test_reports_that_are_not_kept_are_never_decoded() -> None:
+    decoded: list[int] = []
+
+    def read(region: Region) -> Report:
+        decoded.append(region.step)
+        return Report.of([record(region.step)], region.step)
+
+    found = History(read, most_steps=8)
+    found.add(region(step) for step in range(1000))
+    assert len(decoded) < 50
+    assert decoded[-1] == 999
+    assert found.reports == 1000
 
 
 def test_a_resumed_run_replaces_what_it_does_again() -> None:
-    history = History()
-    for step in (0, 10, 20, 30):
-        history.add([record(step, w_max=0.1)])
-    for step in (20, 30):
-        history.add([record(step, w_max=0.9)])
-    assert history.steps == [0, 10, 20, 30]
-    assert history.series(LAYERS[0], "w_max") == [0.1, 0.1, 0.9, 0.9]
+    found = history()
+    for step in (0, 1000, 2000, 3000, 1500, 2000):
+        found.add([region(step)])
+    assert found.steps == [0, 1000, 1500, 2000]
+    assert found.series(LAYERS[0], "w_max") == pytest.approx([0, 0.2, 0.3, 0.4])
+
+
+def test_a_report_that_cannot_be_read_is_left_out() -> None:
+    found = History(lambda region: None if region.step == 1 else Report.of([record(region.step)], region.step))
+    for step in range(3):
+        found.add([region(step)])
+    assert found.steps == [0, 2]
+
+
+def test_an_event_is_shown_until_it_is_over_or_the_run_resumes() -> None:
+    found = history()
+    found.add([region(0), event(0, 1), event(0, 2)])
+    found.add([region(1), event(1, 1, "over"), event(1, 2, "lasting", heads=(0, 3))])
+    assert [(one.number, one.places[0][1]) for one in found.events] == [(2, (0, 3))]
+    assert found.over == 1
+    assert found.alerting == {LAYERS[1]}
+    found.add([RunInfo("GPT", 2, 2, "log", 1, 4, "0", "0", "")])
+    assert found.events == []
+
+
+def test_alerts_of_an_old_file_are_one_event_for_each_kind() -> None:
+    found = history()
+    found.add([region(0), event(5, heads=(2,)), event(7, heads=(1,)), event(8, layer=LAYERS[0])])
+    (one,) = found.events
+    assert one.start == 5
+    assert one.places == ((LAYERS[1], (1, 2)), (LAYERS[0], (0,)))
 
 
 def test_a_head_without_a_number_spoils_no_layer() -> None:
-    history = History()
-    history.add([record(0, w_max=0.5), Record(0, LAYERS[0], 1), record(0, head=2, w_max=math.nan, gain=0.25)])
-    assert history.latest(LAYERS[0]) == {"w_max": 0.5, "relative_entropy": 0.5, "gain": 0.25, "max_logit": 10.0}
+    records = [record(0, w_max=0.5), Record(0, LAYERS[0], 1), record(0, head=2, w_max=math.nan, gain=0.25)]
+    found = History(lambda region: Report.of(records, 0))
+    found.add([region(0)])
+    assert found.latest(LAYERS[0]) == {"w_max": 0.5, "relative_entropy": 0.5, "gain": 0.25, "max_logit": 10.0}
+
+
+def test_a_run_is_alive_until_a_report_is_long_overdue(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    sink = JsonlSink(path)
+
+    def state(seconds: float) -> str:
+        os.utime(path, (written, written))
+        clock[0] = written + seconds
+        watch = Watch(path)
+        watch.update()
+        return printed(watch).splitlines()[1]
+
+    written = clock[0]
+    sink.log(report(0), 0)
+    assert state(5) == "last report 5 s ago"
+    written = clock[0] = 1060.0
+    sink.progress(Progress(loss=2.25, dropped=3), 50)
+    sink.log(report(50), 50)
+    assert state(120) == "running: last report 2 min ago; usually one every 60 s · 3 reports dropped"
+    assert state(600) == "silent for 10 min; usually one every 60 s · 3 reports dropped"
+    watch = Watch(path)
+    watch.update()
+    assert printed(watch).startswith("step 50 · loss 2.250 · 2 reports")
+    sink.close()
+    assert state(7200) == "closed 2 h ago · 3 reports dropped"
+
+
+def test_a_newer_version_is_named(path: Path) -> None:
+    write(path, [report(0)])
+    path.write_text(path.read_text().replace('"step": 0,', '"step": 0, "grad_norm": 0.5,'))
+    watch = Watch(path)
+    watch.update()
+    assert "written by a newer attnscale" in printed(watch)
+
+
+def test_nothing_of_a_file_can_control_the_terminal(path: Path) -> None:
+    evil = "layers.0\x1b[2J\x07\r\x9b"
+    hostile = path.with_name("a\x1b[31mb.jsonl")
+    write(hostile, [[record(0, evil)]], [event(0, layer=evil)])
+    watch = Watch(hostile)
+    watch.update()
+    text = printed(watch)
+    assert "layers.0\\x1b[2J" in text
+    assert not [letter for letter in text if letter != "\n" and not letter.isprintable()]
 
 
 @pytest.mark.parametrize("width", [20, 24, 36, 60, 80, 120, 300])
 def test_no_line_is_wider_than_the_terminal(width: int, path: Path) -> None:
-    write(path, [report(step, 0.1 + step / 100) for step in range(20)], [alert(19, head) for head in range(20)])
+    write(path, [report(step, 0.1 + step / 100) for step in range(20)], [event(19, heads=tuple(range(20)))])
     watch = Watch(path)
     watch.update()
     lines = printed(watch, width).splitlines()
     assert max(map(len, lines)) <= width
-    # Nothing was folded: title, heading, two layers, an empty line, the sum of alerts and the one group they are in.
-    assert len(lines) == 7
+    # Nothing was folded: title, state, summary, two lines of events, an empty line, the heading, two layers.
+    assert len(lines) == 9
     assert lines[0].startswith("step 19")
-    assert lines[2].startswith("laye")
-    assert " 0.435" in lines[2]
+    assert lines[4].startswith("! collapse  since")
+    assert lines[7].startswith("laye")
+    assert " 11.6" in lines[7]
 
 
-def test_a_low_terminal_shows_the_layers_with_alerts_first(path: Path) -> None:
+def test_eighty_columns_keep_logit_worst_head_and_events(path: Path) -> None:
+    layers = [f"model.decoder.layers.{index}.self_attn" for index in range(3)]
+    records = [record(step, layer, head, 0.1 * (1 + head)) for step in (0, 1) for layer in layers for head in range(4)]
+    write(path, [records[:12], records[12:]], [event(1, layer=layers[2], heads=(3,))])
+    watch = Watch(path)
+    watch.update()
+    text = printed(watch, 80)
+    assert "max logit 8.000 at layers.0 h3 · H / ln n 0.750 · min gain 1.000 at layers.0 h0" in text
+    assert "! collapse  since step 1  layers.2 head 3" in text
+    heading = next(line for line in text.splitlines() if line.startswith("layer "))
+    assert heading.split()[:4] == ["layer", "max", "logit", "head"]
+    row = next(line for line in text.splitlines() if line.startswith("layers.2 !"))
+    assert row.split()[3:5] == ["8.000", "3"]
+
+
+def test_a_low_terminal_shows_the_layers_with_events_first(path: Path) -> None:
     layers = [f"blocks.{index}.attn" for index in range(48)]
-    write(path, [[record(1, layer) for layer in layers]], [alert(1, layer=layers[29])])
+    write(path, [[record(1, layer) for layer in layers]], [event(1, layer=layers[29])])
     watch = Watch(path)
     watch.update()
     text = printed(watch, height=20)
@@ -278,14 +391,14 @@ def test_a_low_terminal_shows_the_layers_with_alerts_first(path: Path) -> None:
     assert all(f"blocks.{index} " in printed(watch) for index in range(48))
 
 
-def test_alerts_are_red(path: Path) -> None:
-    write(path, [report(1)], [alert(1)])
+def test_layers_with_events_are_red(path: Path) -> None:
+    write(path, [report(1)], [event(1)])
     watch = Watch(path)
     watch.update()
     red, normal = "\x1b[31m", printed(watch, force_terminal=True, color_system="standard")
-    assert f"{red}layers.1" in normal
+    assert f"{red}layers.1 !" in normal
     assert f"{red}layers.0" not in normal
-    assert "\x1b[1;31mcollapsed" in normal
+    assert f"{red}! collapse  since step 1" in normal
 
 
 def test_a_sparkline_shows_where_values_lie() -> None:

@@ -1,16 +1,28 @@
-"""Records (one per layer, head and step) and alerts, and functions that read them from JSONL files."""
+"""Records (one per layer, head and step), and what a monitor reports beside them: the run, its progress, its events."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-LONGEST = 1 << 24  # bytes; a longer line is not a record and is not kept in memory
+FORMAT = 1  # version of the file format
+SHOWN_LAYERS = 3  # in `Event.where`
+SHOWN_HEADS = 6
+# Kinds of alerts in files without a header, with cause and quantity. Their position is the number of the event.
+OLD_KINDS = {
+    "diffuse": ("diffuse", "relative_entropy"),
+    "collapsed": ("collapse", "w_max"),
+    "noise": ("noise", "prominence"),
+    "exploding": ("exploding", "max_logit"),
+    "vanishing": ("vanishing", "gain"),
+    "mismatch": ("mismatch", "mismatch"),
+    "broken": ("nan", "broken_row"),
+}
+# Control characters, and characters that change the direction of text.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class Summary(NamedTuple):
@@ -92,19 +104,79 @@ class Record:
         """Convert to plain dictionaries and numbers for JSON. NaN and infinity become strings."""
         phases: dict[str, Any] = {"forward": {}, "backward": {}}
         for phase, name, summary in self.summaries():
-            phases[phase][name] = _to_json(summary._asdict())
+            phases[phase][name] = to_json(summary._asdict())
         place = {"step": self.step, "layer": self.layer, "head": self.head, "mode": self.mode}
-        return {**place, **phases, "scalars": _to_json(self.scalars)}
+        return {**place, **phases, "scalars": to_json(self.scalars)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Record:
         """Inverse of `as_dict`."""
         phases = {
-            phase: {name: Summary(**_from_json(summary)) for name, summary in content[phase].items()}
+            phase: {name: Summary(**from_json(summary)) for name, summary in content[phase].items()}
             for phase in ("forward", "backward")
         }
-        scalars, mode = _from_json(content["scalars"]), content.get("mode", "training")
+        scalars, mode = from_json(content["scalars"]), content.get("mode", "training")
         return cls(content["step"], content["layer"], content["head"], **phases, scalars=scalars, mode=mode)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a monitor measures and how: the header of a file.
+
+    Args:
+        model: class of the model.
+        layers: number of measured layers.
+        heads: largest number of heads of a layer.
+        policy: policies of the layers, separated by semicolons.
+        every: number of steps between two measurements.
+        rows: number of sampled rows per attention call. None means all rows.
+        attnscale, torch: versions.
+        started: date and time of the first report, ISO 8601 with time zone.
+        format: version of the file format.
+
+    Example:
+        >>> run = RunInfo("GPT", 48, 32, "log", 50, 64, "0.1.0", "2.13.0", "2026-01-31T12:00:00+00:00")
+        >>> RunInfo.from_dict(run.as_dict()) == run
+        True
+    """
+
+    model: str
+    layers: int
+    heads: int
+    policy: str
+    every: int
+    rows: int | None
+    attnscale: str
+    torch: str
+    started: str
+    format: int = FORMAT
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RunInfo:
+        """Inverse of `as_dict`. Unknown fields are ignored. Raises TypeError if a field is missing."""
+        return cls(**_known(cls, content))
+
+
+class Progress(NamedTuple):
+    """State of the training at a report.
+
+    Args:
+        loss: training loss, if it was passed to `Monitor.step`.
+        lr: learning rate, if it was passed to `Monitor.step`.
+        dropped: number of reports so far that were dropped because the sink was too slow.
+
+    Example:
+        >>> Progress(loss=2.5).dropped
+        0
+    """
+
+    loss: float | None = None
+    lr: float | None = None
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,13 +222,56 @@ class Event:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. NaN and infinity become strings."""
-        return _to_json(asdict(self))
+        return to_json(asdict(self))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Event:
-        """Inverse of `as_dict`."""
-        places = tuple((layer, tuple(heads)) for layer, heads in content["places"])
-        return cls(**{**_from_json(content, ("value", "usual")), "places": places})
+        """Inverse of `as_dict`. Unknown fields are ignored. Raises TypeError, KeyError or ValueError if invalid."""
+        places = tuple((str(layer), tuple(map(int, heads))) for layer, heads in content["places"])
+        return cls(**from_json(_known(cls, content), ("value", "usual")) | {"places": places})
+
+    @classmethod
+    def from_alert(cls, content: Mapping[str, Any]) -> Event:
+        """Convert an alert of an old file, one head that crossed a limit. Alerts of a kind have the same number."""
+        kind = content["kind"]
+        cause, quantity = OLD_KINDS.get(kind, (kind, ""))
+        numbers = from_json(content, ("value", "limit"))
+        return cls(
+            [*OLD_KINDS, kind].index(kind),
+            cause,
+            "begun",
+            "critical" if kind == "broken" else "warning",
+            content["step"],
+            content["step"],
+            ((content["layer"], (content["head"],)),),
+            content["message"],
+            "",
+            quantity,
+            numbers["value"],
+            numbers["limit"],
+        )
+
+    @property
+    def where(self) -> str:
+        """The places as text, shortened if there are many.
+
+        >>> places = (("layers.2", (3, 5)), ("layers.4", ()))
+        >>> Event(0, "logit_jump", "begun", "warning", 150, 150, places, "", "").where
+        'layers.2 heads 3, 5; layers.4'
+        >>> places = tuple((f"layers.{index}", (0, 1)) for index in range(6))
+        >>> Event(0, "logit_jump", "begun", "warning", 150, 150, places, "", "").where
+        '12 heads in 6 layers, layers.0 to layers.5'
+        """
+        if len(self.places) > SHOWN_LAYERS:
+            number = sum(len(heads) for _, heads in self.places)
+            what = f"{number} heads in {len(self.places)} layers" if number else f"{len(self.places)} layers"
+            return f"{what}, {self.places[0][0]} to {self.places[-1][0]}"
+        parts = []
+        for layer, heads in self.places:
+            more = f" and {len(heads) - SHOWN_HEADS} more" if len(heads) > SHOWN_HEADS else ""
+            numbers = ", ".join(map(str, heads[:SHOWN_HEADS])) + more
+            parts.append(f"{layer} head{'s' if len(heads) > 1 else ''} {numbers}" if heads else layer)
+        return "; ".join(parts) or "the whole model"
 
 
 @dataclass(frozen=True)
@@ -190,12 +305,12 @@ class Alert:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. NaN and infinity become strings."""
-        return _to_json(asdict(self))
+        return to_json(asdict(self))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Alert:
         """Inverse of `as_dict`."""
-        return cls(**_from_json(content, ("value", "limit")))
+        return cls(**from_json(content, ("value", "limit")))
 
 
 def layers_of(records: Iterable[Record]) -> list[str]:
@@ -203,106 +318,26 @@ def layers_of(records: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(record.layer for record in records))
 
 
-def by_kind(alerts: Iterable[Alert]) -> dict[str, list[Alert]]:
-    """Group alerts by kind, in order of first appearance."""
-    groups: dict[str, list[Alert]] = {}
-    for alert in alerts:
-        groups.setdefault(alert.kind, []).append(alert)
-    return groups
+def clean(text: str) -> str:
+    """Escape control characters, so that text from a file or a model cannot control a terminal.
+
+    >>> clean("layers.0\\x1b[2J")
+    'layers.0\\\\x1b[2J'
+    """
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _to_json(content: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: content[field.name] for field in fields(kind) if field.name in content}
+
+
+def to_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinity by strings."""
     return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in content.items()}
 
 
-def _from_json(content: Mapping[str, Any], names: tuple[str, ...] | None = None) -> dict[str, Any]:
+def from_json(content: Mapping[str, Any], names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Inverse of `to_json` for the fields `names`; None means all fields."""
     return {
         name: float(x) if isinstance(x, str) and (names is None or name in names) else x for name, x in content.items()
     }
-
-
-def read_jsonl(path: str | Path) -> Iterator[Record | Alert]:
-    """Read the records and alerts of a file written by `JsonlSink`.
-
-    Args:
-        path: the JSONL file.
-
-    Returns:
-        An iterator over records and alerts, in file order. An incomplete last line is skipped.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError, KeyError, TypeError: a line is neither a record nor an alert.
-
-    Example:
-        >>> import tempfile
-        >>> from attnscale.diagnostics import JsonlSink
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     sink = JsonlSink(f"{folder}/attn.jsonl")
-        ...     sink.log([Record(0, "layers.0", 3)], step=0)
-        ...     sink.close()
-        ...     [item.layer for item in read_jsonl(sink.path)]
-        ['layers.0']
-    """
-    with Path(path).open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield parse_line(line)
-
-
-def parse_line(line: bytes) -> Record | Alert:
-    """Parse a line. Raises ValueError, KeyError or TypeError if it is neither a record nor an alert."""
-    content = json.loads(line)
-    return Alert.from_dict(content["alert"]) if content["kind"] == "alert" else Record.from_dict(content)
-
-
-class Tail:
-    """Follows a growing file and returns new lines on each read.
-
-    An incomplete line is read once it is complete. A truncated or replaced file is read from the beginning; `restarts`
-    counts these cases. `skipped` counts lines that are not records.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.offset = 0
-        self.skipped = 0
-        self.restarts = 0
-        self._identity: tuple[int, int] | None = None
-        self._incomplete = b""  # first byte of an incomplete last line
-        self._overlong = False  # the offset is inside a line longer than LONGEST
-
-    @property
-    def foreign(self) -> bool:
-        """Whether the file contains a line, or the start of a line, that is not a record."""
-        return self.skipped > 0 or self._incomplete not in (b"", b"{")
-
-    def new(self) -> Iterator[Record | Alert]:
-        """Iterate over the items added since the last call, oldest first. Empty while the file does not exist."""
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            status = os.fstat(file.fileno())
-            before, self._identity = self._identity, (status.st_dev, status.st_ino)
-            if before not in (None, self._identity) or status.st_size < self.offset:
-                self.offset, self.skipped, self._overlong = 0, 0, False
-                self.restarts += 1
-            self._incomplete = b""
-            file.seek(self.offset)
-            while line := file.readline(LONGEST):
-                complete = line.endswith(b"\n")
-                if not complete and len(line) < LONGEST:
-                    self._incomplete = line[:1]
-                    return
-                self.offset += len(line)
-                overlong, self._overlong = self._overlong, not complete
-                if overlong or not complete:
-                    self.skipped += complete
-                    continue
-                try:
-                    yield parse_line(line)
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    self.skipped += 1

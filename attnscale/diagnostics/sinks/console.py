@@ -9,20 +9,19 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from attnscale._util.optional import need
-from attnscale.diagnostics.alerts import ALERTS
-from attnscale.diagnostics.records.record import Alert, Record, layers_of
+from attnscale.diagnostics.records.record import Event, Record, clean, layers_of
 from attnscale.diagnostics.views.display import MAIN, Quantity
 from attnscale.errors import reject_type
 
 FILE_WIDTH = 120  # for files; rich assumes 80
 RANGE_WIDTH = 110  # minimum width for the range over heads
-SHOWN_ALERTS = 8
+SHOWN_EVENTS = 8
 
 
 class ConsoleSink:
     """Prints a table with one row per layer: means over heads, and the range over heads for quantities in [0, 1].
 
-    Values that raised an alert are red. A terminal shows one table that is updated in place. In a file, pipe or
+    Layers and values with a new event are red. A terminal shows one table that is updated in place. In a file, pipe or
     notebook, each report prints a small table without colours. Needs the extra `cli`.
 
     Args:
@@ -39,6 +38,8 @@ class ConsoleSink:
         >>> sink.log([Record(0, "layers.0", 0, scalars={"gain": 0.5})], step=0)
         >>> sink.close()
     """
+
+    immediate = True  # keeps the output in order with that of the program
 
     def __init__(self, file: IO[str] | None = None) -> None:
         if file is not None and not callable(getattr(file, "write", None)):
@@ -72,13 +73,13 @@ class ConsoleSink:
             self._stop = weakref.finalize(self, self._live.stop)
         self._live.update(self._report(records, (), step), refresh=True)
 
-    def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Print the alerts of a step, grouped by layer and kind."""
+    def event(self, events: Sequence[Event], step: int) -> None:
+        """Print the events of a step."""
         if self._live is None:
-            self._console.print(self._lines(alerts))
+            self._console.print(self._lines(events))
         else:
-            report = self._report(self._records, alerts, step)
-            self._live.update(self._group(report, self._lines(alerts)), refresh=True)
+            report = self._report(self._records, events, step)
+            self._live.update(self._group(report, self._lines(events)), refresh=True)
 
     def close(self) -> None:
         """Stop the live display. Idempotent."""
@@ -86,11 +87,12 @@ class ConsoleSink:
         if self._stop is not None:
             self._stop()
 
-    def _report(self, records: Sequence[Record], alerts: Sequence[Alert], step: int) -> Any:
+    def _report(self, records: Sequence[Record], events: Sequence[Event], step: int) -> Any:
         quantities = [q for q in MAIN if any(q.of(record) is not None for record in records)]
-        kinds: dict[str, set[str]] = defaultdict(set)
-        for alert in alerts:
-            kinds[alert.layer].add(alert.kind)
+        red: dict[str, set[str]] = defaultdict(set)  # quantities by layer
+        for event in events:
+            for layer, _ in event.places:
+                red[layer].add(event.quantity)
         box = self._box.SIMPLE_HEAD if self._live is None else self._box.ROUNDED
         table = self._table(title=f"attention, step {step}", title_justify="left", box=box, pad_edge=False)
         table.add_column("layer", overflow="fold")
@@ -98,9 +100,8 @@ class ConsoleSink:
             table.add_column(quantity.title, justify="right", no_wrap=True)
         for layer in layers_of(records):
             heads = [record for record in records if record.layer == layer]
-            red = {name for kind in kinds[layer] if kind in ALERTS for name in ALERTS[kind].quantities}
-            cells = [self._cell(heads, quantity, quantity.name in red) for quantity in quantities]
-            table.add_row(self._text(layer, style="bold red" if kinds[layer] else "bold"), *cells)
+            cells = [self._cell(heads, quantity, quantity.name in red[layer]) for quantity in quantities]
+            table.add_row(self._text(clean(layer), style="bold red" if red[layer] else "bold"), *cells)
         return table
 
     def _cell(self, records: Sequence[Record], quantity: Quantity, red: bool) -> Any:
@@ -117,17 +118,14 @@ class ConsoleSink:
             cell.append(f"  {min(values):.2f}–{max(values):.2f}", style="not bold red" if red else "dim white")
         return cell
 
-    def _lines(self, alerts: Sequence[Alert]) -> Any:
-        """Format alerts, one line per layer and kind."""
-        groups: dict[tuple[str, str], list[Alert]] = defaultdict(list)
-        for alert in alerts:
-            groups[alert.layer, alert.kind].append(alert)
-        lines = []
-        for (layer, kind), group in groups.items():
-            more = f" (and {len(group) - 1} more heads)" if len(group) > 1 else ""
-            lines.append(f"! step {group[0].step}: {kind}: {layer}, head {group[0].head}{more}: {group[0].message}")
-        rest = [f"! and {len(lines) - SHOWN_ALERTS} more"] if len(lines) > SHOWN_ALERTS else []
-        return self._text("\n".join(lines[:SHOWN_ALERTS] + rest), style="red")
+    def _lines(self, events: Sequence[Event]) -> Any:
+        """Format events, one line each."""
+        lines = [
+            clean(f"! step {event.step}: {event.cause} {event.status}: {event.message}")
+            for event in events[:SHOWN_EVENTS]
+        ]
+        rest = [f"! and {len(events) - SHOWN_EVENTS} more"] if len(events) > SHOWN_EVENTS else []
+        return self._text("\n".join(lines + rest), style="red")
 
 
 def _short(x: float) -> str:

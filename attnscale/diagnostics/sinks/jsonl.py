@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo
+from attnscale.diagnostics.records.report import Report
 from attnscale.errors import reject, reject_type
 
 
 class JsonlSink:
-    """Writes one line of JSON per layer and head, and one per alert. A resumed run appends to the file.
+    """Writes lines of JSON: a header, one line per report, one per event. A resumed run appends to the file.
 
-    Each report is one unbuffered append. A killed process leaves at most one incomplete line at the end of the file.
-    `read_jsonl` skips this line, and the next `JsonlSink` on the file removes it.
+    A report takes about 250 bytes per head. Each line is one unbuffered append. A killed process leaves at most one
+    incomplete line at the end of the file, which readers skip and the next `JsonlSink` on the file removes. Read the
+    file with `attnscale.diagnostics.read`.
 
     Args:
         path: the file. Missing parent folders are created.
@@ -33,8 +36,8 @@ class JsonlSink:
         ...     sink = JsonlSink(f"{folder}/run/attn.jsonl")
         ...     sink.log([Record(0, "layers.0", 0), Record(0, "layers.0", 1)], step=0)
         ...     sink.close()
-        ...     len(sink.path.read_text().splitlines())
-        2
+        ...     [json.loads(line)["kind"] for line in sink.path.read_text().splitlines()]
+        ['report', 'end']
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,22 +50,38 @@ class JsonlSink:
         if self.path.exists():
             _cut_incomplete_line(self.path)
         self._file = self.path.open("ab", buffering=0)
+        self._progress = Progress()
+        self._written = False
+
+    def open(self, run: RunInfo) -> None:
+        """Append the header."""
+        self._write({"kind": "run", **run.as_dict()})
+
+    def progress(self, progress: Progress, step: int) -> None:
+        """Keep loss and learning rate for the next report."""
+        self._progress = progress
 
     def log(self, records: Sequence[Record], step: int) -> None:
-        """Append the records of a step."""
-        self._write([{"kind": "record", **record.as_dict()} for record in records])
+        """Append the records of a step as one line."""
+        report = Report.of(records, step, time=time.time(), **self._progress._asdict())
+        self._write({"kind": "report", **report.as_dict()})
+        self._written = True
 
-    def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Append the alerts of a step."""
-        self._write([{"kind": "alert", "alert": alert.as_dict()} for alert in alerts])
+    def event(self, events: Sequence[Event], step: int) -> None:
+        """Append the events of a step."""
+        for event in events:
+            self._write({"kind": "event", "event": event.as_dict()})
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Append a last line, unless there was no report, and close the file. Idempotent."""
+        if self._written and not self._file.closed:
+            self._written = False
+            self._write({"kind": "end", "time": time.time(), "dropped": self._progress.dropped})
         self._file.close()
 
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        content = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        view = memoryview(content.encode())
+    def _write(self, content: dict[str, Any]) -> None:
+        line = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+        view = memoryview(line.encode())
         while view:
             view = view[self._file.write(view) :]
 

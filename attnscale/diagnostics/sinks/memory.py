@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from attnscale._util.checks import read_int
-from attnscale.diagnostics.records.record import Alert, Record
+from attnscale.diagnostics.records.record import Event, Record
 
 
 class MemorySink:
-    """Keeps the records of the last `steps` reports, and the last `steps` alerts.
+    """Keeps the records of the last `steps` reports, and the last `steps` events.
 
     Args:
         steps: number of reports to keep, >= 1.
@@ -27,10 +27,12 @@ class MemorySink:
         [2]
     """
 
+    immediate = True
+
     def __init__(self, steps: int = 1000) -> None:
         steps = read_int("steps", steps, "an int >= 1", least=1)
         self._reports: deque[tuple[int, tuple[Record, ...]]] = deque(maxlen=steps)
-        self.alerts: deque[Alert] = deque(maxlen=steps)
+        self.events: deque[Event] = deque(maxlen=steps)
 
     @property
     def records(self) -> list[Record]:
@@ -41,9 +43,9 @@ class MemorySink:
         """Keep the records of a step."""
         self._reports.append((step, tuple(records)))
 
-    def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Keep the alerts of a step."""
-        self.alerts.extend(alerts)
+    def event(self, events: Sequence[Event], step: int) -> None:
+        """Keep the events of a step."""
+        self.events.extend(events)
 
     def close(self) -> None:
         """Do nothing; the records stay available."""

@@ -14,13 +14,12 @@ from typing import Any
 from attnscale._util import state
 from attnscale._util.checks import read_int
 from attnscale._util.optional import need
-from attnscale.diagnostics.records.record import Alert, Record, by_kind, layers_of
+from attnscale.diagnostics.records.record import Event, Record, layers_of
 from attnscale.diagnostics.views.display import Grid, Quantity, colour, main_grids
 from attnscale.diagnostics.views.flatten import SPREAD
 from attnscale.errors import reject, reject_type
 
 BINS = 20
-SHOWN_ALERTS = 50  # per text entry
 BACKGROUND = (255, 255, 255)
 INK = (40, 40, 40)
 MARGIN = 8
@@ -33,7 +32,7 @@ class TensorBoardSink:
 
     Tags: `attn.<quantity>/<layer>/<mark>` is the mean over heads, `attn.<quantity>.heads/<layer>/h<head>` one head,
     `attn.<quantity>/heads` a histogram over all heads, `attn.<quantity>/map` a heat map of layer × head, and
-    `attn.alerts/<kind>` the alerts as text.
+    `attn.events/<cause>` the events as text.
 
     The file is created at the first report. Each report is on disk when `log` returns (tensorboard's own writer buffers
     up to two minutes), so a killed run loses no logged report. Needs the extra `log`.
@@ -92,14 +91,12 @@ class TensorBoardSink:
                 values += self._summary.image(f"attn.{grid.quantity.name}/map", picture, dataformats="HWC").value
         self._write(values, step)
 
-    def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Write the alerts of a step as text. Raises ValueError if the sink is closed."""
+    def event(self, events: Sequence[Event], step: int) -> None:
+        """Write the events of a step as text. Raises ValueError if the sink is closed."""
         values: list[Any] = []
-        for kind, group in by_kind(alerts).items():
-            lines = [f"- **{alert.layer}**, head {alert.head}: {alert.message}" for alert in group[:SHOWN_ALERTS]]
-            if len(group) > SHOWN_ALERTS:
-                lines.append(f"- and {len(group) - SHOWN_ALERTS} more")
-            values += self._summary.text(f"attn.alerts/{kind}", "\n".join(lines)).value
+        for event in events:
+            text = f"**{event.status}**: {event.message}\n\n{event.advice}".strip()
+            values += self._summary.text(f"attn.events/{event.cause}", text).value
         self._write(values, step)
 
     def close(self) -> None:

@@ -7,13 +7,12 @@ from itertools import islice
 from typing import Any
 
 from attnscale._util.optional import need
-from attnscale.diagnostics.records.record import Alert, Record, by_kind
+from attnscale.diagnostics.records.record import Event, Record, RunInfo
 from attnscale.diagnostics.views.flatten import PREFIX, compact, flatten
 from attnscale.errors import ArgumentError, reject, reject_type
 
 MODULES = ("wandb", "trackio")
 STEP = f"{PREFIX}/step"
-SHOWN_HEADS = 20  # per alert
 MLFLOW_BATCH = 1000  # metrics per request, the limit of MLflow servers
 
 
@@ -66,6 +65,10 @@ class TrackerSink:
         self._defined = False
         self._open_row: int | None = None  # W&B row of the last report
 
+    def open(self, run: RunInfo) -> None:
+        """Start the run, or look up the active one, on the thread that trains."""
+        self._started()
+
     def log(self, records: Sequence[Record], step: int) -> None:
         """Log the records of a step to the run."""
         values = flatten(records) if self.full else compact(records, heads=self.heads)
@@ -86,17 +89,16 @@ class TrackerSink:
         run.log({STEP: step, **values}, commit=False)
         self._open_row = _row_of(run)
 
-    def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Send one alert per kind, if the run supports alerts."""
+    def event(self, events: Sequence[Event], step: int) -> None:
+        """Send one alert per event, if the run supports alerts."""
         run = self._started()
         if not callable(getattr(run, "alert", None)):
             return
-        level = {"level": "WARN"} if callable(getattr(run, "define_metric", None)) else {}
-        for kind, group in by_kind(alerts).items():
-            lines = [f"step {step}, {alert.layer}, head {alert.head}: {alert.message}" for alert in group[:SHOWN_HEADS]]
-            if len(group) > SHOWN_HEADS:
-                lines.append(f"and {len(group) - SHOWN_HEADS} more")
-            run.alert(title=f"attention: {kind}", text="\n".join(lines), **level)
+        leveled = callable(getattr(run, "define_metric", None))
+        for event in events:
+            level = {"level": "ERROR" if event.severity == "critical" else "WARN"} if leveled else {}
+            text = "\n".join(filter(None, (f"step {step}: {event.message}", event.advice)))
+            run.alert(title=f"attention: {event.cause} {event.status}", text=text, **level)
 
     def close(self) -> None:
         """End the run if this sink started it."""
@@ -118,7 +120,7 @@ class TrackerSink:
 
 
 class MlflowSink:
-    """Logs metrics to an MLflow run. Alerts become tags `attn.alert.<kind>` with the latest alert of each kind.
+    """Logs metrics to an MLflow run. Events become tags `attn.event.<cause>` with the latest event of each cause.
 
     Args:
         run_id: id of an existing run. None uses the run that is active at the first report, or starts a new run, which
@@ -144,6 +146,10 @@ class MlflowSink:
         self._ours = False
         self._closed = False
 
+    def open(self, run: RunInfo) -> None:
+        """Start the run, or look up the active one, on the thread that trains: MLflow keeps one per thread."""
+        self._started()
+
     def log(self, records: Sequence[Record], step: int) -> None:
         """Log the records of a step as metrics. Raises ValueError if the sink is closed."""
         values = iter((flatten(records) if self.full else compact(records, heads=self.heads)).items())
@@ -151,13 +157,13 @@ class MlflowSink:
         while batch := dict(islice(values, MLFLOW_BATCH)):
             self._mlflow.log_metrics(batch, step=step, run_id=run_id)
 
-    def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        """Store the latest alert of each kind as a tag. Raises ValueError if the sink is closed."""
+    def event(self, events: Sequence[Event], step: int) -> None:
+        """Store the latest event of each cause as a tag. Raises ValueError if the sink is closed."""
         client = self._mlflow.MlflowClient()
         run_id = self._started()
-        for kind, (*_, latest) in by_kind(alerts).items():
-            text = f"step {step}, {latest.layer}, head {latest.head}: {latest.message}"
-            client.set_tag(run_id, f"attn.alert.{kind}", text)
+        for event in events:
+            text = f"step {step}, {event.status}: {event.message}"
+            client.set_tag(run_id, f"attn.event.{event.cause}", text)
 
     def close(self) -> None:
         """End the run if this sink started it."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
 
 from attnscale.diagnostics.records.record import STATISTICS, Record
+from attnscale.diagnostics.records.report import Report
 from attnscale.diagnostics.views.display import MAIN
 from attnscale.errors import reject
 
@@ -58,6 +62,42 @@ def numbers_of(
         if names is None or name in names or f"{phase}/{name}" in names:
             yield from ((f"{phase}/{name}/{mark}", float(getattr(summary, mark))) for mark in marks)
     yield from ((name, float(value)) for name, value in record.scalars.items() if names is None or name in names)
+
+
+class Extreme(NamedTuple):
+    """The largest or smallest value over all heads, and the head."""
+
+    value: float
+    layer: str
+    head: int
+
+
+class Overview(NamedTuple):
+    """A few numbers of a whole model; None if not recorded."""
+
+    max_logit: Extreme | None
+    entropy_share: float | None  # mean of entropy / ln n
+    min_gain: Extreme | None
+
+
+def overview(report: Report) -> Overview:
+    """Reduce a report to the largest logit, the mean share of the entropy, and the smallest gain. NaN is ignored."""
+    planes = (
+        report.plane("forward", "max_logit", "max"),
+        report.plane("forward", "relative_entropy"),
+        report.plane("", "gain"),
+    )
+    logits, entropies, gains = ([] if plane is None else _known(plane, report) for plane in planes)
+    return Overview(
+        max(logits, key=lambda one: one.value) if logits else None,
+        sum(one.value for one in entropies) / len(entropies) if entropies else None,
+        min(gains, key=lambda one: one.value) if gains else None,
+    )
+
+
+def _known(plane: Tensor, report: Report) -> list[Extreme]:
+    both = zip(plane.tolist(), report.places, strict=True)
+    return [Extreme(value, *place) for value, place in both if not math.isnan(value)]
 
 
 def _join(mark: str, values: list[float]) -> float:
