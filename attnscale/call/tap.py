@@ -84,6 +84,10 @@ class Listener(Protocol):
         """A call in the backward pass, and the gradient of its output."""
         return
 
+    def gradient(self, gradient: Tensor) -> None:
+        """The gradient of an output, of a call that is tracked only."""
+        return
+
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """The gradients of query, key and value."""
         return

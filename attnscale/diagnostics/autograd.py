@@ -47,6 +47,8 @@ def run_reported(tap_id: Tensor, call: AttentionCall, run: Run, measured: Attent
             found = run(call)
             if not is_watched():
                 _send_call(CallEvent(known.detached(), found._replace(out=found.out.detach()), graph), UNKNOWN, tap_id)
+                if found.out.requires_grad and Tap.find(tap_id, tracking=True) is not None:
+                    found.out.register_hook(partial(_send_gradient, tap_id))  # type: ignore[no-untyped-call]
             return found.out
     parts = FlatCall.of(known.detached())
     if is_watched():
@@ -180,8 +182,15 @@ def _send_call(event: CallEvent, number: int, tap_id: Tensor) -> None:
 
 
 def _send_backward(gradient: Tensor, number: int | Tensor, tap_id: Tensor, *parts: Any) -> None:
+    if Tap.find(tap_id) is None:
+        _send_gradient(tap_id, gradient)
+        return
     call = FlatCall(*parts).to_call()
     _send(tap_id, gradient.device, lambda listener: listener.backward(call, gradient, int(number)))
+
+
+def _send_gradient(tap_id: Tensor, gradient: Tensor) -> None:
+    _send(tap_id, gradient.device, lambda listener: listener.gradient(gradient), tracking=True)
 
 
 def _send_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:

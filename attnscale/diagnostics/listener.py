@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -19,10 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent
+from attnscale.diagnostics.faults import Faults, squares
 from attnscale.diagnostics.max_logits import LogitTracker, bound_largest, broken_heads
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.padding import blank, without_padding
-from attnscale.diagnostics.records.tally import ORDER, ORIGINS, Tally, salt_of
+from attnscale.diagnostics.records.tally import Tally, salt_of
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
     MeasuredQuantities,
@@ -40,8 +40,6 @@ UNKNOWN = -1
 UNANSWERED = 64
 # Maximum number of sampled values kept for calls not yet classified as training or evaluation.
 UNDECIDED = 2**18
-# Elements of a gradient per chunk when norms are computed, because a chunk may be upcast.
-NUMBERS = 2**20
 
 
 class TensorIdentity(Uncopied):
@@ -155,6 +153,8 @@ class LayerListener(Uncopied):
         """Discard all calls."""
         self.failed = False
         self.skipped = False
+        self.steps = 0  # since the last report
+        self.faults = {True: Faults(), False: Faults()}  # in training mode, and in evaluation mode
         self.training, self.evaluation = Tally(), Tally()
         self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by call number
         self._origins = Origins(UNANSWERED)
@@ -169,7 +169,11 @@ class LayerListener(Uncopied):
         if self.training.backward is not None and self.training.forward is None:
             # The model is trained in evaluation mode: its calls were classified as evaluation.
             self.training.absorb(self.evaluation)
-        return self.training if self.training.heads else self.evaluation
+        tally = self.training if self.training.heads else self.evaluation
+        faults = self.faults[True].first if self.faults[True].first is not None else self.faults[False].first
+        if faults is not None and tally.heads == faults.shape[1]:
+            tally.take_faults(faults)
+        return tally
 
     @property
     def tracking(self) -> bool:
@@ -210,6 +214,7 @@ class LayerListener(Uncopied):
             numbers = torch.cat([found, broken_heads(event.result.out)[None]])
             for tracker in self.trackers:
                 tracker.add(rank, numbers)
+        self._search(event.result.out, event.call)
         return found[1]
 
     def _measure(self, event: CallEvent, number: int, trained: bool, largest: Tensor) -> None:
@@ -225,10 +230,9 @@ class LayerListener(Uncopied):
             angle_in=before.nansum(0),
             angle_out=after.nansum(0),
             angle_calls=before.isfinite().sum(0),
-            value_squares=_squares(value).repeat_interleave(call.group),
+            value_squares=squares(value).repeat_interleave(call.group),
             value_numbers=torch.full(call.query.shape[1:2], value[:, 0].numel(), device=value.device),
         )
-        self._note_fault(tally, out, event.call)
         if answerable:
             sources = TensorIdentity(*_sources(event.call))
             self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
@@ -249,8 +253,8 @@ class LayerListener(Uncopied):
         call, self._padding_rows = without_padding(call)
         call = call.select(rows)
         arrived = blank(gradient, self._padding_rows)
-        self.training.note(output_gradient=_squares(arrived))
-        self._note_fault(self.training, arrived, "output gradient")
+        self.training.note(output_gradient=squares(arrived))
+        self._search(arrived, "output gradient")
         self._origins.answered(number)
         past = self._unanswered.pop(number, None)  # also None in a second backward pass
         if past is None:
@@ -268,17 +272,21 @@ class LayerListener(Uncopied):
         gradients = score_gradients(call, gradient.index_select(2, rows), measures)
         self.training.add_backward(backward_quantities(measures, call.row_beta(), gradients), salt)
 
+    def gradient(self, gradient: Tensor) -> None:
+        """Search the gradient of an output that is not measured for NaN and infinity."""
+        self._search(gradient, "output gradient")
+
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Record squared gradient norms per query head. A shared key head is divided equally among its query heads."""
         if 0 in (*query.shape[:3], *key.shape[:3]):
             return
         group = query.shape[1] // key.shape[1]
-        of_query, of_key, of_value = (_squares(x) for x in (blank(query, self._padding_rows), key, value))
+        of_query, of_key, of_value = (squares(x) for x in (blank(query, self._padding_rows), key, value))
         if group > 1:
             of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
         self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
         total = of_query + of_key + of_value
-        self._note_fault(self.training, total[None, :, None, None], "gradients")
+        self._search(total[None, :, None, None], "gradients")
 
     def skip(self, call: AttentionCall | None, reason: str) -> None:
         """Count a call that cannot be measured, and warn once per reason."""
@@ -292,27 +300,9 @@ class LayerListener(Uncopied):
         self.failed = True
         self._notices.add_error(f"the listener of {self.name} failed and is disabled for the rest of this step", error)
 
-    def _note_fault(self, tally: Tally, x: Tensor, origin: AttentionCall | str) -> None:
-        """Note the first row with NaN or infinity of each head of [B, H, T, D], and which tensor it comes from.
-
-        `origin` is the call if x is its output: query, key and value are searched. Scores that overflow have none of
-        them.
-        """
-        order = next(self.clock)
-        # Fast path without an upcast copy. On other devices, reading the sum back would synchronise.
-        if x.device.type == "cpu" and math.isfinite(float(x.sum())):
-            return
-        broken = (~torch.isfinite(x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)))).any(0)  # [H, T]
-        if isinstance(origin, str):
-            bits = torch.full(x.shape[1:2], 1 << ORIGINS.index(origin), device=x.device)
-        else:
-            group = x.shape[1] // origin.key.shape[1]
-            spoiled = [~torch.isfinite(_squares(source)) for source in (origin.query, origin.key, origin.value)]
-            spoiled[1:] = [heads.repeat_interleave(group) for heads in spoiled[1:]]
-            bits = torch.stack([heads << place for place, heads in enumerate(spoiled)]).sum(0)
-            bits = torch.where(bits == 0, 1 << ORIGINS.index("scores"), bits)
-        faults = torch.where(broken.any(-1), ORDER * order + bits.to(torch.float32), math.inf)
-        tally.fault(faults, broken.to(torch.uint8).argmax(-1))
+    def _search(self, x: Tensor, origin: AttentionCall | str) -> None:
+        """Search an output or a gradient for NaN and infinity."""
+        self.faults[self._module.training].add(x, origin, self.steps, next(self.clock))
 
     def _remember(self, call: MeasuredCall, number: int, graph: bool) -> None:
         """Keep a call for its backward pass. A dropped call counts as evaluation unless it is known to be training."""
@@ -344,12 +334,3 @@ def _sources(call: AttentionCall) -> list[Tensor]:
     """Return the tensors that determine scores and logits."""
     mask = call.context.mask
     return [call.query, call.key, call.row_beta(), *([] if mask is None else [mask])]
-
-
-def _squares(x: Tensor) -> Tensor:
-    """Return the sum of squares per head of [B, H, T, D]. Row norms come first, because they need no copy."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    parts = torch.split(x, max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
-    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
-    total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
-    return total

@@ -149,6 +149,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._undo = undo.pop_all()  # restores a stock model
         self._log = None if self.limits is None else EventLog(self.limits)
         self._closed = False
+        self._steps = 1  # since the last report
         self._delivery = Delivery(sinks, self._notices)
         self._model, self._rows = type(model).__name__, rows
         self._policies = [getattr(module, "policy", None) for module in found.values()]
@@ -195,8 +196,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             for layer in self._listeners():
                 layer.reset()
         self._torch_calls.forget_interrupted()
+        self._steps = 1 if self._listening else self._steps + 1
         for layer in self._listeners():
-            layer.failed = False
+            layer.failed, layer.steps = False, self._steps - 1
         for tracker in self._trackers.values():
             tracker.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
@@ -283,7 +285,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _report(self, step: int, records: list[Record], events: list[Event], progress: Progress) -> None:
         """Append the records and events of a step to the lists, and send them to the sinks."""
         self._add_called_layers()
-        records += self._processes.collect(self.layers.values(), step)
+        records += self._processes.collect(self.layers.values(), step, self._steps)
         self._torch_calls.note_unseen(records, self._notices)
         if self._log is not None:
             events += self._log.update(step, records, progress.lr)

@@ -54,7 +54,7 @@ class Run:
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
-            monitor.step(self.step)
+            monitor.step(self.step, loss=loss.item(), lr=rate)
 
 
 Provocation = Callable[[Run], None]

@@ -382,3 +382,29 @@ def test_a_learning_rate_is_lowered_once_per_event_and_stays_low_under_a_schedul
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     with pytest.raises(ArgumentError, match="factor"):
         actions.lower_learning_rate(optimizer, 2.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("damage", ["weight", "gradient"])
+def test_nan_between_two_reports_is_named_with_its_own_step_and_layer(damage, compiled):
+    """The optimizer spreads it over all weights before the next report."""
+    model, heard = tiny_gpt.build(layers=4), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = torch.compile(model.loss, backend="eager") if compiled else model.loss
+    with Monitor(model, every=10, on_alert=heard.append) as monitor:
+        for step in range(21):
+            optimizer.zero_grad()
+            if step == 13 and damage == "weight":
+                with torch.no_grad():
+                    next(model.blocks[2].parameters()).mul_(math.nan)
+            if step == 13 and damage == "gradient":
+                spoil = model.blocks[2].register_forward_hook(lambda module, args, out: spoil_gradient(out))
+            (model.loss if step == 13 else loss)(tiny_gpt.batch()).backward()
+            if step == 13 and damage == "gradient":
+                spoil.remove()
+            optimizer.step()
+            monitor.step(step)
+    event = only(heard)
+    assert (event.cause, event.start, event.step) == ("nan", 13, 20)
+    assert [layer.split(".")[1] for layer, _ in event.places] == ["2"]
+    assert ("gradient that arrives" in event.message) == (damage == "gradient")

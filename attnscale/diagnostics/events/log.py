@@ -14,8 +14,8 @@ from typing import NamedTuple
 from attnscale.diagnostics.events.rules import CAUSES
 from attnscale.diagnostics.events.signals import KEPT, Head, Place, Report, Signals, Symptom, median
 from attnscale.diagnostics.events.thresholds import Thresholds
+from attnscale.diagnostics.faults import ORIGINS
 from attnscale.diagnostics.records.record import Event, Record
-from attnscale.diagnostics.records.tally import ORIGINS
 
 SETTLED = 20  # reports after which a jump that did not grow further is the new normal
 
@@ -81,7 +81,13 @@ class EventLog:
         now = {(record.layer, record.head): Signals.of(record) for record in records}
         faults = {
             (record.layer, record.head): tuple(
-                int(record.scalars.get(name, 0)) for name in ("broken_call", "broken_origin", "broken_row")
+                int(record.scalars.get(name, default))
+                for name, default in (
+                    ("broken_step", step),
+                    ("broken_call", 0),
+                    ("broken_origin", 0),
+                    ("broken_row", 0),
+                )
             )
             for record in records
             if "broken_row" in record.scalars
@@ -134,6 +140,8 @@ class EventLog:
         taken = [self._open.pop(other) for other in recent]
         sightings = (self._seen[cause][place].first for place in symptoms)
         start = min([*sightings, *(one.event.start for one in taken)])
+        if cause == "nan":
+            start = min(report.faults[place][0] for place in symptoms)
         number = taken[0].event.number if taken else self._number
         self._number += not taken
         severity = "critical" if CAUSES[cause].critical else "warning"
@@ -182,7 +190,7 @@ class EventLog:
         times = value / usual if usual else math.inf
         text = about.text.format(value=value, usual=usual, times=times)
         if event.cause == "nan":
-            _, origin, row = report.faults[worst]
+            _, _, origin, row = report.faults[worst]
             text = f"{text} {_origin(origin)}, row {row},"
         places = _grouped(one.places)
         message = f"{text} in {where(places, Counter(layer for layer, _ in report.now))}, since step {event.start}"

@@ -32,8 +32,8 @@ Rule = Callable[[Report], dict[Place, Symptom]]
 
 def broken(report: Report) -> dict[Place, Symptom]:
     """The heads in which NaN or infinity came first."""
-    first = min((call for call, _, _ in report.faults.values()), default=-1)
-    return {place: Symptom(math.nan, row) for place, (call, _, row) in report.faults.items() if call == first}
+    first = min((fault[:2] for fault in report.faults.values()), default=None)
+    return {place: Symptom(math.nan, fault[3]) for place, fault in report.faults.items() if fault[:2] == first}
 
 
 def _is_collapsed(now: Signals, limit: float) -> bool:

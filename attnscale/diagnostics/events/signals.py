@@ -95,7 +95,7 @@ class Report:
     heads: Mapping[Place, Head]
     limits: Thresholds
     open: Mapping[str, frozenset[Place]]  # heads with an open event, by cause
-    faults: Mapping[Place, tuple[int, int, int]]  # number of the call, bits of ORIGINS, row
+    faults: Mapping[Place, tuple[int, int, int, int]]  # step, number of the pass, bits of ORIGINS, row
     interval: int = 1  # steps since the last report
 
     @property

@@ -80,6 +80,7 @@ _ROWS = (
     Quantity("value_gradient", "", "‖dV‖", "‖dV‖", "gradient of the values; divided equally among grouped heads"),
     Quantity("output_gradient", "", "‖dO‖", "‖dO‖", "gradient of the output"),
     Quantity("broken_row", "", "broken row", "first broken row", "first row with NaN or infinity, if any"),
+    Quantity("broken_step", "", "broken step", "step of the first NaN", "first step with NaN or infinity, if any"),
     Quantity("broken_call", "", "broken call", "first broken call", "number of passes of the step before NaN, if any"),
     Quantity("broken_origin", "", "broken origin", "origin of NaN", "bits: query, key, value, scores, dO, gradients"),
     Quantity("skipped_calls", "", "skipped", "skipped calls", "number of calls that could not be measured, if any"),
