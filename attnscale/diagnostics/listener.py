@@ -1,4 +1,4 @@
-"""The listener of one attention layer: measures its calls between two reports.
+"""The listener of one attention layer: measures its calls between two reports, and tracks the largest logits.
 
 It excludes padding rows, matches each backward pass with its forward call, and detects tensors that changed in between.
 """
@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -19,9 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.context import Context, shown
 from attnscale.call.tap import CallEvent
+from attnscale.diagnostics.max_logits import LogitTracker, bound_largest, broken_heads
 from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.padding import blank, without_padding
 from attnscale.diagnostics.records.tally import ORDER, ORIGINS, Tally, salt_of
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
@@ -143,6 +143,8 @@ class LayerListener(Uncopied):
         self._module = module
         self._notices = notices
         self.listening = False
+        self.trackers: list[LogitTracker] = []
+        self._checkpointed = False  # a training call ran without a graph: a reentrant checkpoint may recompute it
         self.seed = 0  # for row sampling; the same in all processes
         self.rank = 0
         self.clock: Iterator[int] = itertools.count()  # of all layers: numbers the passes of a step
@@ -152,6 +154,7 @@ class LayerListener(Uncopied):
     def reset(self) -> None:
         """Discard all calls."""
         self.failed = False
+        self.skipped = False
         self.training, self.evaluation = Tally(), Tally()
         self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by call number
         self._origins = Origins(UNANSWERED)
@@ -168,6 +171,16 @@ class LayerListener(Uncopied):
             self.training.absorb(self.evaluation)
         return self.training if self.training.heads else self.evaluation
 
+    @property
+    def tracking(self) -> bool:
+        """Whether the largest logits of calls are tracked."""
+        return bool(self.trackers)
+
+    @property
+    def limit(self) -> float:
+        """Logits above it must be known exactly."""
+        return min((tracker.limit for tracker in self.trackers), default=math.inf)
+
     def begin(self, graph: bool) -> int:
         """Return the number of a new call, or of the call that a checkpoint recomputes inside backward."""
         if torch._C._current_graph_task_id() != -1:
@@ -176,17 +189,37 @@ class LayerListener(Uncopied):
         return self._number
 
     def forward(self, event: CallEvent, number: int) -> None:
-        """Measure the sampled rows of a call."""
+        """Track the largest logits of a call. If listening, measure its sampled rows."""
         if _is_empty(event.call):
             return
         trained = self._module.training
+        self._checkpointed |= trained and not event.graph
+        largest = self._track(event, 2 if trained and event.graph else int(event.graph))
+        if self.listening:
+            self._measure(event, number, trained, largest)
+
+    def repeat(self, event: CallEvent) -> None:
+        """Track a call that a checkpoint recomputes inside backward, so that it counts as training."""
+        if self._checkpointed and not _is_empty(event.call):
+            self._track(event, 2)
+
+    def _track(self, event: CallEvent, rank: int) -> Tensor:
+        """Add the largest logits of a call to all trackers. Returns their upper bound [H], exact if listening."""
+        found = bound_largest(event, self.limit, everything=self.listening)
+        if self.trackers:
+            numbers = torch.cat([found, broken_heads(event.result.out)[None]])
+            for tracker in self.trackers:
+                tracker.add(rank, numbers)
+        return found[1]
+
+    def _measure(self, event: CallEvent, number: int, trained: bool, largest: Tensor) -> None:
         answerable = (trained or event.graph) and number != UNKNOWN
         tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
-        rows = self._sampled(event.call)
+        rows, out = self._sampled(event.call), event.result.out
         call = without_padding(event.call)[0].select(rows)
         measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
-        tally.add_forward(forward_quantities(measures, call.row_beta()), salt)
-        before, after = angle_parts(call, event.out.index_select(2, rows), measures.visible > 0)
+        tally.add_forward(forward_quantities(measures, call.row_beta()), salt, max_logit=largest)
+        before, after = angle_parts(call, out.index_select(2, rows), measures.visible > 0)
         value = event.call.value
         tally.note(
             angle_in=before.nansum(0),
@@ -195,7 +228,7 @@ class LayerListener(Uncopied):
             value_squares=_squares(value).repeat_interleave(call.group),
             value_numbers=torch.full(call.query.shape[1:2], value[:, 0].numel(), device=value.device),
         )
-        self._note_fault(tally, event.out, event.call)
+        self._note_fault(tally, out, event.call)
         if answerable:
             sources = TensorIdentity(*_sources(event.call))
             self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
@@ -247,10 +280,12 @@ class LayerListener(Uncopied):
         total = of_query + of_key + of_value
         self._note_fault(self.training, total[None, :, None, None], "gradients")
 
-    def skip(self, call: AttentionCall, reason: str) -> None:
+    def skip(self, call: AttentionCall | None, reason: str) -> None:
         """Count a call that cannot be measured, and warn once per reason."""
         self._notices.add(reason, f"a call of {self.name} was not measured: {reason}")
-        self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
+        self.skipped = True
+        if call is not None:
+            self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
 
     def give_up(self, error: Exception) -> None:
         """Stop measuring until the next report."""
@@ -318,65 +353,3 @@ def _squares(x: Tensor) -> Tensor:
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
     total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
     return total
-
-
-def padding_rows(context: Context) -> Tensor | None:
-    """Return a mask [B|1, Tq], True for rows whose own key is padding; None if no key is hidden from all rows.
-
-    The key in a row's own slot is padding if `padding` marks it, or if the mask hides it from every row and head. A
-    strictly causal mask carries no information about padding: rows do not see themselves, and the last key is hidden
-    from all rows although it is real. A row without its own key, as in cross attention, is never padding.
-    """
-    if context.padding is None and context.mask is None:
-        return None
-    if isinstance(context.slot, int) and context.slot >= context.keys:
-        return None
-    # If every key has a row, use indices: slots derived from positions would skip padding.
-    aligned = context.queries == context.keys
-    slots = torch.arange(context.keys, device=context.device)[None] if aligned else context.slots()
-    own = slots.clamp(0, max(context.keys - 1, 0))
-    inside = own == slots
-    padded = None if context.padding is None else _at(context.padding, own) & inside
-    masked = None if context.mask is None else _hidden_by_mask(context.mask, own, inside)
-    return masked if padded is None else padded if masked is None else padded | masked
-
-
-def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
-    """Return the call without visible keys for padding rows, which excludes them from sums; and `padding_rows`."""
-    context = call.context
-    rows = padding_rows(context)
-    if rows is None:
-        return call, None
-    first = torch.zeros_like(rows, dtype=torch.int64) if context.first is None else context.first
-    last = torch.where(rows, first, context.keys if context.last is None else context.last)
-    return replace(call, context=replace(context, first=first.expand_as(last), last=last)), rows
-
-
-def blank(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Zero the given rows [B|1, Tq] of x [B, H, Tq, D]."""
-    return x if rows is None else x.masked_fill(rows[:, None, :, None], 0.0)
-
-
-def _at(x: Tensor, slots: Tensor) -> Tensor:
-    """Gather x [B|1, Tk] at slots [B|1, Tq]. Returns [B|1, Tq]."""
-    batch = max(x.shape[0], slots.shape[0])
-    return x.expand(batch, -1).gather(-1, slots.expand(batch, -1))
-
-
-def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
-    """Return True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from all rows; None if nowhere.
-
-    On the CPU, the diagonal is checked first: in most masks every row sees itself, and the diagonal is much smaller
-    than the mask. On other devices, reading the result back would synchronise.
-    """
-    at = own[:, None, :, None].expand(max(mask.shape[0], own.shape[0]), mask.shape[1], -1, 1)
-    sees_itself = shown(mask.expand(at.shape[0], -1, -1, -1).gather(-1, at)).squeeze(-1).any(1)  # [B|1, Tq]
-    if mask.device.type == "cpu" and bool(sees_itself.all()):
-        return None
-    for axis in (0, 1, 2):
-        if mask.stride(axis) == 0:  # repeated by broadcasting
-            mask = mask.narrow(axis, 0, 1)
-    seen = _at(shown(mask).any(2).any(1), own)  # by at least one row, [B|1, Tq]
-    hidden = ~seen & inside
-    telling = (sees_itself | ~seen | ~inside).all(-1, keepdim=True)
-    return hidden & telling

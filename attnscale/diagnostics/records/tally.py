@@ -108,9 +108,16 @@ class Tally(Uncopied):
         self.heads, self.device = 0, torch.device("cpu")  # 0 heads: no call yet
         self._noted: dict[str, Tensor] = {}  # each [H]
 
-    def add_forward(self, rows: Tensor, salt: int) -> None:
-        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls."""
-        self.forward = _merged(self.forward, _spread_of(rows, salt))
+    def add_forward(self, rows: Tensor, salt: int, *, max_logit: Tensor | None = None) -> None:
+        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls.
+
+        `max_logit` [H] is the largest logit over all rows of the call, including those not sampled.
+        """
+        spread = _spread_of(rows, salt)
+        if max_logit is not None:
+            largest = spread.largest[FORWARD.index("max_logit")]
+            torch.maximum(largest, max_logit, out=largest)
+        self.forward = _merged(self.forward, spread)
 
     def add_backward(self, rows: Tensor, salt: int) -> None:
         """Add the quantities [Q, B, H, R] of a backward call."""
@@ -286,14 +293,15 @@ class Part(NamedTuple):
 class Processes(Uncopied):
     """A process group in which every process has a monitor.
 
-    `names` maps each layer of this process to the index of its share of the heads. Processes with the same share hold
-    different rows, which are merged. Processes with different shares hold different heads of the same rows.
+    `parts` maps layers of this process to the index of its share of their heads, 0 for all other layers. Processes with
+    the same share hold different rows, which are merged. Processes with different shares hold different heads of the
+    same rows.
     """
 
     def __init__(
-        self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
+        self, parts: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
     ) -> None:
-        self._names = dict(names)
+        self._parts = dict(parts)
         self._group = group
         self._notices = notices
         self._timeout = timeout
@@ -314,26 +322,28 @@ class Processes(Uncopied):
         """Return one record per layer and head, merged over all processes."""
         sample = max(FEWEST_ROWS, SENT_ROWS // self.number)  # the same in all processes
         here: dict[str, Part] = {}
+        layers = list(layers)
         try:
             tallies = [(layer, tally) for layer in layers if (tally := layer.tally()).heads]
             if self.number == 1:
                 sample = max([1, *(tally.width for _, tally in tallies)])
             packed = pack([tally for _, tally in tallies], sample)
             for (layer, tally), rows in zip(tallies, packed, strict=True):
-                first = self._names[layer.name] * rows.shape[0]
+                first = self._parts.get(layer.name, 0) * rows.shape[0]
                 here[layer.name] = Part(layer.name, tally is layer.training, rows[None], first)
         except Exception as error:  # still join the collective: the other processes wait for it
             self._notices.add_error("a report failed and was dropped", error)
-        parts = list(here.values()) if self.number == 1 else self._join(step, here)
+        names = [layer.name for layer in layers]
+        parts = list(here.values()) if self.number == 1 else self._join(step, names, here)
         return [record for part in parts for record in _records_of(step, part, sample)]
 
-    def _join(self, step: int, here: dict[str, Part]) -> list[Part]:
+    def _join(self, step: int, own: list[str], here: dict[str, Part]) -> list[Part]:
         """Gather the parts of all processes in one collective. Training calls take precedence over evaluation calls."""
         self._wait(step)
         messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
         # Pickling a view would send its whole storage.
         sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
-        distributed.all_gather_object(messages, (step, list(self._names), sent), group=self._group)
+        distributed.all_gather_object(messages, (step, own, sent), group=self._group)
         steps, names, parts = zip(*messages, strict=True)
         if len(set(steps)) > 1:
             self._warn("steps", f"the processes are at different steps ({', '.join(map(str, steps))})")
