@@ -187,8 +187,8 @@ def test_every_number_in_the_page_is_that_of_the_record(page: str, open_page: Op
     quantities = {(phase, name) for phase, name, *_ in found}
     assert len(quantities) == 7 + 5 + 3
     assert {statistic for _, _, statistic, *_ in found} == {*STATISTICS, "value"}
-    # Four digits are shown, and three of what is below 1e-3; a file holds 12 bits.
-    check_numbers(found, lambda _, name, __: (5.4e-3 if name in ("gain", "score_gradient") else 7.6e-4, 0.0))
+    # Four digits are shown, and three of what is below 1e-3; a file holds 11 bits.
+    check_numbers(found, lambda _, name, __: (5.6e-3 if name in ("gain", "score_gradient") else 1.01e-3, 0.0))
 
 
 @browser
@@ -210,8 +210,8 @@ def test_numbers_of_a_large_run_are_rounded_but_right(run_file: Path, open_page:
         finite = finite[finite.isfinite()]
         levels = 252 if statistic in ("p10", "p90") else 65532
         if finite.min() > 0 and finite.max() / finite.min() > 1000:
-            return 5.4e-3 + float((finite.max() / finite.min()).log()) / levels, 0.0
-        return 7.6e-4, 0.51 * float(finite.max() - finite.min()) / levels
+            return 5.6e-3 + float((finite.max() / finite.min()).log()) / levels, 0.0
+        return 1.01e-3, 0.51 * float(finite.max() - finite.min()) / levels
 
     check_numbers(found, tolerance)
 
@@ -273,7 +273,7 @@ def test_keys_pointer_controls_and_address_choose_what_is_shown(page: str, open_
     assert "gain" in shown["quantity"][0]
     assert "quantity=scalar.gain" in shown["quantity"][1]
     assert "largest weight w_max" in shown["alert"][0]
-    assert "alert: collapsed" in shown["alert"][0]
+    assert "alert: collapse" in shown["alert"][0]
     assert "quantity=forward.w_max" in shown["alert"][1]
     assert shown["drawn"] == [3]
     assert shown["theme"] == ["dark"]
@@ -288,7 +288,7 @@ def test_keys_pointer_controls_and_address_choose_what_is_shown(page: str, open_
     assert shown["curve"][0].startswith("step 50\nhead 1: ")
     assert number(shown["curve"][0].split()[4]) == pytest.approx(last, rel=1e-3)
     (line,) = shown["kinds"][0]
-    assert line.startswith("broken")
+    assert line.startswith("nan")
 
 
 @browser
@@ -326,7 +326,7 @@ def test_a_run_that_was_resumed_counts_what_it_did_again(tmp_path: Path) -> None
     sink.close()
     run = read_run(tmp_path / "run.jsonl")
     assert run.steps == [0, 5, 10]
-    assert run.planes[Key("forward", "w_max", "mean")].flatten().tolist() == pytest.approx([0.1, 0.6, 0.7], rel=2**-12)
+    assert run.planes[Key("forward", "w_max", "mean")].flatten().tolist() == pytest.approx([0.1, 0.6, 0.7], rel=2**-11)
 
 
 def test_a_record_less_what_others_have_leaves_gaps_and_shifts_nothing(run_file: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_record_less_what_others_have_leaves_gaps_and_shifts_nothing(run_file:
         for row, step in enumerate(run.steps):
             for column, (layer, head) in enumerate(run.columns):
                 value = value_of(expected[step, layer, head], *key)
-                assert plane[row, column].item() == pytest.approx(value, rel=2**-12, abs=0, nan_ok=True)
+                assert plane[row, column].item() == pytest.approx(value, rel=2**-11, abs=0, nan_ok=True)
 
 
 def test_alerts_are_grouped_by_head_and_kind_and_marked_where_they_were(run_file: Path) -> None:
