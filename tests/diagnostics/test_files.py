@@ -72,7 +72,7 @@ def old_file(path: Path, *steps: int) -> Path:
 
 
 def test_a_report_takes_less_than_325_bytes_per_head() -> None:
-    """48 layers × 32 heads × 2000 reports at 325 bytes are 1 GB. These are the quantities of a real report, as noise."""
+    """48 layers × 32 heads × 2000 reports at 325 bytes are 1 GB. The quantities of a real report, as noise."""
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(18, 6, 1536, generator=generator).exp()
     own[0] = own[0, :, :1]  # n and β are the same for all heads
