@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
@@ -15,11 +16,11 @@ from attnscale._util.processes import OwnHeads
 from attnscale._util.tracing import refuse_dtensor
 from attnscale.backends import dispatch, reference
 from attnscale.backends.dispatch import Dispatch
-from attnscale.backends.sdpa import attend, attend_in_one_call
+from attnscale.backends.sdpa import attend, attend_in_one_call, attend_with_lse
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.parse import KeyRules, Packing, describe
-from attnscale.call.tap import Tap
+from attnscale.call.tap import Attended, Run, Tap
 from attnscale.call.torch_arguments import (
     TORCH_ATTENTION,
     Layout,
@@ -29,7 +30,7 @@ from attnscale.call.torch_arguments import (
     read_layout,
     read_numbers,
 )
-from attnscale.errors import ArgumentTypeError
+from attnscale.errors import ArgumentTypeError, AttnScaleError
 from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.base import LengthPolicy, reads_scores, refuse_unknown_length
 from attnscale.policies.build import resolve
@@ -320,19 +321,66 @@ def attention_weights(
 
 
 def attention_through(tap: Tap | None, *, own_keys: bool | None = None) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention`, reported to the tap if the tap is open.
+    """`scaled_dot_product_attention`, reported to the tap if it measures or tracks calls. Nested tensors are not.
 
     `own_keys`: queries and keys come from the same tokens; None if unknown.
     """
-    if tap is None or not tap.open:
+    if tap is None or not tap.tracking:
         return scaled_dot_product_attention
 
-    def reported(*args: Any, **kwargs: Any) -> Tensor:
-        layout, call, backend, policy = bind(*args, **kwargs)
-        prepared = dispatch.prepare(call, policy, backend)
-        return layout.restore(_listen(tap, prepared.call, own_keys, lambda call: dispatch.run(call, prepared.backend)))
+    def reported(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.is_nested:
+            return scaled_dot_product_attention(query, *args, **kwargs)
+        layout, call, backend, policy = bind(query, *args, **kwargs)
+        call, chosen, _ = dispatch.prepare(call, policy, backend)
+        return layout.restore(_listen(tap, call, own_keys, lambda call: dispatch.run_bounded(call, chosen)))
 
     return reported
+
+
+def report_attention(
+    tap: Tap,
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> Tensor:
+    """Return `attend(...)` of these arguments, and report the call to the tap as standard attention.
+
+    `attend` is torch's function. It gets the same values in the same layout, so its output is bit-identical. If torch
+    would run its fused CPU kernel, that kernel is called, which also returns the lse.
+    """
+    rest = attn_mask, dropout_p, is_causal
+    try:
+        layout, call, _, _ = bind(query, key, value, *rest, **options)
+    except AttnScaleError as error:
+        if not torch.compiler.is_compiling():
+            tap.listener.skip(None, str(error))
+        return attend(query, key, value, *rest, **options)
+    if any(flat.numel() != x.numel() for flat, x in ((call.query, query), (call.key, key), (call.value, value))):
+        if not torch.compiler.is_compiling():
+            tap.listener.skip(None, "query, key and value broadcast against each other; expand them first")
+        return attend(query, key, value, *rest, **options)
+
+    def run(passed: AttentionCall) -> Attended:
+        given = (_shaped(passed.query, query.shape), _shaped(passed.key, key.shape), _shaped(passed.value, value.shape))
+        if attend is TORCH_ATTENTION:
+            scale, grouped = options.get("scale"), options.get("enable_gqa", False)
+            found = attend_with_lse(*given, *rest, scale, grouped)
+            if found is not None:
+                return found
+        out = attend(*given, *rest, **options)
+        return Attended(_shaped(out, (*passed.query.shape[:3], out.shape[-1])))
+
+    return layout.restore(_listen(tap, call, None, run))
+
+
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x if x.shape == tuple(shape) else x.reshape(shape)
 
 
 def attention_and_weights(
@@ -345,20 +393,18 @@ def attention_and_weights(
     own_keys: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and its weights [..., H, Tq, Tk] after dropout. Reported to the tap if the tap is open."""
+    """Output, and its weights [..., H, Tq, Tk] after dropout. Reported to the tap if it measures or tracks calls."""
     layout, call, backend, policy = bind(query, key, value, **arguments)
     call = dispatch.prepare(call, policy, backend).call
     weights = F.dropout(reference.attention_weights(call).to(call.query.dtype), dropout_p)
-    output = _listen(tap, call, own_keys, lambda call: reference.mix(weights, call))
+    output = _listen(tap, call, own_keys, lambda call: Attended(reference.mix(weights, call)))
     return layout.restore(output), layout.restore(weights)
 
 
-def _listen(
-    tap: Tap | None, call: AttentionCall, own_keys: bool | None, run: Callable[[AttentionCall], Tensor]
-) -> Tensor:
-    """`run(call)`. An open tap receives the call with the slot of each row's own key."""
-    if tap is None or not tap.open:
-        return run(call)
+def _listen(tap: Tap | None, call: AttentionCall, own_keys: bool | None, run: Run) -> Tensor:
+    """The output of `run(call)`. The tap receives the call with the slot of each row's own key."""
+    if tap is None or not tap.tracking:
+        return run(call).out
     reported = replace(call, context=call.context.with_own_slots(own_keys))
     return tap.report(tap.id, reported, lambda passed: run(replace(passed, context=call.context)))
 

@@ -6,7 +6,8 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from attnscale._util import state
 from attnscale._util.handles import Removable
-from attnscale.attention import attention_and_weights, scaled_dot_product_attention
+from attnscale.attention import attention_and_weights, attention_through, report_attention
+from attnscale.call.tap import next_tap
 from attnscale.call.torch_arguments import TORCH_ATTENTION, is_causal_bias
 from attnscale.errors import BackendError
 from attnscale.policies import Policy, PolicySpec, build_policy
@@ -58,23 +60,30 @@ def patch_torch(policy: PolicySpec, **parameters: Any) -> TorchPatch:
 class TorchPatch(Removable):
     """Handle returned by `patch_torch`. Call `remove()` or use it as a context manager to restore torch.
 
-    Patches can be nested and removed in any order. A removed patch beneath another one forwards its calls.
+    Patches can be nested and removed in any order. A removed patch beneath another one forwards its calls. Under a
+    monitor, calls are reported to the module whose forward pass makes them.
+
+    Args:
+        policy: the policy of all patched calls. None for a monitor, which does not change the computation.
+        holders: objects whose attributes may refer to torch's function too. They are referenced weakly.
 
     Attributes:
         policy: the policy of all patched calls.
         active: True until `remove()`.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy | None, holders: Iterable[object] = ()) -> None:
         self.policy = policy
         self.active = True
         self._fused_path_was_open = True
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._holders = [weakref.ref(holder) for holder in holders]
+        self._functions: list[Any] = []
         self._captured = threading.local()
         self._beneath = F.scaled_dot_product_attention
+        self._patch_beneath: TorchPatch | None = getattr(self._beneath, "patch", None)
         self._replace(_ATTENTION, self._attention)
         state.TORCH_REPLACED.append(self._beneath)
-        if policy.uniform != 1.0:
+        if policy is not None and policy.uniform != 1.0:
             self._replace(_MULTIHEAD, self._multihead)
             closing: list[TorchPatch] = state.CLOSED_FUSED_PATHS
             if closing:
@@ -89,10 +98,9 @@ class TorchPatch(Removable):
         if not self.active:
             return
         self.active = False
-        for namespace, name, ours in self._replaced:
-            if namespace.get(name) is ours:
+        for ours in self._functions:
+            for namespace, name in self._references(ours):
                 namespace[name] = _before(ours)
-        self._replaced = []
         _forget_unfinished_scripts()
         state.TORCH_REPLACED.remove(self._beneath)
         if self in state.CLOSED_FUSED_PATHS:
@@ -106,15 +114,20 @@ class TorchPatch(Removable):
         ours: Any = make(before)
         ours.replaces, ours.patch = before, self
         ours.__prepare_scriptable__ = functools.partial(self._prepare_script, before)
-        for module_name, module in list(sys.modules.items()):
-            foreign = not module_name.startswith(("torch.", "attnscale.")) or module is F
-            namespace = getattr(module, "__dict__", None)
-            if not foreign or not isinstance(namespace, dict):
-                continue
-            for name, value in list(namespace.items()):
-                if value is before:
-                    self._replaced.append((namespace, name, ours))
-                    namespace[name] = ours
+        self._functions.append(ours)
+        for namespace, name in self._references(before):
+            namespace[name] = ours
+
+    def _references(self, function: Any) -> list[tuple[dict[str, Any], str]]:
+        """Return the namespaces and names of all references to a function that a patch covers."""
+        loaded = list(sys.modules.items())
+        foreign = [x for name, x in loaded if not name.startswith(("torch.", "attnscale.")) or x is F]
+        found = []
+        for owner in (*foreign, *(holder() for holder in self._holders)):
+            namespace = getattr(owner, "__dict__", None)
+            if isinstance(namespace, dict):
+                found += [(namespace, name) for name, value in list(namespace.items()) if value is function]
+        return found
 
     def _attention(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(
@@ -129,31 +142,44 @@ class TorchPatch(Removable):
             enable_gqa: bool = False,
         ) -> Tensor:
             options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-            if not self.active:
+            if not self.active or self._is_left_to_another():
                 return before(query, key, value, attn_mask, dropout_p, is_causal, **options)
             if self._is_overridden(query, key, value, attn_mask):
                 given = (query, key, value, attn_mask)
                 handle: Any = handle_torch_function  # typed for functions with keywords only
                 overridden: Tensor = handle(attend, given, *given, dropout_p, is_causal, **options)
                 return overridden
+            tap = next_tap()
+            if self.policy is None:
+                compute = before if tap is None else functools.partial(report_attention, tap, before)
+                return compute(query, key, value, attn_mask, dropout_p, is_causal, **options)
             options["policy"] = self.policy
             if getattr(self._captured, "wanted", False):
                 rules: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-                output, self._captured.weights = attention_and_weights(None, query, key, value, **rules, **options)
+                output, self._captured.weights = attention_and_weights(tap, query, key, value, **rules, **options)
                 return output
-            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return attention_through(None if query.is_nested else tap)(
+                query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
 
         # The name of torch's function: context parallelism looks it up, pickle and torch.fx record it.
         attend.__name__ = attend.__qualname__ = _ATTENTION
         attend.__module__, attend.__doc__ = F.__name__, before.__doc__
         return attend
 
+    def _is_left_to_another(self) -> bool:
+        """Whether another patch computes and reports the call: a monitor's patch forwards to any patch beneath it."""
+        patch = self._patch_beneath if self.policy is None else None
+        while patch is not None and not patch.active:
+            patch = patch._patch_beneath
+        return patch is not None
+
     def _prepare_script(self, before: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.jit.script` calls this hook and compiles the function it returns."""
         if not self.active and before is not TORCH_ATTENTION:
             prepare: Callable[[], Any] | None = getattr(before, "__prepare_scriptable__", None)
             return before if prepare is None else prepare()
-        if not self.active or self.policy.uniform == 1.0:
+        if not self.active or self.policy is None or self.policy.uniform == 1.0:
             return _torch_attention
         _forget_unfinished_scripts()
         raise BackendError(
@@ -169,7 +195,7 @@ class TorchPatch(Removable):
         """
         if not has_torch_function(tensors) or any(isinstance(x, Tensor) and x.is_nested for x in tensors):
             return False
-        return self.policy.uniform == 1.0 or not is_causal_bias(tensors[-1])
+        return self.policy is None or self.policy.uniform == 1.0 or not is_causal_bias(tensors[-1])
 
     def _multihead(self, before: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
         """Wrap torch's multi-head function, which bypasses the attention function if weights are requested.

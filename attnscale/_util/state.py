@@ -27,6 +27,7 @@ TORCH_REPLACED: list[Callable[..., Any]] = []  # call.torch_arguments, patch_tor
 CLOSED_FUSED_PATHS: list[Any] = []  # patch_torch: patches that disable torch's fused encoder
 TAPS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # call.tap: taps by number
 TAP_NUMBERS = itertools.count(1)  # call.tap
+MODULE_CALLS = threading.local()  # call.tap: running forward passes of monitored modules, per thread
 MODEL_PACKAGES: dict[str, str] = {}  # __init__, diagnostics.monitor: module of a base class → our package for it
 FINDERS: dict[Callable[..., Any], Any] = {}  # diagnostics.monitor: functions that find and open attention modules
 MEETINGS: Counter[str] = Counter()  # diagnostics.records.tally: reports that all processes of a group have joined

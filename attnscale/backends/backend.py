@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.tap import Attended
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 
 
@@ -31,6 +32,9 @@ class Backend(Protocol):
 
     def run(self, call: AttentionCall) -> Tensor:
         """Return the output [B, H, Tq, Dv]."""
+
+    def run_bounded(self, call: AttentionCall) -> Attended:
+        """The same output, with a bound of each row's largest logit if it is a by-product."""
 
 
 class MeasuringBackend(Backend, Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.tap import Attended
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest
 from attnscale.statistics.rows.attend import attend_rows, measure_statistics
 
@@ -24,6 +25,10 @@ class BlockwiseBackend:
 
     def run(self, call: AttentionCall) -> Tensor:
         return attend_rows(call).out
+
+    def run_bounded(self, call: AttentionCall) -> Attended:
+        out, measures = attend_rows(call)
+        return Attended(out, measures.max_logit, exact=True)
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
         out, measures = attend_rows(call, request)

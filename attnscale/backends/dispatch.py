@@ -16,13 +16,14 @@ from attnscale.backends.reference import ReferenceBackend
 from attnscale.backends.sdpa import SdpaBackend
 from attnscale.backends.triton import TritonBackend
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.tap import Attended
 from attnscale.errors import BackendError, reject
 from attnscale.policies import Policy
 from attnscale.policies.base import ScorePolicy, check_beta, reads_scores
 from attnscale.policies.temperature import temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
-from attnscale.statistics.rows.attend import add_call_shares, measure_sampled_rows, no_derivative
+from attnscale.statistics.rows.attend import add_call_shares, largest_row_logits, measure_sampled_rows, no_derivative
 from attnscale.statistics.rows.measures import differentiable_accumulation
 from attnscale_kernels.availability import other_derivative
 
@@ -31,6 +32,7 @@ MEASURING: dict[str, MeasuringBackend] = {
     backend.name: backend for backend in (TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
 BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), **MEASURING}
+LARGEST = StatsRequest(w_max=False, entropy=False, lse=False)
 
 
 class Needs(NamedTuple):
@@ -90,6 +92,23 @@ def run(call: AttentionCall, chosen: Backend) -> Tensor:
     """Return the output [B, H, Tq, Dv]."""
     # torch applies autocast itself, after β has been multiplied into the query.
     return chosen.run(call if chosen.name == "sdpa" else call.autocast())
+
+
+def run_bounded(call: AttentionCall, chosen: Backend) -> Attended:
+    """The output of `run`, to the bit, with a bound of each row's largest logit if the backend computes one."""
+    return chosen.run_bounded(call if chosen.name == "sdpa" else call.autocast())
+
+
+def largest_logits(call: AttentionCall) -> Tensor:
+    """The largest logit [B, H, Tq] of each row of a detached call, without the output; −∞ without visible keys.
+
+    Computed by the Triton kernels if "auto" may use them, otherwise by a running maximum over tiles of scores.
+    """
+    if _first_automatic(call, Needs(statistics=True, derivative=None)) == TritonBackend.name:
+        found = MEASURING[TritonBackend.name].statistics(call, LARGEST).max_logit
+        if found is not None:
+            return found
+    return largest_row_logits(call)
 
 
 def measure(

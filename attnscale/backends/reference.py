@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attnscale._util.tracing import autocast_off, is_watched
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.tap import Attended
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 
 
@@ -29,6 +30,9 @@ class ReferenceBackend:
         if call.dropout_p > 0.0:
             weights = F.dropout(weights, call.dropout_p)
         return mix(weights, call).to(call.query.dtype)
+
+    def run_bounded(self, call: AttentionCall) -> Attended:
+        return Attended(self.run(call))
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
         return AttentionOutput(self.run(call), self.statistics(call, request))

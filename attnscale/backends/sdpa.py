@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from attnscale._util import state
-from attnscale._util.tracing import autocast_dtype, autocast_off, is_dtensor, is_watched
+from attnscale._util.tracing import autocast_dtype, autocast_off, has_autocast, is_dtensor, is_watched
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import shown
 from attnscale.call.parse import check_mask, per_row
+from attnscale.call.tap import Attended
 from attnscale.call.torch_arguments import (
+    TORCH_ATTENTION,
     Layout,
     default_scale,
     read_causal_bias,
@@ -25,6 +29,8 @@ from attnscale.call.torch_arguments import (
 from attnscale.policies import FormulaPolicy, Policy
 from attnscale.policies.base import refuse_unknown_length
 from attnscale.policies.temperature import recurring_temperature
+
+FUSED = int(SDPBackend.FLASH_ATTENTION.value)  # what `torch._fused_sdp_choice` calls the fused CPU kernel
 
 
 class SdpaBackend:
@@ -50,6 +56,13 @@ class SdpaBackend:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
+        return self._attend(call, bounded=False).out
+
+    def run_bounded(self, call: AttentionCall) -> Attended:
+        """The lse, if torch runs its fused CPU kernel. On other devices there is none."""
+        return self._attend(call, bounded=True)
+
+    def _attend(self, call: AttentionCall, *, bounded: bool) -> Attended:
         key, value = call.key, call.value
         start, stop = call.context.key_range()
         if stop - start != call.context.keys:
@@ -57,9 +70,10 @@ class SdpaBackend:
         query, beta = call.query, call.beta
         mask, is_causal = torch_mask(call, start, stop)
         grouped = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
+        options = mask, call.dropout_p, is_causal
         if isinstance(beta, Tensor):
-            return attend_by_row(query, key, value, beta, mask, call.dropout_p, is_causal, call.scale, grouped)
-        return attend(query, key, value, mask, call.dropout_p, is_causal, call.scale * beta, grouped)
+            return attend_by_row(query, key, value, beta, *options, call.scale, grouped, bounded)
+        return attend_bounded(query, key, value, *options, call.scale * beta, grouped, bounded)
 
 
 def attend_by_row(
@@ -72,16 +86,18 @@ def attend_by_row(
     is_causal: bool,
     scale: float,
     grouped: bool,
-) -> Tensor:
+    bounded: bool = False,
+) -> Attended:
     """Compute torch's attention with the query [B, H, Tq, D] times β [B|1, H|1, Tq]; precision as in `SdpaBackend`."""
-    dtype, options = autocast_dtype(query), (mask, dropout_p, is_causal, scale, grouped)
+    dtype, options = autocast_dtype(query), (mask, dropout_p, is_causal, scale, grouped, bounded)
     if dtype.itemsize > 2:
-        return attend(_multiply(query, beta.unsqueeze(-1)), key, value, *options)
+        return attend_bounded(_multiply(query, beta.unsqueeze(-1)), key, value, *options)
     if dtype == torch.bfloat16 and query.device.type != "cpu":
         return _attend_in_parts(query, key, value, beta, *options)
     with autocast_off(query.device):
         product = query * beta.unsqueeze(-1)  # in fp32, the dtype of β
-        return attend(product, key.float(), value.float(), *options).to(dtype)
+        attended = attend_bounded(product, key.float(), value.float(), *options)
+        return attended._replace(out=attended.out.to(dtype))
 
 
 def _multiply(query: Tensor, beta: Tensor) -> Tensor:
@@ -92,7 +108,7 @@ def _multiply(query: Tensor, beta: Tensor) -> Tensor:
     return torch.mul(query, beta, out=state.SCRATCH.room("product", query.shape, query))
 
 
-def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *options: Any) -> Tensor:
+def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *options: Any) -> Attended:
     """Compute attention in bfloat16 with β·q split into three bfloat16 terms, which hold the 24 bits of float32."""
     dtype, value_dim = torch.bfloat16, value.shape[-1]
     product = query.float() * beta.unsqueeze(-1)
@@ -102,7 +118,8 @@ def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *o
     keys = torch.cat(3 * [key.to(dtype)], -1)
     # torch's fused kernels require equal head dimensions of keys and values.
     value = F.pad(value.to(dtype), (0, max(0, keys.shape[-1] - value_dim)))
-    return attend(torch.cat([high, middle, low], -1), keys, value, *options)[..., :value_dim]
+    attended = attend_bounded(torch.cat([high, middle, low], -1), keys, value, *options)
+    return attended._replace(out=attended.out[..., :value_dim])
 
 
 def attend(
@@ -115,7 +132,24 @@ def attend(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
+    """The output of `attend_bounded`."""
+    return attend_bounded(query, key, value, mask, dropout_p, is_causal, scale, grouped).out
+
+
+def attend_bounded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+    bounded: bool = False,
+) -> Attended:
     """Compute torch's attention, with NaN and rows without visible keys handled as in the other backends.
+
+    `bounded` adds the lse, if known.
 
     Its fused CUDA kernels support a mask or grouped heads, but not both.
     """
@@ -123,8 +157,12 @@ def attend(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
         grouped = False
 
-    def run(query: Tensor) -> Tensor:
-        return torch_attention()(
+    def run(query: Tensor) -> Attended:
+        if bounded:
+            found = attend_with_lse(query, key, value, mask, dropout_p, is_causal, scale, grouped)
+            if found is not None:
+                return found
+        out = torch_attention()(
             query,
             key,
             value,
@@ -135,23 +173,77 @@ def attend(
             # With symbolic shapes `grouped` is a comparison, which torch rejects; the branch makes it a bool.
             enable_gqa=True if grouped else False,  # noqa: SIM210
         )
+        return Attended(out)
 
     if query.device.type != "cpu" or query.is_nested or is_dtensor(query):
         return run(query)
     if is_watched():
         query = query if mask is None else query.masked_fill(_sees_nothing(mask, key), 0.0)
-        out = run(query)
+        out, lse, _ = run(query)
     else:
-        out = run(query)
+        out, lse, _ = run(query)
         if bool((out.detach()[..., :1].abs() > 0).all()):  # no row is zero or NaN
-            return out
+            return Attended(out, lse)
         broken = _is_broken(query.detach())
         if not bool(broken.any() | _is_broken(key.detach()).any()):
-            return out  # zero rows have no visible keys
+            return Attended(out, _hide_unseeing(lse, mask, key))  # zero rows have no visible keys
         if mask is not None and bool((broken[..., None] & _sees_nothing(mask, key)).any()):
             # In a row without visible keys, 0·NaN would reach the gradient of every key.
-            out = run(query.masked_fill(_sees_nothing(mask, key), 0.0))
-    return out + _lost_nan(out.detach(), query.detach(), key.detach(), mask)
+            out, lse, _ = run(query.masked_fill(_sees_nothing(mask, key), 0.0))
+    lost, lse = _lost_nan(out.detach(), query.detach(), key.detach(), mask), _hide_unseeing(lse, mask, key)
+    return Attended(out + lost, None if lse is None else lse + lost[..., 0])
+
+
+def attend_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Attended | None:
+    """Output and lse of torch's fused CPU kernel, if torch's function would run this kernel: the same bits."""
+    if query.device.type != "cpu" or torch_attention() is not TORCH_ATTENTION:
+        return None
+    if has_autocast(query.device):
+        query, key, value = (x.to(autocast_dtype(x)) for x in (query, key, value))
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(autocast_dtype(mask))
+    if torch.compiler.is_compiling():
+        fused = _is_fused(query, key, value, mask, dropout_p)
+    elif is_watched() or any(type(x) not in (Tensor, Parameter) for x in (query, key, value)):
+        return None
+    else:
+        choice = torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+        fused = choice == FUSED
+    if not fused:
+        return None
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)
+    return Attended(out, lse.detach())
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    """What `torch._fused_sdp_choice` checks on the CPU; torch.compile cannot trace that function."""
+    tensors = query, key, value
+    return (
+        torch._C._get_flash_sdp_enabled()
+        and dropout_p == 0.0
+        and all(x.dim() == 4 and x.dtype == query.dtype and x.stride(-1) == 1 for x in tensors)
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and key.shape[1] == value.shape[1]
+        and 0 not in (*query.shape[:3], key.shape[2])
+        and (mask is None or (mask.dim() == 4 and not mask.requires_grad))
+    )
+
+
+def _hide_unseeing(lse: Tensor | None, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """The lse with −∞, in place of torch's 0, in rows that see nothing."""
+    return lse if lse is None or mask is None else lse.masked_fill(_sees_nothing(mask, key)[..., 0], -math.inf)
 
 
 def _lost_nan(out: Tensor, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -205,13 +297,14 @@ def torch_mask(call: AttentionCall, start: int, stop: int) -> tuple[Tensor | Non
     if bias is None:
         return visible, False
     bias = bias[..., start:stop]
-    if isinstance(call.beta, Tensor) or call.beta != 1.0:
+    scaled = isinstance(call.beta, Tensor) or call.beta != 1.0
+    if scaled:
         beta = call.beta[..., None] if isinstance(call.beta, Tensor) else call.beta
         # Hidden entries are excluded, as −∞·β may be NaN. fp32, so that the bias is not rounded twice.
         bias = torch.where(shown(bias), bias.to(torch.promote_types(bias.dtype, torch.float32)), 0.0) * beta
-    else:
+    elif bias.dtype != torch.float32:  # which torch takes as it is
         bias = bias.to(torch.promote_types(bias.dtype, call.query.dtype))
-    if call.query.dtype == torch.float64:
+    if call.query.dtype == torch.float64 and scaled:
         bias = bias.to(torch.float64)
     elif bias.dtype != call.query.dtype:
         bias = bias.to(torch.float32)
@@ -258,7 +351,7 @@ def attend_in_one_call(
     # On other devices dispatch chooses the backend for half precision.
     if beta is None or (query.device.type != "cpu" and autocast_dtype(query).itemsize == 2):
         return None
-    return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return attend_by_row(query, key, value, beta, attn_mask, dropout_p, is_causal, scale, enable_gqa).out
 
 
 def _is_torchs_mask(layout: Layout, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnscale._util.tracing import autocast_dtype
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.tap import Attended
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality, largest_weight
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.rows.attend import measure_statistics
@@ -50,6 +51,10 @@ class TritonBackend:
 
     def run(self, call: AttentionCall) -> Tensor:
         return _launch(call).out
+
+    def run_bounded(self, call: AttentionCall) -> Attended:
+        found = _launch(call)
+        return Attended(found.out, found.max_logit.detach(), exact=True)
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
         found = _launch(call, entropy=request.entropy, winner=request.winner)

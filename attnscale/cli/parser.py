@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("evaluate", "run an evaluation from a YAML file, with key=value overrides"),
     "policies": ("show", "list all policies with their parameters"),
     "watch": ("show", "show a monitored run live in the terminal"),
-    "report": ("show", "write a monitored run or an evaluation as one HTML page"),
+    "report": ("show", "write a monitored run, a comparison of runs, or an evaluation as one HTML page"),
     "theory": ("theory", "compare predictions of the papers with measurements: table, figures and data"),
     "plan": ("parallel_cost", "estimate memory and communication of context-parallel attention"),
     "bench": ("bench", "benchmark the kernels on this GPU against other attention implementations"),

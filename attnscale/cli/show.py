@@ -45,8 +45,13 @@ def watch(parser: Parser) -> None:
 def report(parser: Parser) -> None:
     """Options of `attnscale report`."""
     parser.set_defaults(run=_report)
-    parser.show_examples("run/attn.jsonl", "demo --output demo.html")
-    parser.add_argument("path", type=Path, help="JSONL file of a JsonlSink, or output folder of an evaluation")
+    parser.show_examples("run/attn.jsonl", "before.jsonl after.jsonl --output compared.html")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="+",
+        help="JSONL file of a JsonlSink, several of them to compare, or output folder of an evaluation",
+    )
     parser.add_argument(
         "--output", type=Path, help="HTML file (default: next to the file, or report.html in the folder)"
     )
@@ -82,7 +87,8 @@ def _watch(console: Console, options: Namespace) -> int:
 def _report(options: Namespace) -> int:
     from attnscale.report import write_report
 
-    print(f"wrote {write_report(options.path, options.output)}")
+    first, *others = options.path
+    print(f"wrote {write_report(options.path if others else first, options.output)}")
     return 0
 
 

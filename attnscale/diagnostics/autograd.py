@@ -1,4 +1,4 @@
-"""Reports each attention call to the listener of its tap, in the forward and in the backward pass.
+"""Reports each attention call to the listener of its tap, in the forward and, if it is measured, in the backward pass.
 
 The backward report uses the tensors saved by autograd; under activation checkpointing these are the recomputed ones. In
 eager mode the reports come from an autograd function and a hook. In compiled graphs they come from custom operators,
@@ -22,41 +22,48 @@ from torch.library import custom_op
 
 from attnscale._util.tracing import is_watched
 from attnscale.call.attention_call import FLAT_CALL, TENSORS, AttentionCall, FlatCall
-from attnscale.call.tap import CallEvent, Listener, Tap
+from attnscale.call.tap import Attended, CallEvent, Listener, Run, Tap
 from attnscale.diagnostics.listener import UNKNOWN
 
 T = TypeVar("T")
 
 
-def run_reported(
-    tap_id: Tensor, call: AttentionCall, run: Callable[[AttentionCall], Tensor], measured: AttentionCall | None = None
-) -> Tensor:
-    """Return `run(call)` and report the call to the listener of a tap, in forward and backward.
+def run_reported(tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None) -> Tensor:
+    """Return the output of `run(call)` and report the call to the listener of a tap, in forward and backward.
 
-    If a process holds only some of the keys, `measured` is the same call with all keys, for the row statistics. The
-    reported gradients belong to `call`.
+    A listener that only tracks the largest logits receives the forward pass alone. If a process holds only some of the
+    keys, `measured` is the same call with all keys, for the row statistics. The reported gradients belong to `call`.
     """
+    known = call if measured is None else measured
+    graph = torch.is_grad_enabled()
     if not torch.compiler.is_compiling():
         if call.query.device.type == "meta":  # no values to report
-            return run(call)
+            return run(call).out
         if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
             reason = "inside torch.func transforms or forward-mode AD"  # not supported by the autograd functions below
             _send(tap_id, call.query.device, lambda listener: listener.skip(call, reason))
-            return run(call)
-    parts, graph = FlatCall.of((call if measured is None else measured).detached()), torch.is_grad_enabled()
+            return run(call).out
+        if Tap.find(tap_id) is None:
+            found = run(call)
+            if not is_watched():
+                _send_call(CallEvent(known.detached(), found._replace(out=found.out.detach()), graph), UNKNOWN, tap_id)
+                if found.out.requires_grad and Tap.find(tap_id, tracking=True) is not None:
+                    found.out.register_hook(partial(_send_gradient, tap_id))  # type: ignore[no-untyped-call]
+            return found.out
+    parts = FlatCall.of(known.detached())
     if is_watched():
         query, key, value = _GraphInputs.apply(tap_id, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
-        out = run(replace(call, query=query, key=key, value=value))
-        result: Tensor = _GraphOutput.apply(out, graph, tap_id, *parts)  # type: ignore[no-untyped-call]
+        found = run(replace(call, query=query, key=key, value=value))
+        result: Tensor = _GraphOutput.apply(*found, graph, tap_id, *parts)  # type: ignore[no-untyped-call]
         return result
     eager = _EagerCall(tap_id)
     query, key, value = _EagerInputs.apply(eager, parts, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
-    out = run(replace(call, query=query, key=key, value=value))
+    found = run(replace(call, query=query, key=key, value=value))
     eager.number = _begin(tap_id, graph)
-    _send_forward(out, eager.number, graph, tap_id, *parts)
-    if out.requires_grad:
-        out.register_hook(partial(setattr, eager, "gradient"))  # type: ignore[no-untyped-call]
-    return out
+    _send_forward(*found, eager.number, graph, tap_id, *parts)
+    if found.out.requires_grad:
+        found.out.register_hook(partial(setattr, eager, "gradient"))  # type: ignore[no-untyped-call]
+    return found.out
 
 
 @dataclass(eq=False)
@@ -111,22 +118,29 @@ class _GraphOutput(Function):
     """Reports the output and its call in forward, and the output gradient in backward, in a graph."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, bound: Tensor | None, exact: bool, graph: bool, tap_id: Tensor, *parts: Any
+    ) -> Tensor:
         ctx.constants = parts[TENSORS:]
         number = call_number(out, tap_id, graph)
-        report_forward(out, number, graph, tap_id, *parts)
+        report_forward(out, bound, exact, number, graph, tap_id, *parts)
         ctx.save_for_backward(number, tap_id, *parts[:TENSORS])
         return out.clone()  # an alias would forbid in-place changes
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         report_backward(gradient, *ctx.saved_tensors, *ctx.constants)
-        return gradient, *(None,) * (2 + TENSORS + len(ctx.constants))
+        return gradient, *(None,) * (4 + TENSORS + len(ctx.constants))
 
 
-def _send(tap_id: Tensor, device: torch.device, message: Callable[[Listener], T]) -> T | None:
-    """Send a message to the listener of a tap. If it raises, the listener is disabled until the next report."""
-    listener = Tap.find(tap_id)
+def _send(
+    tap_id: Tensor, device: torch.device, message: Callable[[Listener], T], *, tracking: bool = False
+) -> T | None:
+    """Send a message to the listener of a tap, with `tracking` also if it only tracks calls.
+
+    If it raises, the listener is disabled until the end of the step.
+    """
+    listener = Tap.find(tap_id, tracking=tracking)
     if listener is None:
         return None
     try:
@@ -144,16 +158,39 @@ def _begin(tap_id: Tensor, graph: bool) -> int:
     return UNKNOWN if number is None else number
 
 
-def _send_forward(out: Tensor, number: int | Tensor, graph: bool, tap_id: Tensor, *parts: Any) -> None:
-    # A recomputation by activation checkpointing, inside backward, is not a new call.
-    if torch._C._current_graph_task_id() == -1:
-        event = CallEvent(FlatCall(*parts).to_call(), out, graph)
-        _send(tap_id, out.device, lambda listener: listener.forward(event, int(number)))
+def _send_forward(
+    out: Tensor,
+    bound: Tensor | None,
+    exact: bool,
+    number: int | Tensor,
+    graph: bool,
+    tap_id: Tensor,
+    *parts: Any,
+) -> None:
+    _send_call(CallEvent(FlatCall(*parts).to_call(), Attended(out, bound, exact), graph), int(number), tap_id)
+
+
+def _send_call(event: CallEvent, number: int, tap_id: Tensor) -> None:
+    def message(listener: Listener) -> None:
+        # A recomputation by activation checkpointing, inside backward, is not a new call.
+        if torch._C._current_graph_task_id() == -1:
+            listener.forward(event, number)
+        else:
+            listener.repeat(event)
+
+    _send(tap_id, event.result.out.device, message, tracking=True)
 
 
 def _send_backward(gradient: Tensor, number: int | Tensor, tap_id: Tensor, *parts: Any) -> None:
+    if Tap.find(tap_id) is None:
+        _send_gradient(tap_id, gradient)
+        return
     call = FlatCall(*parts).to_call()
     _send(tap_id, gradient.device, lambda listener: listener.backward(call, gradient, int(number)))
+
+
+def _send_gradient(tap_id: Tensor, gradient: Tensor) -> None:
+    _send(tap_id, gradient.device, lambda listener: listener.gradient(gradient), tracking=True)
 
 
 def _send_gradients(tap_id: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -181,7 +218,9 @@ def _operator(name: str, send: Callable[..., None], schema: str) -> Any:
 
 
 report_forward = _operator(
-    "report_forward", _send_forward, f"Tensor out, Tensor number, bool graph, Tensor tap_id, {FLAT_CALL}"
+    "report_forward",
+    _send_forward,
+    f"Tensor out, Tensor? bound, bool exact, Tensor number, bool graph, Tensor tap_id, {FLAT_CALL}",
 )
 report_backward = _operator(
     "report_backward", _send_backward, f"Tensor gradient, Tensor number, Tensor tap_id, {FLAT_CALL}"

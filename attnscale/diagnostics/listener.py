@@ -1,4 +1,4 @@
-"""The listener of one attention layer: measures its calls between two reports.
+"""The listener of one attention layer: measures its calls between two reports, and tracks the largest logits.
 
 It excludes padding rows, matches each backward pass with its forward call, and detects tensors that changed in between.
 """
@@ -9,8 +9,6 @@ import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -19,10 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.context import Context, shown
 from attnscale.call.tap import CallEvent
+from attnscale.diagnostics.faults import Faults, squares
+from attnscale.diagnostics.max_logits import LogitTracker, bound_largest, broken_heads
 from attnscale.diagnostics.notices import Notices
-from attnscale.diagnostics.records.tally import ORDER, ORIGINS, Tally, salt_of
+from attnscale.diagnostics.padding import blank, without_padding
+from attnscale.diagnostics.records.tally import Tally, salt_of
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
     MeasuredQuantities,
@@ -40,8 +40,6 @@ UNKNOWN = -1
 UNANSWERED = 64
 # Maximum number of sampled values kept for calls not yet classified as training or evaluation.
 UNDECIDED = 2**18
-# Elements of a gradient per chunk when norms are computed, because a chunk may be upcast.
-NUMBERS = 2**20
 
 
 class TensorIdentity(Uncopied):
@@ -143,6 +141,8 @@ class LayerListener(Uncopied):
         self._module = module
         self._notices = notices
         self.listening = False
+        self.trackers: list[LogitTracker] = []
+        self._checkpointed = False  # a training call ran without a graph: a reentrant checkpoint may recompute it
         self.seed = 0  # for row sampling; the same in all processes
         self.rank = 0
         self.clock: Iterator[int] = itertools.count()  # of all layers: numbers the passes of a step
@@ -152,6 +152,9 @@ class LayerListener(Uncopied):
     def reset(self) -> None:
         """Discard all calls."""
         self.failed = False
+        self.skipped = False
+        self.steps = 0  # since the last report
+        self.faults = {True: Faults(), False: Faults()}  # in training mode, and in evaluation mode
         self.training, self.evaluation = Tally(), Tally()
         self._unanswered: OrderedDict[int, MeasuredCall] = OrderedDict()  # by call number
         self._origins = Origins(UNANSWERED)
@@ -166,7 +169,21 @@ class LayerListener(Uncopied):
         if self.training.backward is not None and self.training.forward is None:
             # The model is trained in evaluation mode: its calls were classified as evaluation.
             self.training.absorb(self.evaluation)
-        return self.training if self.training.heads else self.evaluation
+        tally = self.training if self.training.heads else self.evaluation
+        faults = self.faults[True].first if self.faults[True].first is not None else self.faults[False].first
+        if faults is not None and tally.heads == faults.shape[1]:
+            tally.take_faults(faults)
+        return tally
+
+    @property
+    def tracking(self) -> bool:
+        """Whether the largest logits of calls are tracked."""
+        return bool(self.trackers)
+
+    @property
+    def limit(self) -> float:
+        """Logits above it must be known exactly."""
+        return min((tracker.limit for tracker in self.trackers), default=math.inf)
 
     def begin(self, graph: bool) -> int:
         """Return the number of a new call, or of the call that a checkpoint recomputes inside backward."""
@@ -176,26 +193,46 @@ class LayerListener(Uncopied):
         return self._number
 
     def forward(self, event: CallEvent, number: int) -> None:
-        """Measure the sampled rows of a call."""
+        """Track the largest logits of a call. If listening, measure its sampled rows."""
         if _is_empty(event.call):
             return
         trained = self._module.training
+        self._checkpointed |= trained and not event.graph
+        largest = self._track(event, 2 if trained and event.graph else int(event.graph))
+        if self.listening:
+            self._measure(event, number, trained, largest)
+
+    def repeat(self, event: CallEvent) -> None:
+        """Track a call that a checkpoint recomputes inside backward, so that it counts as training."""
+        if self._checkpointed and not _is_empty(event.call):
+            self._track(event, 2)
+
+    def _track(self, event: CallEvent, rank: int) -> Tensor:
+        """Add the largest logits of a call to all trackers. Returns their upper bound [H], exact if listening."""
+        found = bound_largest(event, self.limit, everything=self.listening)
+        if self.trackers:
+            numbers = torch.cat([found, broken_heads(event.result.out)[None]])
+            for tracker in self.trackers:
+                tracker.add(rank, numbers)
+        self._search(event.result.out, event.call)
+        return found[1]
+
+    def _measure(self, event: CallEvent, number: int, trained: bool, largest: Tensor) -> None:
         answerable = (trained or event.graph) and number != UNKNOWN
         tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
-        rows = self._sampled(event.call)
+        rows, out = self._sampled(event.call), event.result.out
         call = without_padding(event.call)[0].select(rows)
         measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
-        tally.add_forward(forward_quantities(measures, call.row_beta()), salt)
-        before, after = angle_parts(call, event.out.index_select(2, rows), measures.visible > 0)
+        tally.add_forward(forward_quantities(measures, call.row_beta()), salt, max_logit=largest)
+        before, after = angle_parts(call, out.index_select(2, rows), measures.visible > 0)
         value = event.call.value
         tally.note(
             angle_in=before.nansum(0),
             angle_out=after.nansum(0),
             angle_calls=before.isfinite().sum(0),
-            value_squares=_squares(value).repeat_interleave(call.group),
+            value_squares=squares(value).repeat_interleave(call.group),
             value_numbers=torch.full(call.query.shape[1:2], value[:, 0].numel(), device=value.device),
         )
-        self._note_fault(tally, event.out, event.call)
         if answerable:
             sources = TensorIdentity(*_sources(event.call))
             self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
@@ -216,8 +253,8 @@ class LayerListener(Uncopied):
         call, self._padding_rows = without_padding(call)
         call = call.select(rows)
         arrived = blank(gradient, self._padding_rows)
-        self.training.note(output_gradient=_squares(arrived))
-        self._note_fault(self.training, arrived, "output gradient")
+        self.training.note(output_gradient=squares(arrived))
+        self._search(arrived, "output gradient")
         self._origins.answered(number)
         past = self._unanswered.pop(number, None)  # also None in a second backward pass
         if past is None:
@@ -235,49 +272,37 @@ class LayerListener(Uncopied):
         gradients = score_gradients(call, gradient.index_select(2, rows), measures)
         self.training.add_backward(backward_quantities(measures, call.row_beta(), gradients), salt)
 
+    def gradient(self, gradient: Tensor) -> None:
+        """Search the gradient of an output that is not measured for NaN and infinity."""
+        self._search(gradient, "output gradient")
+
     def gradients(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Record squared gradient norms per query head. A shared key head is divided equally among its query heads."""
         if 0 in (*query.shape[:3], *key.shape[:3]):
             return
         group = query.shape[1] // key.shape[1]
-        of_query, of_key, of_value = (_squares(x) for x in (blank(query, self._padding_rows), key, value))
+        of_query, of_key, of_value = (squares(x) for x in (blank(query, self._padding_rows), key, value))
         if group > 1:
             of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
         self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
         total = of_query + of_key + of_value
-        self._note_fault(self.training, total[None, :, None, None], "gradients")
+        self._search(total[None, :, None, None], "gradients")
 
-    def skip(self, call: AttentionCall, reason: str) -> None:
+    def skip(self, call: AttentionCall | None, reason: str) -> None:
         """Count a call that cannot be measured, and warn once per reason."""
         self._notices.add(reason, f"a call of {self.name} was not measured: {reason}")
-        self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
+        self.skipped = True
+        if call is not None:
+            self.training.note(skipped_calls=torch.ones(call.query.shape[1], device=call.query.device))
 
     def give_up(self, error: Exception) -> None:
         """Stop measuring until the next report."""
         self.failed = True
         self._notices.add_error(f"the listener of {self.name} failed and is disabled for the rest of this step", error)
 
-    def _note_fault(self, tally: Tally, x: Tensor, origin: AttentionCall | str) -> None:
-        """Note the first row with NaN or infinity of each head of [B, H, T, D], and which tensor it comes from.
-
-        `origin` is the call if x is its output: query, key and value are searched. Scores that overflow have none of
-        them.
-        """
-        order = next(self.clock)
-        # Fast path without an upcast copy. On other devices, reading the sum back would synchronise.
-        if x.device.type == "cpu" and math.isfinite(float(x.sum())):
-            return
-        broken = (~torch.isfinite(x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)))).any(0)  # [H, T]
-        if isinstance(origin, str):
-            bits = torch.full(x.shape[1:2], 1 << ORIGINS.index(origin), device=x.device)
-        else:
-            group = x.shape[1] // origin.key.shape[1]
-            spoiled = [~torch.isfinite(_squares(source)) for source in (origin.query, origin.key, origin.value)]
-            spoiled[1:] = [heads.repeat_interleave(group) for heads in spoiled[1:]]
-            bits = torch.stack([heads << place for place, heads in enumerate(spoiled)]).sum(0)
-            bits = torch.where(bits == 0, 1 << ORIGINS.index("scores"), bits)
-        faults = torch.where(broken.any(-1), ORDER * order + bits.to(torch.float32), math.inf)
-        tally.fault(faults, broken.to(torch.uint8).argmax(-1))
+    def _search(self, x: Tensor, origin: AttentionCall | str) -> None:
+        """Search an output or a gradient for NaN and infinity."""
+        self.faults[self._module.training].add(x, origin, self.steps, next(self.clock))
 
     def _remember(self, call: MeasuredCall, number: int, graph: bool) -> None:
         """Keep a call for its backward pass. A dropped call counts as evaluation unless it is known to be training."""
@@ -309,74 +334,3 @@ def _sources(call: AttentionCall) -> list[Tensor]:
     """Return the tensors that determine scores and logits."""
     mask = call.context.mask
     return [call.query, call.key, call.row_beta(), *([] if mask is None else [mask])]
-
-
-def _squares(x: Tensor) -> Tensor:
-    """Return the sum of squares per head of [B, H, T, D]. Row norms come first, because they need no copy."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    parts = torch.split(x, max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
-    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
-    total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
-    return total
-
-
-def padding_rows(context: Context) -> Tensor | None:
-    """Return a mask [B|1, Tq], True for rows whose own key is padding; None if no key is hidden from all rows.
-
-    The key in a row's own slot is padding if `padding` marks it, or if the mask hides it from every row and head. A
-    strictly causal mask carries no information about padding: rows do not see themselves, and the last key is hidden
-    from all rows although it is real. A row without its own key, as in cross attention, is never padding.
-    """
-    if context.padding is None and context.mask is None:
-        return None
-    if isinstance(context.slot, int) and context.slot >= context.keys:
-        return None
-    # If every key has a row, use indices: slots derived from positions would skip padding.
-    aligned = context.queries == context.keys
-    slots = torch.arange(context.keys, device=context.device)[None] if aligned else context.slots()
-    own = slots.clamp(0, max(context.keys - 1, 0))
-    inside = own == slots
-    padded = None if context.padding is None else _at(context.padding, own) & inside
-    masked = None if context.mask is None else _hidden_by_mask(context.mask, own, inside)
-    return masked if padded is None else padded if masked is None else padded | masked
-
-
-def without_padding(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
-    """Return the call without visible keys for padding rows, which excludes them from sums; and `padding_rows`."""
-    context = call.context
-    rows = padding_rows(context)
-    if rows is None:
-        return call, None
-    first = torch.zeros_like(rows, dtype=torch.int64) if context.first is None else context.first
-    last = torch.where(rows, first, context.keys if context.last is None else context.last)
-    return replace(call, context=replace(context, first=first.expand_as(last), last=last)), rows
-
-
-def blank(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Zero the given rows [B|1, Tq] of x [B, H, Tq, D]."""
-    return x if rows is None else x.masked_fill(rows[:, None, :, None], 0.0)
-
-
-def _at(x: Tensor, slots: Tensor) -> Tensor:
-    """Gather x [B|1, Tk] at slots [B|1, Tq]. Returns [B|1, Tq]."""
-    batch = max(x.shape[0], slots.shape[0])
-    return x.expand(batch, -1).gather(-1, slots.expand(batch, -1))
-
-
-def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
-    """Return True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from all rows; None if nowhere.
-
-    On the CPU, the diagonal is checked first: in most masks every row sees itself, and the diagonal is much smaller
-    than the mask. On other devices, reading the result back would synchronise.
-    """
-    at = own[:, None, :, None].expand(max(mask.shape[0], own.shape[0]), mask.shape[1], -1, 1)
-    sees_itself = shown(mask.expand(at.shape[0], -1, -1, -1).gather(-1, at)).squeeze(-1).any(1)  # [B|1, Tq]
-    if mask.device.type == "cpu" and bool(sees_itself.all()):
-        return None
-    for axis in (0, 1, 2):
-        if mask.stride(axis) == 0:  # repeated by broadcasting
-            mask = mask.narrow(axis, 0, 1)
-    seen = _at(shown(mask).any(2).any(1), own)  # by at least one row, [B|1, Tq]
-    hidden = ~seen & inside
-    telling = (sees_itself | ~seen | ~inside).all(-1, keepdim=True)
-    return hidden & telling

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 
 import attnscale
 from attnscale._util import state
-from attnscale._util.checks import read_int, read_number
+from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
@@ -26,10 +26,12 @@ from attnscale.diagnostics.autograd import run_reported
 from attnscale.diagnostics.delivery import Delivery
 from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.listener import LayerListener
+from attnscale.diagnostics.max_logits import LogitTracker, MaxLogits
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, layers_of
 from attnscale.diagnostics.records.tally import Processes
 from attnscale.diagnostics.sinks import Sink
+from attnscale.diagnostics.torch_calls import TorchCalls, calling_modules, is_unconverted
 from attnscale.errors import ArgumentError, BackendError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
@@ -58,8 +60,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     numbered as in the full layer.
 
     Args:
-        model: a model with attnscale attention (`attnscale.convert`, `attnscale.hf.apply`), or a transformers model
-            that uses the "sdpa" attention implementation.
+        model: a model that calls `torch.nn.functional.scaled_dot_product_attention` in its forward pass, a transformers
+            model with the "sdpa" attention implementation, or a model with attnscale attention (`attnscale.convert`,
+            `attnscale.hf.apply`). Calls of torch's function are named by the path of the module that makes them; the
+            second call in one forward pass of a module is `path#2`.
         every: number of steps between two measurements.
         rows: number of sampled rows per attention call. None measures all rows.
         sinks: destinations of the records: objects with `log(records, step)` and `close()`.
@@ -71,6 +75,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         process_group: processes whose rows are merged, as a ProcessGroup or DeviceMesh. None means all processes. Pass
             a group if processes hold different layers under the same names (pipeline stages) or the same rows.
         timeout: seconds that a report waits for the other processes before `step` raises a `BackendError`.
+        track: track the largest logits of every step; see `max_logits`.
 
     Raises:
         ArgumentError: an argument is out of range, the model has no attention that can be measured, another monitor is
@@ -101,6 +106,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         dump: str | Path | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         timeout: float = 60.0,
+        track: bool = True,
     ) -> None:
         self.every = read_int("every", every, "an int >= 1", least=1)
         if rows is not None:
@@ -111,6 +117,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         timeout = read_number("timeout", timeout, "a number of seconds > 0")
         if not timeout > 0:
             reject("timeout", timeout, "a number of seconds > 0")
+        check_flag("track", track)
         group = read_group("process_group", process_group)
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
         self.on_alert = on_alert
@@ -123,20 +130,31 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 )
             if group is None:
                 refuse_unsaid_heads(model, found.values())
+            self._layer_order = [path or type(model).__name__ for path, _ in model.named_modules()]
+            self._notices = Notices()
+            modules = dict(model.named_modules())  # in a swapped model, the parent of our module
+
+            self._trackers: dict[str, LogitTracker] = {}
+
+            def listen(name: str, module: nn.Module) -> LayerListener:
+                layer = LayerListener(name, rows, dump is not None, modules.get(name, module), self._notices)
+                if track:
+                    self._trackers[name] = LogitTracker()
+                    layer.trackers.append(self._trackers[name])
+                return layer
+
+            self.layers = {path: listen(path, module) for path, module in found.items()}
+            self._torch_calls = TorchCalls(model, listen, self.layers)
+            undo.callback(self._torch_calls.remove)
             self._undo = undo.pop_all()  # restores a stock model
         self._log = None if self.limits is None else EventLog(self.limits)
         self._closed = False
-        self._notices = Notices()
+        self._steps = 1  # since the last report
         self._delivery = Delivery(sinks, self._notices)
         self._model, self._rows = type(model).__name__, rows
         self._policies = [getattr(module, "policy", None) for module in found.values()]
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices, timeout)
-        modules = dict(model.named_modules())  # in a swapped model, the parent of our module
-        self.layers = {
-            path: LayerListener(path, rows, dump is not None, modules.get(path, module), self._notices)
-            for path, module in found.items()
-        }
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
         for module, tap in self._tapped:
             tap.attach(module)
@@ -175,8 +193,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 None if loss is None else read_number("loss", loss), None if lr is None else read_number("lr", lr)
             )
             self._guard("a report", self._report, step, records, events, progress)
-            for layer in self.layers.values():
+            for layer in self._listeners():
                 layer.reset()
+        self._torch_calls.forget_interrupted()
+        self._steps = 1 if self._listening else self._steps + 1
+        for layer in self._listeners():
+            layer.failed, layer.steps = False, self._steps - 1
+        for tracker in self._trackers.values():
+            tracker.reset()
         self._listen((step + 1) % self.every == 0, step + 1)
         self._notices.issue()
         for event in events if self.on_alert is not None else ():
@@ -187,6 +211,34 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def events(self) -> list[Event]:
         """The events that are not over."""
         return [] if self._log is None else self._log.open
+
+    def max_logits(self) -> dict[str, MaxLogits]:
+        """Return the largest logits since the last `step`, per head, over all rows of this process.
+
+        Logits are after temperature, over visible keys; padding rows and rows with NaN do not count. Validation passes
+        count only if the layer had no training call. Call this before `step`, which resets the maxima.
+
+        At a measured step the maxima are exact. At other steps they are by-products of the backend, at no extra pass:
+        exact with "triton" and "blockwise"; bounds at most ln n apart with "sdpa" on the CPU, from the lse of torch's
+        fused kernel. No bounds are known where torch does not run this kernel (on other devices, with dropout, with an
+        additive mask that requires gradients), for calls that return the weights, and for sequences split over
+        processes. Whether the output is finite is always known. Nothing is tracked inside torch.func transforms.
+
+        Returns:
+            `MaxLogits` with tensors [H] by layer; heads of this process only. Layers without calls are missing. Empty
+            with `track=False`. Reading the tensors synchronises with their device; tracking does not.
+
+        Example:
+            >>> import torch
+            >>> from attnscale import ScaledDotProductAttention
+            >>> attention, q = ScaledDotProductAttention("log"), torch.eye(4)[None, None] * 10
+            >>> with Monitor(attention, alerts=None) as monitor:
+            ...     _ = attention(q, q, q)
+            ...     monitor.max_logits()["ScaledDotProductAttention"].exact
+            tensor([...])
+        """
+        found = {path: tracker.read() for path, tracker in self._trackers.items()}
+        return {path: largest for path, largest in found.items() if largest is not None}
 
     def flush(self) -> None:
         """Wait until the sinks have written all reports."""
@@ -204,7 +256,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             tap.detach(module)
         self._tapped = []
         self._undo.close()
-        for layer in self.layers.values():
+        for layer in self._listeners():
             layer.reset()
         self._delivery.close()
         self._notices.issue()
@@ -216,18 +268,31 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._listening = listening
         rank = self._processes.rank if listening else 0
         clock = itertools.count()
-        for layer in self.layers.values():
+        for layer in self._listeners():
             layer.listening, layer.seed, layer.rank, layer.clock = listening, step, rank, clock
+
+    def _listeners(self) -> Iterator[LayerListener]:
+        """Iterate over all listeners, including those of modules that have made no attention call so far."""
+        return iter((self._torch_calls.listeners | self.layers).values())
+
+    def _add_called_layers(self) -> None:
+        """Add the modules that have called torch's attention function to `layers`, in the order of the model."""
+        called = {name: layer for name, layer in self._torch_calls.listeners.items() if layer.tally().heads}
+        if called.keys() - self.layers:
+            every = (self.layers | called).items()
+            self.layers = dict(sorted(every, key=lambda item: self._layer_order.index(item[0].partition("#")[0])))
 
     def _report(self, step: int, records: list[Record], events: list[Event], progress: Progress) -> None:
         """Append the records and events of a step to the lists, and send them to the sinks."""
-        records += self._processes.collect(self.layers.values(), step)
+        self._add_called_layers()
+        records += self._processes.collect(self.layers.values(), step, self._steps)
+        self._torch_calls.note_unseen(records, self._notices)
         if self._log is not None:
             events += self._log.update(step, records, progress.lr)
         for event in events if self.dump is not None else ():
             for layer, heads in event.places if event.status == "begun" else ():
                 if layer in self.layers:  # otherwise the layer belongs to another process
-                    captured, part = self.layers[layer].captured, self._head_parts[layer]
+                    captured, part = self.layers[layer].captured, self._head_parts.get(layer, 0)
                     self._guard("a dump", _dump_rows, self.dump, event, layer, heads, captured, part)
         if self._processes.rank > 0 or not records:
             return
@@ -263,7 +328,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 def _closed_copy(kind: type[Monitor], every: int) -> Monitor:
     monitor = kind.__new__(kind)
     monitor.every, monitor.limits, monitor.on_alert, monitor.dump = every, None, None, None
-    monitor.layers, monitor._closed = {}, True
+    monitor.layers, monitor._trackers, monitor._closed = {}, {}, True
     return monitor
 
 
@@ -316,7 +381,8 @@ def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -
 
     Args:
         model: the model to search.
-        undo: if given, stock transformers attention is made measurable until this ExitStack is closed.
+        undo: if given, stock transformers attention is made measurable until this ExitStack is closed, and a model is
+            accepted without attention modules if its forward pass may call torch's attention function.
 
     Returns:
         Modules by path. A shared module appears once, under its first path.
@@ -343,7 +409,15 @@ def find_attention(model: nn.Module, undo: contextlib.ExitStack | None = None) -
     if not found and undo is not None:
         for opener in filter(None, state.FINDERS.values()):
             found |= opener(model, undo)
-    if not found:
+    if found:
+        return found
+    unconverted = [path or type(model).__name__ for path, module in model.named_modules() if is_unconverted(module)]
+    if unconverted:
+        raise ArgumentError(
+            f"model={type(model).__name__} is not accepted: torch.nn.MultiheadAttention ({unconverted[0]!r}) cannot be "
+            'measured. Call attnscale.convert(model, "constant") first, which does not change its output'
+        )
+    if undo is None or not calling_modules(model):
         raise ArgumentError(
             f"model={type(model).__name__} is not accepted: expected a model with at least one attnscale attention "
             "module. Convert torch models with attnscale.convert and transformers models with attnscale.hf.apply; "

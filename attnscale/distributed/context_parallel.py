@@ -14,7 +14,7 @@ from attnscale.backends import dispatch
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Window
 from attnscale.call.parse import describe
-from attnscale.call.tap import Tap
+from attnscale.call.tap import Attended, Tap
 from attnscale.call.torch_arguments import beneath_context_parallel
 from attnscale.distributed.gather import Gather, gather_keys
 from attnscale.distributed.ring import Ring
@@ -188,10 +188,10 @@ def _attend_reported(
     measured = replace(call, key=held[0], value=held[1], context=call.context.with_own_slots(True))
     found: list[RowStats] = []
 
-    def run(passed: AttentionCall) -> Tensor:
+    def run(passed: AttentionCall) -> Attended:
         output, stats = _measured(method(passed, shards, backend, held), passed, request, known)
         found.append(stats)
-        return output
+        return Attended(output)
 
     return tap.report(tap.id, call, run, measured), found[0], call
 

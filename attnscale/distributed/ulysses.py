@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from attnscale.backends import dispatch
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.context import Context
-from attnscale.call.tap import Tap
+from attnscale.call.tap import Attended, Tap
 from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import reject
 from attnscale.policies.base import ScorePolicy
@@ -65,16 +65,16 @@ class Ulysses:
         """Return output and requested statistics of the local heads, and report the call to an open tap."""
         found: list[RowStats] = []
 
-        def run(passed: AttentionCall) -> Tensor:
+        def run(passed: AttentionCall) -> Attended:
             if request is None:
-                return dispatch.run(passed, dispatch.choose(passed, self._backend))
+                return dispatch.run_bounded(passed, dispatch.choose(passed, self._backend))
             of_all = replace(request, rows=None)
             output, stats = dispatch.measure(passed, of_all, dispatch.choose(passed, self._backend, of_all))
             found.append(stats)
-            return output
+            return Attended(output)
 
-        if self._tap is None or not self._tap.open:
-            output = run(call)
+        if self._tap is None or not self._tap.tracking:
+            output = run(call).out
         else:
             output = self._tap.report(self._tap.id, replace(call, context=call.context.with_own_slots(True)), run)
         return output, found[0] if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ class ChosenRows(Listener):
     """
 
     failed = False
+    tracking = False
+    limit = math.inf
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = sorted(set(positions))
@@ -60,7 +63,7 @@ class ChosenRows(Listener):
 
         def report(tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None) -> Tensor:
             self._measure(layer, call if measured is None else measured)
-            return run(call)
+            return run(call).out
 
         return Tap(self, report)
 

@@ -1,75 +1,25 @@
-"""Reads the records of a run into planes: one value per step and head for each quantity."""
+"""Reads the file of a monitored run."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.diagnostics.records.file import ACCEPTED, scan
-from attnscale.diagnostics.records.record import Event
+from attnscale.diagnostics.records.file import ACCEPTED, Scan, scan
 from attnscale.diagnostics.records.report import Report
 from attnscale.errors import ArgumentError, reject
+from attnscale.report.run import Key, Run, merged, spaced
 
-MOST_VALUES = 60_000_000  # of a run in memory; reports of a larger run are thinned out evenly, which a page does anyway
+MOST_VALUES = 60_000_000  # of a run in memory; reports of a larger run are thinned out, which a page does anyway
 FEWEST_REPORTS = 64
 
 
-class Key(NamedTuple):
-    """Key of a plane. The phase is "forward", "backward" or "scalar"; the only statistic of scalars is "value"."""
-
-    phase: str
-    name: str
-    statistic: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """The content of a JSONL file of records. A column is one head of a layer, in model order.
-
-    Attributes:
-        path: the file.
-        steps: recorded steps, ascending.
-        columns: (layer, head) of each column.
-        planes: fp32 values [steps, columns] of each quantity; NaN where nothing was recorded.
-        groups: events, grouped by cause and head; each event has one place.
-        kinds: causes that occurred.
-        alerting: bit mask [steps, columns] of events, numbered as in `kinds`; causes beyond the seventh share a bit.
-        reported: number of reports in the file, of which `steps` are read.
-        skipped: number of lines that cannot be read.
-
-    Example:
-        >>> run = Run("run.jsonl", [0, 10], [("attn", 0)], {}, [], [], torch.zeros(2, 1, dtype=torch.uint8))
-        >>> run.steps, run.columns
-        ([0, 10], [('attn', 0)])
-    """
-
-    path: str
-    steps: list[int]
-    columns: list[tuple[str, int]]
-    planes: dict[Key, Tensor]
-    groups: list[list[Event]]
-    kinds: list[str]
-    alerting: Tensor
-    reported: int = 0
-    skipped: int = 0
-
-    def thinned(self, number: int) -> Run:
-        """Return the run with `number` evenly spaced steps, first and last included; events move to the step before."""
-        index = [round(place * (len(self.steps) - 1) / (number - 1)) for place in range(number)]
-        between = [slice(start, stop) for start, stop in zip(index, [*index[1:], len(self.steps)], strict=True)]
-        alerting = torch.stack([reduce(torch.bitwise_or, self.alerting[part]) for part in between])
-        planes = {key: plane[index] for key, plane in self.planes.items()}
-        return replace(self, steps=[self.steps[i] for i in index], planes=planes, alerting=alerting)
-
-
 def read_run(path: str | Path) -> Run:
-    """Read a file written by `JsonlSink`, or evenly spaced reports of a long run.
+    """Read a file written by `JsonlSink`, or some reports of a long run.
 
     If a resumed run repeated steps, the last reports are used. Lines that cannot be read are counted.
 
@@ -98,25 +48,39 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     try:
         found = scan(path)
+        skipped = found.tail.skipped
         first = next(found.decode(), None)
         if first is None:
             reject("path", str(path), f"{ACCEPTED} with at least one report that can be read")
-        values = first.summaries.numel() + first.numbers.numel()
-        reports = list(found.decode(max(FEWEST_REPORTS, MOST_VALUES // max(1, values))))
+        events = merged(found.events)
+        most = max(FEWEST_REPORTS, MOST_VALUES // max(1, first.table().numel()))
+        kept = spaced([region.step for region in found.regions], [event.start for event in events], most)
+        found.tail.skipped = skipped  # the first reports are read again
+        reports = list(found._replace(regions=[found.regions[index] for index in kept]).decode())
     except OSError as error:
         raise ArgumentError(f"path={str(path)!r} cannot be read: {error.strerror}") from error
-    groups: dict[tuple[str, str, int], list[Event]] = {}  # by cause, layer and head
-    for event in found.events:
-        for layer, heads in event.places:
-            for head in heads:
-                one = replace(event, places=((layer, (head,)),))
-                groups.setdefault((event.cause, layer, head), []).append(one)
-    run = _assemble(str(path), reports, list(groups.values()))
-    return replace(run, reported=len(found.regions), skipped=found.tail.skipped)
+    columns, planes = _arrange(reports)
+    return Run(
+        str(path),
+        [report.step for report in reports],
+        columns,
+        planes,
+        events,
+        _header(found),
+        [report.loss for report in reports],
+        [report.lr for report in reports],
+        len(found.regions),
+        found.tail.skipped,
+    )
 
 
-def _assemble(path: str, reports: list[Report], groups: list[list[Event]]) -> Run:
-    steps = [report.step for report in reports]
+def _header(found: Scan) -> dict[str, Any]:
+    """Return the fields of the latest header, with the date of the first; empty for files of older versions."""
+    return asdict(found.runs[-1]) | {"started": found.runs[0].started} if found.runs else {}
+
+
+def _arrange(reports: list[Report]) -> tuple[list[tuple[str, int]], dict[Key, Tensor]]:
+    """Return layer and head of each column, and the planes."""
     heads: dict[str, set[int]] = {}
     for layers in dict.fromkeys(report.layers for report in reports):
         for layer, of_layer, _ in layers:
@@ -129,13 +93,6 @@ def _assemble(path: str, reports: list[Report], groups: list[list[Event]]) -> Ru
         for (phase, name, statistic), values in zip(report.keys, report.table(), strict=True):
             key = Key(phase or "scalar", name, statistic or "value")
             if key not in planes:
-                planes[key] = torch.full((len(steps), len(columns)), torch.nan, device="cpu")
+                planes[key] = torch.full((len(reports), len(columns)), torch.nan, device="cpu")
             planes[key][row, where] = values
-    kinds = list(dict.fromkeys(events[0].cause for events in groups))
-    alerting = torch.zeros(len(steps), len(columns), dtype=torch.uint8, device="cpu")
-    for event in (event for events in groups for event in events):
-        (layer, (head,)), row = event.places[0], bisect_right(steps, event.step) - 1
-        if row >= 0 and (layer, head) in column:
-            alerting[row, column[layer, head]] |= 1 << min(kinds.index(event.cause), 7)
-    ordered = sorted(groups, key=lambda events: (events[0].step, events[0].places))
-    return Run(path, steps, columns, planes, ordered, kinds, alerting)
+    return columns, planes

@@ -28,27 +28,10 @@ from attnscale.report.evaluation_charts import (
 )
 from attnscale.report.evaluation_data import ALL, ARGMAX, PROSE, EvaluationData, ResultRow
 from attnscale.report.page import asset, fill
+from attnscale.report.terms import TERMS
 from attnscale.report.verdict import verdict
 
 PROGRAMS = ("content.js", "scales.js", "plot.js", "heatmap.js", "evaluation.js")
-
-# One sentence per term, shown at its first use.
-TERMS = {
-    "β": "β multiplies the attention logits before the softmax; standard attention has β = 1.",
-    "n": "n is the number of keys visible to a query; a policy computes β, usually from n.",
-    "trained length": "The trained length is the longest context seen in training.",
-    "bits per byte": "Bits per byte measure how well the model predicts text; lower is better.",
-    "paired difference": (
-        "A paired difference compares two policies on the same sequences, which removes the variation between "
-        "sequences; its 95 % interval is a bootstrap interval."
-    ),
-    "w_max": "w_max is the largest attention weight of a row; it is 1 if one key has all the weight.",
-    "entropy": "Entropy measures the spread of a row's weights; exp(entropy) is roughly the number of attended keys.",
-    "Λ": "Λ, the accumulation scale, is the maximum of ln N(t)/t, where N(t) is the number of keys with a score within "
-    "t of the best; it grows with the number of keys that compete with the best one.",
-    "r": "r = β/Λ, the criticality, relates β to this competition: with r > 1 the best key keeps its weight for any "
-    "number of keys, with r < 1 its competitors take the weight.",
-}
 
 
 def build_evaluation_page(data: EvaluationData) -> str:

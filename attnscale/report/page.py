@@ -1,84 +1,79 @@
-"""The page of a run: template, style, scripts and values in one self-contained file.
-
-Planes are stored as compressed text: exact if they fit, else quantised between minimum and maximum.
-"""
+"""The page of one or several runs: template, style, scripts and values in one self-contained file."""
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import math
 import re
-import zlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from attnscale import __version__
-from attnscale.diagnostics.events import CAUSES
-from attnscale.diagnostics.records.record import STATISTICS, Event
-from attnscale.diagnostics.views.display import COLOURS, QUANTITIES, quantity_of, short_names
-from attnscale.report.data import Key, Run
+from attnscale.diagnostics.events import CAUSES, Thresholds
+from attnscale.diagnostics.events.log import where
+from attnscale.diagnostics.records.record import Event
+from attnscale.diagnostics.views.display import COLOURS, MAIN, QUANTITIES, quantity_of, short_names
+from attnscale.report.encoding import BUDGET, encode
+from attnscale.report.run import SHOWN_INSTEAD, Key, Run
+from attnscale.report.terms import LEGEND, TERMS, explanation
 
-PROGRAMS = ("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js", "app.js")
-MOST_GROUPS = 5000
-BUDGET = 17_500_000  # bytes of base64 per page, which keeps the page below 20 MB
-SAMPLE = 20_000  # values per plane used to estimate its compressed size
-SPECIAL = 3  # levels 0, 1 and 2 encode NaN, −∞ and +∞
+PROGRAMS = (
+    *("content.js", "planes.js", "scales.js", "plot.js", "heatmap.js", "chart.js"),
+    *("verdict.js", "maps.js", "curves.js", "app.js"),
+)
+SINK = 0.5  # weight on the first keys above which a head is marked as an attention sink
+# Quantities with a limit: the field of `Thresholds`, and what lies beyond it.
+LIMITS = {
+    "w_max": ("collapsed", "collapsed above"),
+    "relative_entropy": ("diffuse", "diffuse above"),
+    "max_logit": ("exploding", "exploding above"),
+    "score_gain": ("vanishing", "vanishing below"),
+    "token_angle": ("rank", "rank collapse below"),
+    "beta": ("temperature", "too small below"),
+    "mismatch": ("mismatch", "mismatch above"),
+}
 
 
-def build_page(run: Run, budget: int = BUDGET) -> str:
-    """Build the HTML page of a run.
+def build_page(*runs: Run, budget: int = BUDGET) -> str:
+    """Build the HTML page of a run, or the page that compares several runs.
 
     Args:
-        run: the records, from `read_run`.
+        runs: the runs, from `read_run`.
         budget: maximum size of the encoded values in bytes. Values are quantised, and steps thinned out, to fit it.
 
     Returns:
         The page as text.
 
     Example:
-        >>> run = Run(
-        ...     "run.jsonl",
-        ...     [0],
-        ...     [("attn", 0)],
-        ...     {Key("scalar", "gain", "value"): torch.ones(1, 1)},
-        ...     [],
-        ...     [],
-        ...     torch.zeros(1, 1, dtype=torch.uint8),
-        ... )
+        >>> import torch
+        >>> run = Run("run.jsonl", [0], [("attn", 0)], {Key("scalar", "gain", "value"): torch.ones(1, 1)})
         >>> build_page(run).splitlines()[0]
         '<!DOCTYPE html>'
     """
-    shown, detail, planes = encode(run, budget)
+    names = labels([run.path for run in runs])
+    described, texts = [], list[str]()
+    for run, name in zip(runs, names, strict=True):
+        shown, detail, planes = encode(run, budget // len(runs))
+        texts += [plane.text for plane in planes]
+        exact, descriptions = detail.centre == 4, [plane.description() for plane in planes]
+        described.append({"label": name, "exact": exact, "planes": descriptions, **_describe(shown)})
     content = {
-        "path": run.path,
         "version": __version__,
-        "steps": shown.steps,
-        "reported": run.reported or len(run.steps),
-        "layers": _layers(shown),
-        "exact": detail.centre == 4,
-        "statistics": detail.statistics,
-        "planes": [plane.description() for plane in planes],
-        "quantities": _quantities(shown),
+        "quantities": _quantities(runs),
         "colours": COLOURS,
-        "kinds": shown.kinds,
-        "meanings": {group[0].cause: _meaning(group[0]) for group in shown.groups},
-        "alerts": [_alert(group) for group in shown.groups[:MOST_GROUPS]],
-        "alertCount": sum(map(len, shown.groups)),
-        "groupCount": len(shown.groups),
+        "sink": SINK,
+        "terms": [[term, TERMS[term]] for term in LEGEND],
+        "runs": described,
     }
-    texts = [*(plane.text for plane in planes), pack(shown.alerting.long(), 1)]
     return fill(
         "page.html",
-        title=html.escape(Path(run.path).name, quote=False),
-        style=asset("page.css"),
+        title=html.escape(" and ".join(names), quote=False),
+        style=asset("page.css") + asset("run.css"),
         content=content,
         numbers="\n".join(f'<script type="text/plain" class="plane">{text}</script>' for text in texts),
         programs="\n".join(asset(name) for name in PROGRAMS),
@@ -96,6 +91,59 @@ def asset(name: str) -> str:
     return files("attnscale.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
+def labels(paths: Sequence[str]) -> list[str]:
+    """Return the shortest ends of the paths that differ.
+
+    >>> labels(["runs/a/attn.jsonl", "runs/b/attn.jsonl"]), labels(["runs/a.jsonl", "runs/b.jsonl"])
+    (['a/attn.jsonl', 'b/attn.jsonl'], ['a.jsonl', 'b.jsonl'])
+    """
+    parts = [Path(path).parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _describe(run: Run) -> dict[str, Any]:
+    step, column, quantity = run.start()
+    heads = Counter(layer for layer, _ in run.columns)
+    return {
+        "path": run.path,
+        "about": _about(run),
+        "steps": run.steps,
+        "reported": run.reports,
+        "unreadable": run.unreadable,
+        "layers": _layers(run),
+        "events": [_event(run, event, heads) for event in run.events],
+        "opens": {"step": step, "column": column, "quantity": quantity},
+        "loss": [_plain(x) for x in run.loss],
+        "lr": [_plain(x) for x in run.lr],
+    }
+
+
+def _about(run: Run) -> list[str]:
+    """Return what the header of the file says about the run. Any field may be missing or have another type."""
+    known = {name: str(value) for name, value in run.header.items() if isinstance(value, (str, int, float))}
+    parts = [known.get("model", ""), f"policy {known['policy']}" if known.get("policy") else ""]
+    if "every" in known:
+        all_rows = ", all rows" if "rows" in run.header else ""
+        rows = f", {known['rows']} rows per call" if "rows" in known else all_rows
+        parts.append(f"every {known['every']} steps{rows}")
+    if started := known.get("started", known.get("start", "")):
+        parts.append(f"started {_date(started)}")
+    versions = [f"{name} {known[name]}" for name in ("attnscale", "torch") if name in known]
+    return [part for part in (*parts, ", ".join(versions)) if part]
+
+
+def _date(text: str) -> str:
+    """Return an ISO date without seconds; other text as it is."""
+    try:
+        return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M")
+    except ValueError:
+        return text
+
+
 def _layers(run: Run) -> list[dict[str, Any]]:
     heads: dict[str, list[int]] = {}
     for layer, head in run.columns:
@@ -104,160 +152,62 @@ def _layers(run: Run) -> list[dict[str, Any]]:
     return [{"name": name, "short": short, "heads": heads[name]} for name, short in zip(heads, names, strict=True)]
 
 
-def _quantities(run: Run) -> list[dict[str, Any]]:
+def _quantities(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the quantities by phase, in display order."""
     phases, names = ("forward", "backward", "scalar"), [*QUANTITIES]
-    found = dict.fromkeys((phases.index(key.phase), key.name) for key in run.planes)
+    found = dict.fromkeys((phases.index(key.phase), key.name) for run in runs for key in run.planes)
     ranked = sorted(found, key=lambda one: (one[0], names.index(one[1]) if one[1] in names else len(names)))
-    shown = [(phases[phase], quantity_of(name)) for phase, name in ranked]
-    return [{**quantity._asdict(), "phase": phase, "share": quantity.is_share} for phase, quantity in shown]
+    described = []
+    for phase, quantity in [(phases[phase], quantity_of(name)) for phase, name in ranked]:
+        key = Key.shown(quantity.name)
+        more = {
+            "phase": phase,
+            "share": quantity.is_share,
+            "shown": key.statistic if phase == key.phase else "mean",
+            "main": MAIN.index(quantity) if quantity in MAIN and phase == key.phase else None,
+            "term": explanation(quantity.name),
+            "limit": _limit(quantity.name),
+        }
+        described.append({**quantity._asdict(), **more})
+    return described
 
 
-def _meaning(event: Event) -> dict[str, str]:
-    """Return the explanation of an event and the quantity that shows it."""
-    explanation = CAUSES[event.cause].title if event.cause in CAUSES else ""
-    if event.quantity not in QUANTITIES:
-        return {"explanation": explanation, "quantity": ""}
-    return {"explanation": explanation, "quantity": f"{QUANTITIES[event.quantity].phase or 'scalar'}.{event.quantity}"}
+def _limit(name: str) -> dict[str, Any] | None:
+    """Return the limit that is drawn in the curves of a quantity."""
+    if name == "criticality":
+        return {"value": 1.0, "text": "r = 1", "always": True}
+    if name not in LIMITS:
+        return None
+    threshold, words = LIMITS[name]
+    value = getattr(Thresholds(), threshold)
+    return {"value": value, "text": f"{words} {value:g}", "always": False}
 
 
-def _alert(group: list[Event]) -> dict[str, Any]:
-    latest = group[-1]
-    ((layer, (head,)),) = latest.places
+def _event(run: Run, event: Event, heads: Mapping[str, int]) -> dict[str, Any]:
+    """Return an event for the page, with the head that shows it most clearly."""
+    cause = CAUSES.get(event.cause)
+    layers = list(heads)
+    message = event.message.rstrip(".")
+    if "since step" not in message:  # an alert of an older version, of one head
+        place = where(event.places, heads) if event.places else "the whole model"
+        message = f"{message} in {place}, since step {event.start}"
     return {
-        "kind": latest.cause,
-        "layer": layer,
-        "head": head,
-        "count": len(group),
-        "first": group[0].step,
-        "last": latest.step,
-        "value": _plain(math.nan if latest.value is None else latest.value),
-        "limit": _plain(math.nan if latest.usual is None else latest.usual),
-        "message": latest.message,
+        "cause": event.cause,
+        "title": cause.title if cause else event.cause,
+        "severity": event.severity,
+        "start": event.start,
+        "end": event.step if event.status == "over" else None,
+        "message": message,
+        "advice": event.advice or (cause.advice if cause else ""),
+        "places": [[layers.index(layer), of_layer] for layer, of_layer in event.places if layer in heads],
+        "everywhere": not event.places,
+        "quantity": SHOWN_INSTEAD.get(event.quantity, event.quantity),
+        "worst": run.worst(event),
     }
 
 
-def _plain(value: float) -> float | str:
+def _plain(value: float | None) -> float | str | None:
     """Return a number that JSON can represent; JavaScript parses the words."""
-    return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-
-
-class Detail(NamedTuple):
-    """The stored statistics and their bytes per value: 4 is exact, 2 and 1 are quantised."""
-
-    statistics: tuple[str, ...]
-    centre: int  # bytes of means and scalars
-    others: int
-
-    def width(self, key: Key) -> int:
-        """Return the bytes per value; 0 if it is not stored."""
-        if key.statistic in ("mean", "value"):
-            return self.centre
-        return self.others if key.statistic in self.statistics else 0
-
-
-# From best to smallest; if none fits, steps are thinned out. One byte is enough for a band.
-DETAILS = (
-    Detail(STATISTICS, 4, 4),
-    Detail(STATISTICS, 2, 2),
-    Detail(("mean", "p10", "p90"), 2, 2),
-    Detail(("mean", "p10", "p90"), 2, 1),
-)
-
-
-class Encoded(NamedTuple):
-    """A plane as base64 of deflated bytes, with decoding parameters.
-
-    Bytes are stored by significance: the lowest bytes of all values first. Levels are differences to the previous step.
-    `base` is the index of the plane that was XORed with this one before encoding.
-    """
-
-    key: Key
-    width: int
-    low: float
-    high: float
-    powers: bool
-    base: int | None
-    text: str
-
-    def description(self) -> dict[str, Any]:
-        """Return all fields except the text, for JSON."""
-        content = self.key._asdict() | self._asdict()
-        del content["key"], content["text"]
-        return content
-
-
-def encode(run: Run, budget: int = BUDGET) -> tuple[Run, Detail, list[Encoded]]:
-    """Encode a run in the best detail that fits the budget; if none fits, in the lowest with fewer steps."""
-    # Sizes are estimated from a subset of columns, since compressing all of them takes seconds.
-    every = max(1, len(run.steps) * len(run.columns) // SAMPLE)
-    some = replace(run, planes={key: plane[:, ::every] for key, plane in run.planes.items()})
-    for detail in DETAILS:
-        expected = _size(_encode(some, detail)) * every
-        if expected <= budget:
-            break
-    while True:
-        if expected > budget and len(run.steps) > 2:
-            run = run.thinned(max(2, int(0.97 * len(run.steps) * budget / expected)))
-        encoded = _encode(run, detail)
-        expected = _size(encoded)
-        if expected <= budget or len(run.steps) <= 2:
-            return run, detail, encoded
-
-
-def _size(encoded: list[Encoded]) -> int:
-    return sum(len(plane.text) for plane in encoded)
-
-
-def _encode(run: Run, detail: Detail) -> list[Encoded]:
-    found: list[Encoded] = []
-    places: dict[Key, int] = {}
-    bits: dict[Key, Tensor] = {}
-    for key, plane in run.planes.items():
-        width = detail.width(key)
-        if not width:
-            continue
-        # Backward values mostly equal forward values: XOR leaves mostly zeros.
-        twin = key._replace(phase="forward")
-        base = places.get(twin) if key.phase == "backward" else None
-        other = run.planes.get(key._replace(phase="backward")) if key.phase == "forward" else None
-        scale = _scale(plane, other) if base is None else found[base][2:5]
-        own = bits[key] = _bits(plane, width, *scale)
-        if base is not None:
-            own = own ^ bits[twin]
-        places[key] = len(found)
-        found.append(Encoded(key, width, *scale, base, pack(own, width)))
-    return found
-
-
-def _scale(plane: Tensor, other: Tensor | None) -> tuple[float, float, bool]:
-    """Return minimum and maximum finite value of both planes, and whether levels are logarithmic."""
-    both = plane if other is None else torch.cat([plane, other])
-    finite = both[torch.isfinite(both)]
-    if finite.numel() == 0:
-        return 0.0, 0.0, False
-    low, high = finite.min().item(), finite.max().item()
-    return low, high, low > 0 and high / low > 1000
-
-
-def _bits(plane: Tensor, width: int, low: float, high: float, powers: bool) -> Tensor:
-    """Return a plane as integers of `width` bytes: the bits of its values, or their levels."""
-    if width == 4:
-        return plane.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    top = 256**width - 1 - SPECIAL
-    wide = plane.double()
-    share = wide.div(low).log() / math.log(high / low) if powers else (wide - low) / ((high - low) or 1.0)
-    levels: Tensor = (share.clamp(0, 1) * top).round().nan_to_num().long() + SPECIAL
-    for code, special in enumerate((plane.isnan(), plane == -math.inf, plane == math.inf)):
-        levels[special] = code
-    return levels
-
-
-def pack(bits: Tensor, width: int) -> str:
-    """Compress integers [steps, columns] of `width` bytes into text."""
-    if width < 4:
-        bits = torch.cat([bits[:1], bits.diff(dim=0)]) & (256**width - 1)
-    parts = [((bits >> (8 * byte)) & 0xFF).to(torch.uint8).flatten() for byte in range(width)]
-    raw = bytearray(width * bits.numel())
-    torch.frombuffer(raw, dtype=torch.uint8).copy_(torch.cat(parts))  # numpy may not be installed
-    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")
+    if value is None or math.isfinite(value):
+        return value
+    return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")

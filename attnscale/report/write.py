@@ -1,8 +1,9 @@
-"""`attnscale report`: writes the page of a monitored run or of an evaluation."""
+"""`attnscale report`: writes the page of a monitored run, of several runs, or of an evaluation."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnscale._util.files import write_whole
@@ -13,23 +14,23 @@ from attnscale.report.drawing import png
 from attnscale.report.evaluation_charts import criticality_chart, task_chart, trade_chart
 from attnscale.report.evaluation_data import PROSE, read_evaluation
 from attnscale.report.evaluation_page import build_evaluation_page
-from attnscale.report.page import build_page
+from attnscale.report.page import build_page, labels
 
 logger = logging.getLogger(__name__)
 
 TITLE = "<title>attnscale · "  # identifies attnscale pages
 
 
-def write_report(path: str | Path, output: str | Path | None = None) -> Path:
-    """Write the HTML page of a monitored run or of an evaluation.
+def write_report(path: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write the HTML page of a monitored run or of an evaluation, or a page that compares several runs.
 
     A page written into the folder of an evaluation is accompanied by the pictures of `write_pictures`, if matplotlib is
     installed. On an exception no file is written or changed.
 
     Args:
-        path: JSONL file of a monitor, or output folder of `attnscale evaluate`.
-        output: HTML file; by default RUN.html next to RUN.jsonl, or report.html in the folder. The default only
-            replaces an earlier page.
+        path: JSONL file of a monitor, a sequence of such files, or output folder of `attnscale evaluate`.
+        output: HTML file; by default RUN.html next to RUN.jsonl, A_vs_B.html next to the first of several files, or
+            report.html in the folder. The default only replaces an earlier page.
 
     Returns:
         The path of the page.
@@ -49,33 +50,56 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
         ...     write_report(f"{folder}/run.jsonl").name
         'run.html'
     """
-    path = Path(path)
-    folder = path.is_dir()
+    paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
+    folder = _check_paths(paths)
     named = output is not None
-    beside = path / "report.html" if folder else path.with_name(f"{path.name.removesuffix('.jsonl')}.html")
-    output = beside if output is None else Path(output)
+    output = Path(output) if output is not None else _beside(paths)
     if output.is_dir():
         reject("output", str(output), "an HTML file, not a directory")
-    if not folder and output.exists() and path.exists() and output.samefile(path):
+    if any(output.exists() and one.exists() and output.samefile(one) for one in paths):
         reject("output", str(output), "a file other than the JSONL file")
-    if folder and output.suffix in (".csv", ".json") and output.parent.resolve() == path.resolve():
+    if folder and output.suffix in (".csv", ".json") and output.parent.resolve() == paths[0].resolve():
         reject("output", str(output), "a file other than those of the evaluation")
     if not named and output.exists() and not _is_page(output):
         raise ArgumentError(
             f"{str(output)!r} exists and is not an attnscale page: pass another output, or this one to replace it"
         )
-    text = build_evaluation_page(read_evaluation(path)) if folder else build_page(read_run(path))
+    text = build_evaluation_page(read_evaluation(paths[0])) if folder else build_page(*map(read_run, paths))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_whole(output, text)
     except OSError as error:
         raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
-    if folder and output.parent.resolve() == path.resolve():
+    if folder and output.parent.resolve() == paths[0].resolve():
         try:
-            write_pictures(path)
+            write_pictures(paths[0])
         except MissingDependencyError as error:
             logger.info("no pictures: %s", error)
     return output
+
+
+def _check_paths(paths: list[Path]) -> bool:
+    """Return whether the only path is a folder."""
+    if not paths:
+        reject("path", paths, "at least one file")
+    if len(paths) == 1:
+        return paths[0].is_dir()
+    for number, path in enumerate(paths):
+        if path.is_dir():
+            reject("path", str(path), "JSONL files of records, if there are several paths")
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            reject("path", str(path), "each file once")
+    return False
+
+
+def _beside(paths: list[Path]) -> Path:
+    """Return the default output."""
+    if paths[0].is_dir():
+        return paths[0] / "report.html"
+    names = [name.removesuffix(".jsonl").replace("/", "-") for name in labels([str(path) for path in paths])]
+    more = [f"{len(names) - 2}_more"] if len(names) > 3 else []
+    shown = names[:2] + more if more else names
+    return paths[0].with_name(f"{'_vs_'.join(shown)}.html")
 
 
 def write_pictures(folder: str | Path) -> list[Path]:

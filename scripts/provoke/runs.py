@@ -54,7 +54,7 @@ class Run:
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
-            monitor.step(self.step)
+            monitor.step(self.step, loss=loss.item(), lr=rate)
 
 
 Provocation = Callable[[Run], None]
@@ -133,11 +133,6 @@ def zero(run: Run, projection: str) -> None:
     getattr(run.model.blocks[LAYER].attn, projection).weight.zero_()
 
 
-def constant(beta: float) -> Callable[[], Any]:
-    """A GPT with one temperature for all lengths."""
-    return lambda: Gpt(lambda: attnscale.build_policy("constant", beta=beta))
-
-
 @dataclass(frozen=True)
 class Experiment:
     """A run: its model, its damage, and the events that it should raise."""
@@ -153,45 +148,64 @@ class Experiment:
     rate: float = RATE
 
 
-START = 150
-ALL = (0, 1, 2, 3)
-PROVOKED = (
-    Experiment("learning rate × 30", Gpt, since(START, lambda r: set_rate(r, 30.0)), START, "collapse"),
-    Experiment(
-        "W_q of one head × 30",
-        Gpt,
-        at(START, lambda r: scale_query(r, 30.0, [LAYER], [HEAD])),
-        START,
-        "logit_jump",
-        (LAYER,),
-        (HEAD,),
-    ),
-    Experiment(
-        "W_q of one layer × 30", Gpt, at(START, lambda r: scale_query(r, 30.0, [LAYER])), START, "logit_jump", (LAYER,)
-    ),
-    Experiment(
-        "W_q of all layers × 30", Gpt, at(START, lambda r: scale_query(r, 30.0, [*ALL])), START, "logit_jump", ALL
-    ),
-    Experiment(
-        "W_q of one layer × 0.001",
-        Gpt,
-        at(START, lambda r: scale_query(r, 1e-3, [LAYER])),
-        START,
-        "logit_drop",
-        (LAYER,),
-    ),
-    Experiment("β = 0.01", constant(0.01), nothing, 0, "temperature"),
-    Experiment("β = 50", constant(50.0), nothing, 0, "temperature"),
-    Experiment("NaN in a weight", Gpt, at(START, spoil_weight), START, "nan", (LAYER,), (HEAD,)),
-    Experiment("infinite activation", Gpt, at(START, spoil_activation), START, "nan", (LAYER,)),
-    Experiment("NaN in a gradient", Gpt, at(START, spoil_gradient), START, "nan", (LAYER,), (HEAD,)),
-    Experiment("NaN in the loss", Gpt, at(START, spoil_loss), START, "nan", (3,)),
-    Experiment("dead values", Gpt, since(START, lambda r: zero(r, "value")), START, "dead_values", (LAYER,)),
-    Experiment("dead output projection", Gpt, since(START, lambda r: zero(r, "merge")), START, "dead_output", (LAYER,)),
-    Experiment(
-        "no residual connections", lambda: Gpt(layers=12, residual=False), nothing, 0, "rank_collapse", steps=100
-    ),
-)
+def provoked(start: int = 150, steps: int = 300, factor: float = 30.0, **model: Any) -> tuple[Experiment, ...]:
+    """Every way to damage a GPT, at a step; `factor` scales weights and the learning rate."""
+
+    def gpt(**more: Any) -> Callable[[], Gpt]:
+        return lambda: Gpt(**model, **more)
+
+    def under(beta: float) -> Callable[[], Gpt]:
+        return gpt(policy=lambda: attnscale.build_policy("constant", beta=beta))
+
+    def experiment(
+        name: str,
+        cause: str,
+        provoke: Provocation,
+        layers: tuple[int, ...] | None = None,
+        heads: tuple[int, ...] | None = None,
+        build: Callable[[], Gpt] | None = None,
+    ) -> Experiment:
+        begin = start if build is None else 0
+        return Experiment(name, build or gpt(), provoke, begin, cause, layers, heads, steps)
+
+    all_layers, times = tuple(range(4)), f"× {factor:g}"
+    return (
+        experiment(f"learning rate {times}", "divergence", since(start, lambda run: set_rate(run, factor))),
+        experiment(
+            f"W_q of one head {times}",
+            "logit_jump",
+            at(start, lambda run: scale_query(run, factor, [LAYER], [HEAD])),
+            (LAYER,),
+            (HEAD,),
+        ),
+        experiment(
+            f"W_q of one layer {times}",
+            "logit_jump",
+            at(start, lambda run: scale_query(run, factor, [LAYER])),
+            (LAYER,),
+        ),
+        experiment(
+            f"W_q of all layers {times}",
+            "logit_jump",
+            at(start, lambda run: scale_query(run, factor, [*all_layers])),
+            all_layers,
+        ),
+        experiment(
+            "W_q of one layer × 0.001", "logit_drop", at(start, lambda run: scale_query(run, 1e-3, [LAYER])), (LAYER,)
+        ),
+        experiment("β = 0.01", "temperature", nothing, build=under(0.01)),
+        experiment("β = 50", "temperature", nothing, build=under(50.0)),
+        experiment("NaN in a weight", "nan", at(start, spoil_weight), (LAYER,), (HEAD,)),
+        experiment("infinite activation", "nan", at(start, spoil_activation), (LAYER,)),
+        experiment("NaN in a gradient", "nan", at(start, spoil_gradient), (LAYER,), (HEAD,)),
+        experiment("NaN in the loss", "nan", at(start, spoil_loss), (3,)),
+        experiment("dead values", "dead_values", since(start, lambda run: zero(run, "value")), (LAYER,)),
+        experiment("dead output projection", "dead_output", since(start, lambda run: zero(run, "merge")), (LAYER,)),
+        experiment("no residual connections", "rank_collapse", nothing, build=gpt(layers=12, residual=False)),
+    )
+
+
+PROVOKED = provoked()
 SOUND = tuple(Experiment(name, build, steps=500) for name, build in HEALTHY.items())
 
 

@@ -86,9 +86,18 @@ def test_heads_that_grow_sharp_on_the_first_keys_are_sinks_and_no_event():
     assert play(since(100, w_max=0.97, relative_entropy=0.05, first_share=0.98)) == []
 
 
+def test_tokens_that_are_almost_parallel_while_gradients_reach_all_layers_are_no_event():
+    """Early in training a model learns the mean of its tokens first."""
+    assert play(lambda x, h, s: {"token_angle": 1e-4} if x != "blocks.0" and s < 100 else {}) == []
+
+
+def test_a_head_that_was_never_much_focused_and_grows_broader_is_no_event():
+    assert play(lambda x, h, s: {"relative_entropy": 0.93 if s < 100 else 0.995}) == []
+
+
 PROBLEMS: dict[str, tuple[Change, str | None]] = {
     "logit_jump": (since(150, "blocks.1", 2, max_logit=90.0), "jump"),
-    "logit_drop": (since(150, "blocks.1", 2, max_logit=0.003, relative_entropy=0.999), "jump"),
+    "logit_drop": (since(150, "blocks.1", 2, max_logit=0.003, relative_entropy=0.99999), "jump"),
     "exploding": (lambda x, h, s: {"max_logit": 3 * 1.2 ** (s / 10)} if (x, h) == ("blocks.1", 2) else {}, "exploding"),
     "dead_values": (since(150, "blocks.1", 2, value_size=0.0, score_gain=0.0), "dead"),
     "dead_output": (since(150, "blocks.1", 2, output_gradient=0.0), "dead"),
@@ -100,7 +109,11 @@ PROBLEMS: dict[str, tuple[Change, str | None]] = {
     "collapse": (since(150, w_max=0.99, relative_entropy=0.01), "collapsed"),
     "divergence": (since(150, w_max=0.99, relative_entropy=0.1, max_logit=200.0, value_size=5.0), "collapsed"),
     "rank_collapse": (
-        lambda x, h, s: {"token_angle": {"blocks.0": 0.9, "blocks.1": 1e-4, "blocks.2": 1e-6}[x], "score_gain": 1e-7},
+        lambda x, h, s: {
+            "token_angle": {"blocks.0": 0.9, "blocks.1": 1e-4, "blocks.2": 1e-6}[x],
+            "output_gradient": {"blocks.0": 1e-9, "blocks.1": 1e-6, "blocks.2": 1e-2}[x],
+            "score_gain": 1e-7,
+        },
         "rank",
     ),
 }
@@ -369,3 +382,29 @@ def test_a_learning_rate_is_lowered_once_per_event_and_stays_low_under_a_schedul
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     with pytest.raises(ArgumentError, match="factor"):
         actions.lower_learning_rate(optimizer, 2.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("damage", ["weight", "gradient"])
+def test_nan_between_two_reports_is_named_with_its_own_step_and_layer(damage, compiled):
+    """The optimizer spreads it over all weights before the next report."""
+    model, heard = tiny_gpt.build(layers=4), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = torch.compile(model.loss, backend="eager") if compiled else model.loss
+    with Monitor(model, every=10, on_alert=heard.append) as monitor:
+        for step in range(21):
+            optimizer.zero_grad()
+            if step == 13 and damage == "weight":
+                with torch.no_grad():
+                    next(model.blocks[2].parameters()).mul_(math.nan)
+            if step == 13 and damage == "gradient":
+                spoil = model.blocks[2].register_forward_hook(lambda module, args, out: spoil_gradient(out))
+            (model.loss if step == 13 else loss)(tiny_gpt.batch()).backward()
+            if step == 13 and damage == "gradient":
+                spoil.remove()
+            optimizer.step()
+            monitor.step(step)
+    event = only(heard)
+    assert (event.cause, event.start, event.step) == ("nan", 13, 20)
+    assert [layer.split(".")[1] for layer, _ in event.places] == ["2"]
+    assert ("gradient that arrives" in event.message) == (damage == "gradient")

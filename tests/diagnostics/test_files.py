@@ -190,7 +190,7 @@ def test_readers_decode_only_the_reports_they_need(path: Path, monkeypatch: pyte
     monkeypatch.setattr("attnscale.report.data.FEWEST_REPORTS", 5)
     run = read_run(path)
     assert len(run.steps) == 5
-    assert run.reported == 100
+    assert run.reports == 100
     assert len(decoded) < 10
 
 
@@ -252,7 +252,7 @@ def test_a_damaged_line_is_skipped_and_counted(path: Path, damage: Callable[[byt
     assert frame.attrs["skipped"] == 1
     run = read_run(path)
     assert run.steps == [0, 2]
-    assert run.skipped == 1
+    assert run.unreadable == 1
     assert {item.step for item in read_jsonl(path)} == {0, 2}
 
 

@@ -70,6 +70,10 @@ WAITS = textwrap.dedent(
     with Monitor(model, every=1, rows=8, alerts=None) as monitor:
         assert waits_of(lambda: model.loss(tiny_gpt.batch()).backward()) == plain
         assert waits_of(lambda: monitor.step(0)) == ["aten::_to_copy"]
+    with Monitor(model, every=10, rows=8, alerts=None) as monitor:
+        monitor.step(0)  # the next steps are tracked, not measured
+        assert waits_of(lambda: model.loss(tiny_gpt.batch()).backward()) == plain
+        assert waits_of(lambda: (monitor.max_logits(), monitor.step(1))) == []
     """
 )
 

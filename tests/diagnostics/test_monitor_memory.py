@@ -10,7 +10,7 @@ import torch
 from attnscale import MultiheadAttention, ScaledDotProductAttention
 from attnscale.attention import bind
 from attnscale.backends.dispatch import prepare
-from attnscale.call.tap import CallEvent
+from attnscale.call.tap import Attended, CallEvent
 from attnscale.diagnostics import Monitor
 from attnscale.diagnostics.listener import LayerListener
 from attnscale.diagnostics.notices import Notices
@@ -20,14 +20,24 @@ from scripts.cost.monitor import MonitorMemory, build_gpt, training
 MOST = 32 * 2**20
 
 
-def listening_peak(length: int, heads: int, dtype: torch.dtype = torch.float32, group: int = 1, rows: int = 64) -> int:
+def listening_peak(
+    length: int,
+    heads: int,
+    dtype: torch.dtype = torch.float32,
+    group: int = 1,
+    rows: int = 64,
+    pass_over_scores: bool = False,
+) -> int:
     """The peak of a listener that hears one causal call, forward and backward; what it is told of is not counted."""
     generator = torch.Generator().manual_seed(0)
     q, out, gradient = (torch.randn(1, heads, length, 16, generator=generator).to(dtype) for _ in range(3))
     k, v = (torch.randn(1, heads // group, length, 16, generator=generator).to(dtype) for _ in range(2))
     _, call, backend, policy = bind(q, k, v, is_causal=True, policy="log", enable_gqa=group > 1)
     call = prepare(call, policy, backend).call
-    listener, heard = LayerListener("layer", rows, False, torch.nn.Module(), Notices()), CallEvent(call, out)
+    listener = LayerListener("layer", rows, False, torch.nn.Module(), Notices())
+    listener.listening = True
+    largest = None if pass_over_scores else torch.zeros(1, heads, length)
+    heard = CallEvent(call, Attended(out, largest, exact=not pass_over_scores))
 
     def step() -> None:
         listener.reset()
@@ -55,6 +65,11 @@ def test_a_million_keys_take_no_more(dtype):
 
 def test_heads_that_share_a_key_head_take_no_more():
     assert listening_peak(2**17, 8, group=8) < 16 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_exact_maximum_takes_a_tile(dtype):
+    assert listening_peak(4096, 4, dtype, pass_over_scores=True) < 20 * 2**20  # all scores have 256 MB
 
 
 def test_the_benchmark_reports_what_a_step_takes_more():

@@ -44,7 +44,7 @@ def test_without_a_backward_there_is_none_in_the_table():
     assert [seen.backward for seen in record.records] == [{}] * 4
     assert record.records[0].forward["visible"].rows == 2 * 5
     assert "gain" not in str(record)
-    assert len(record.plot().axes) == 2 * 5  # a map and its scale for each quantity of the forward
+    assert len(record.plot().axes) == 2 * 6  # a map and its scale for each quantity of the forward
 
 
 def test_the_model_is_left_as_it_was_also_by_an_exception():
@@ -129,7 +129,7 @@ def test_pandas_gets_every_number(seen):
 def test_the_figure_has_a_map_of_layer_and_head_for_each_main_quantity(seen, tmp_path):
     figure = seen.plot()
     maps = {axis.get_title(): axis for axis in figure.axes if axis.get_title()}
-    assert list(maps) == ["w_max", "H / ln n", "max logit", "criticality r", "angle ratio", "|dS|", "gain"]
+    assert list(maps) == ["w_max", "H / ln n", "max logit", "criticality r", "first keys", "token angle", "score gain"]
     drawn = maps["w_max"].images[0]
     expected = torch.tensor([record.forward["w_max"].mean for record in seen.records]).view(3, 2)
     torch.testing.assert_close(torch.tensor(drawn.get_array().data, dtype=torch.float32), expected)

@@ -11,7 +11,7 @@ import attnscale
 from attnscale import MultiheadAttention, ScaledDotProductAttention, observe
 from attnscale.call.parse import describe
 from attnscale.call.torch_arguments import read_layout
-from attnscale.diagnostics.listener import padding_rows
+from attnscale.diagnostics.padding import padding_rows
 
 LENGTHS = (9, 4, 1)
 LONGEST = max(LENGTHS)

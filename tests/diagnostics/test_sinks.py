@@ -52,7 +52,7 @@ def report(step: int = 0, layers: int = 2, heads: int = 3) -> list[Record]:
             head,
             {"w_max": spread((1 + head + 10 * layer + step) / 100), "max_logit": spread(1.0 + head + layer)},
             {"w_max": spread(0.5), "score_gradient": spread(1e-3 * (1 + head))},
-            {"gain": 0.1 * (1 + head), "angle_ratio": 0.5 + 0.1 * layer},
+            {"score_gain": 0.1 * (1 + head), "token_angle": 0.5 + 0.1 * layer},
         )
         for layer in range(layers)
         for head in range(heads)
@@ -105,7 +105,7 @@ def test_flat_names_say_layer_head_phase_quantity_and_mark():
     assert flat["attn/layers.1/h2/forward/w_max/mean"] == 0.13
     assert flat["attn/layers.1/h2/forward/w_max/p90"] == 0.26
     assert flat["attn/layers.0/h1/backward/score_gradient/max"] == pytest.approx(8e-3)
-    assert flat["attn/layers.0/h1/gain"] == 0.2
+    assert flat["attn/layers.0/h1/score_gain"] == 0.2
     assert len(flat) == 6 * (4 * 6 + 2)
 
 
@@ -114,7 +114,7 @@ def test_without_heads_a_layer_has_its_mean_and_its_extremes():
     assert flat["attn/layers.1/forward/w_max/mean"] == pytest.approx(0.12)
     assert flat["attn/layers.1/forward/w_max/min"] == pytest.approx(0.11 / 4)
     assert flat["attn/layers.1/forward/w_max/max"] == pytest.approx(0.13 * 4)
-    assert flat["attn/layers.1/gain"] == pytest.approx(0.2)
+    assert flat["attn/layers.1/score_gain"] == pytest.approx(0.2)
 
 
 def test_a_layer_with_a_broken_head_is_broken():
@@ -403,8 +403,8 @@ def test_tensorboard_reads_the_numbers_of_the_records(tmp_path: Path):
             assert curve(tag) == expected
     assert curve("attn.w_max/layers.1/mean") == [(0, pytest.approx(0.12)), (50, pytest.approx(0.62))]
     assert curve("attn.w_max/layers.1/p90") == [(0, pytest.approx(0.24)), (50, pytest.approx(1.24))]
-    assert curve("attn.gain/layers.0/mean") == [(0, pytest.approx(0.2)), (50, pytest.approx(0.2))]
-    assert curve("attn.score_gradient.heads/layers.0/h2")[0][1] == pytest.approx(3e-3)
+    assert curve("attn.score_gain/layers.0/mean") == [(0, pytest.approx(0.2)), (50, pytest.approx(0.2))]
+    assert curve("attn.score_gain.heads/layers.0/h2")[0][1] == pytest.approx(0.3)
     histogram = reader.Histograms("attn.w_max/heads")[-1]
     values = [record.forward["w_max"].mean for record in report(50)]
     assert histogram.step == 50
@@ -428,7 +428,7 @@ def test_tensorboard_shows_a_heat_map_with_a_cell_for_each_head(tmp_path: Path):
     assert (events[-1].height, events[-1].width) == (picture.height, picture.width) == expected.shape[:2]
     assert picture.convert("RGB").tobytes() == expected.tobytes()
     assert set(reader.Tags()["images"]) == {
-        f"attn.{name}/map" for name in ("w_max", "max_logit", "angle_ratio", "score_gradient", "gain")
+        f"attn.{name}/map" for name in ("w_max", "max_logit", "token_angle", "score_gain")
     }
 
 
@@ -497,7 +497,7 @@ def test_scales_are_fixed_for_shares_and_logarithmic_where_powers_of_ten_count()
     shares = grid_of(report(), MAIN[0])
     assert shares.scale() == (0.0, 1.0)
     assert shares.shares()[1][2] == pytest.approx(0.13)
-    gains = [Record(0, "a", head, {}, {}, {"gain": x}) for head, x in enumerate((0.0, 1e-4, 1e-2, 1.0, math.nan))]
+    gains = [Record(0, "a", head, {}, {}, {"score_gain": x}) for head, x in enumerate((0.0, 1e-4, 1e-2, 1.0, math.nan))]
     grid = grid_of(gains, MAIN[-1])
     assert grid.scale() == (1e-4, 1.0)
     assert grid.shares()[0][:4] == [0.0, 0.0, pytest.approx(0.5), 1.0]

@@ -34,6 +34,7 @@ LISTED = {
     "TAPS",
     "TAP_NUMBERS",
     "MEETINGS",
+    "MODULE_CALLS",
     "FINDERS",
     "MODEL_PACKAGES",
     "FILE_NUMBERS",

@@ -9,14 +9,22 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from attnscale.diagnostics.events.rules import CAUSES
 from attnscale.diagnostics.events.signals import KEPT, Head, Place, Report, Signals, Symptom, median
 from attnscale.diagnostics.events.thresholds import Thresholds
+from attnscale.diagnostics.faults import ORIGINS
 from attnscale.diagnostics.records.record import Event, Record
-from attnscale.diagnostics.records.tally import ORIGINS
 
 SETTLED = 20  # reports after which a jump that did not grow further is the new normal
+
+
+class _Sightings(NamedTuple):
+    """Reports with and without a symptom of a head, and the step of the first one."""
+
+    first: int
+    reports: deque[bool]
 
 
 @dataclass
@@ -42,13 +50,13 @@ class EventLog:
         >>> log = EventLog()
         >>> quiet = [log.update(step, report(step, 0.7)) for step in range(0, 100, 10)]
         >>> any(quiet), log.update(100, report(100, 9.9))[0].message
-        (False, 'the largest logit jumped from 0.7 to 9.9 (14×) in head 3 of layers.0, since step 100')
+        (False, 'the largest logit jumped from 0.7 to 9.9 (14×) in all heads of layers.0, since step 100')
     """
 
     def __init__(self, limits: Thresholds | None = None) -> None:
         self.limits = limits or Thresholds()
         self._heads: dict[Place, Head] = defaultdict(Head)
-        self._seen: dict[str, dict[Place, deque[int | None]]] = {cause: {} for cause in CAUSES}  # steps, None if absent
+        self._seen: dict[str, dict[Place, _Sightings]] = {cause: {} for cause in CAUSES}
         self._open: dict[str, _Open] = {}
         self._number = 0
         self._step: int | None = None  # of the last report
@@ -73,7 +81,13 @@ class EventLog:
         now = {(record.layer, record.head): Signals.of(record) for record in records}
         faults = {
             (record.layer, record.head): tuple(
-                int(record.scalars.get(name, 0)) for name in ("broken_call", "broken_origin", "broken_row")
+                int(record.scalars.get(name, default))
+                for name, default in (
+                    ("broken_step", step),
+                    ("broken_call", 0),
+                    ("broken_origin", 0),
+                    ("broken_row", 0),
+                )
             )
             for record in records
             if "broken_row" in record.scalars
@@ -98,17 +112,17 @@ class EventLog:
 
     def _confirmed(self, step: int, cause: str, symptoms: dict[Place, Symptom], sudden: bool) -> dict[Place, Symptom]:
         """Return the symptoms that enough of the last reports show."""
-        memory = self._seen[cause]
+        limits, memory = self.limits, self._seen[cause]
         for place in {*memory, *symptoms}:
-            seen = memory.setdefault(place, deque(maxlen=self.limits.window))
-            seen.append(step if place in symptoms else None)
-        enough = 1 if sudden else self.limits.seen
-        self._seen[cause] = {place: seen for place, seen in memory.items() if any(one is not None for one in seen)}
-        return {
-            place: symptom
-            for place, symptom in symptoms.items()
-            if sum(one is not None for one in memory[place]) >= enough
-        }
+            memory.setdefault(place, _Sightings(step, deque(maxlen=limits.window))).reports.append(place in symptoms)
+        self._seen[cause] = {place: seen for place, seen in memory.items() if any(seen.reports)}
+
+        def enough(seen: _Sightings) -> bool:
+            return sudden or (
+                sum(seen.reports) >= limits.seen and (limits.seen == 1 or step - seen.first >= limits.steps)
+            )
+
+        return {place: symptom for place, symptom in symptoms.items() if enough(memory[place])}
 
     def _note(
         self, cause: str, symptoms: dict[Place, Symptom], report: Report, messages: dict[int, Event], rate: float | None
@@ -124,8 +138,10 @@ class EventLog:
             other: one for other, one in self._open.items() if other in CAUSES[cause].explains and one.reports <= KEPT
         }
         taken = [self._open.pop(other) for other in recent]
-        sightings = (one for place in symptoms for one in self._seen[cause][place] if one is not None)
+        sightings = (self._seen[cause][place].first for place in symptoms)
         start = min([*sightings, *(one.event.start for one in taken)])
+        if cause == "nan":
+            start = min(report.faults[place][0] for place in symptoms)
         number = taken[0].event.number if taken else self._number
         self._number += not taken
         severity = "critical" if CAUSES[cause].critical else "warning"
@@ -164,7 +180,7 @@ class EventLog:
                     self._heads[place].past.clear()
 
     def _seen_now(self, cause: str) -> bool:
-        return any(seen[-1] is not None for seen in self._seen[cause].values())
+        return any(seen.reports[-1] for seen in self._seen[cause].values())
 
     def _describe(self, one: _Open, report: Report, rate: float | None) -> Event:
         """Fill in places, message and advice."""
@@ -174,7 +190,7 @@ class EventLog:
         times = value / usual if usual else math.inf
         text = about.text.format(value=value, usual=usual, times=times)
         if event.cause == "nan":
-            _, origin, row = report.faults[worst]
+            _, _, origin, row = report.faults[worst]
             text = f"{text} {_origin(origin)}, row {row},"
         places = _grouped(one.places)
         message = f"{text} in {where(places, Counter(layer for layer, _ in report.now))}, since step {event.start}"

@@ -7,8 +7,7 @@ of `CAUSES`.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from attnscale.diagnostics.events.signals import (
 )
 
 FEW_KEYS = 8.0  # rows with fewer visible keys are near uniform, or near one key, by chance
-SMALL_LOGIT = 4.0  # logits below do not concentrate attention
+SMALL_LOGIT = 8.0  # logits below do not concentrate attention
 SINK = 0.8  # weight on the first keys of an attention sink
 
 Rule = Callable[[Report], dict[Place, Symptom]]
@@ -33,8 +32,8 @@ Rule = Callable[[Report], dict[Place, Symptom]]
 
 def broken(report: Report) -> dict[Place, Symptom]:
     """The heads in which NaN or infinity came first."""
-    first = min((call for call, _, _ in report.faults.values()), default=-1)
-    return {place: Symptom(math.nan, row) for place, (call, _, row) in report.faults.items() if call == first}
+    first = min((fault[:2] for fault in report.faults.values()), default=None)
+    return {place: Symptom(math.nan, fault[3]) for place, fault in report.faults.items() if fault[:2] == first}
 
 
 def _is_collapsed(now: Signals, limit: float) -> bool:
@@ -94,16 +93,17 @@ def jumped(report: Report) -> dict[Place, Symptom]:
     limit, lasting = report.limits.jump, report.open.get("logit_jump", frozenset())
     if limit is None:
         return {}
-    high = report.where(
-        lambda now, head: (
-            Symptom(now.logit, head.usual("logit")) if now.logit > max(SMALL_LOGIT, 3 * head.usual("logit")) else None
-        )
-    )
-    certain = {
-        place
-        for place, (value, usual) in high.items()
-        if place in lasting or (value > report.growth * usual and report.heads[place].jump(report.now[place]) > limit)
-    }
+
+    def rule(now: Signals, head: Head) -> Symptom | None:
+        usual = max(abs(head.usual("logit")), 1.0)
+        return Symptom(now.logit, head.usual("logit")) if now.logit > max(SMALL_LOGIT, 3 * usual) else None
+
+    def is_sudden(place: Place) -> bool:
+        now, head = report.now[place], report.heads[place]
+        return now.logit > report.growth * max(abs(head.usual("logit")), 1.0) and head.jump(now) > limit
+
+    high = report.where(rule)
+    certain = {place for place in high if place in lasting or is_sudden(place)}
     # Where most heads of a layer jump, the others, whose history varies more, jump as well.
     layers = Counter(layer for layer, _ in certain)
     whole = {layer for layer, number in layers.items() if 2 * number >= sum(place[0] == layer for place in report.now)}
@@ -111,18 +111,16 @@ def jumped(report: Report) -> dict[Place, Symptom]:
 
 
 def dropped(report: Report) -> dict[Place, Symptom]:
-    """The largest logit of a head fell suddenly to almost nothing."""
-    limit, lasting = report.limits.jump, report.open.get("logit_drop", frozenset())
-    if limit is None:
+    """All scores of a head are almost zero: 1 − entropy / ln n fell to less than a five-hundredth."""
+    if report.limits.jump is None:
         return {}
-    found = {}
-    for place, now in report.now.items():
-        head = report.heads[place]
-        usual = head.usual("logit")
-        small = usual > 0.5 and now.logit < usual / 5 and now.share > BROAD
-        if small and (place in lasting or head.jump(now) < -limit):
-            found[place] = Symptom(now.logit, usual)
-    return found
+
+    def rule(now: Signals, head: Head) -> Symptom | None:
+        usual, logit = 1 - head.usual("share"), head.usual("logit")
+        flat = usual > 1e-3 and 1 - now.share < usual / 500 and now.visible > FEW_KEYS
+        return Symptom(now.logit, logit) if flat and abs(now.logit) < abs(logit) / 20 else None
+
+    return report.where(rule)
 
 
 def exploding(report: Report) -> dict[Place, Symptom]:
@@ -160,22 +158,21 @@ def _dead(report: Report, name: str) -> dict[Place, Symptom]:
 
 
 def rank_collapsed(report: Report) -> dict[Place, Symptom]:
-    """From some layer on, the tokens of a sequence point into one direction, although they differ in the first."""
+    """From some layer on, all tokens point into one direction, and almost no gradient gets back to the first layer.
+
+    Early in training, tokens may be almost parallel for some time, because the model first learns their mean; then
+    gradients still reach all layers.
+    """
     limit = report.limits.rank
     if limit is None:
         return {}
-    angles: dict[str, list[float]] = defaultdict(list)
-    for (layer, _), now in report.now.items():
-        if not math.isnan(now.token_angle):
-            angles[layer].append(now.token_angle)
-    middle = {layer: statistics.median(of_heads) for layer, of_heads in angles.items()}
-    if len(middle) < 2 or next(iter(middle.values())) < 10 * limit:
+    angles, arriving = report.by_layer("token_angle"), report.by_layer("arriving")
+    layers = list(angles)
+    if len(layers) < 2 or angles[layers[0]] < 10 * limit:
         return {}
-    return {
-        place: Symptom(middle[place[0]], limit)
-        for place in report.now
-        if middle.get(place[0], math.inf) < limit and place[0] in list(middle)[1:]
-    }
+    cut_off = arriving.get(layers[0], math.nan) < 1e-3 * max(arriving.values(), default=math.nan)
+    flat = {layer for layer in layers[1:] if angles[layer] < limit and (cut_off or angles[layer] < 1e-3 * limit)}
+    return {place: Symptom(angles[place[0]], limit) for place in report.now if place[0] in flat}
 
 
 def vanishing(report: Report) -> dict[Place, Symptom]:
@@ -196,9 +193,9 @@ def diffuse(report: Report) -> dict[Place, Symptom]:
     def rule(now: Signals, head: Head) -> Symptom | None:
         if not (now.share > limit and now.visible > FEW_KEYS):
             return None
-        lost = head.focused >= FIRST_REPORTS
-        never = others and head.reports >= KEPT and not head.focused and now.share > 0.999
-        return Symptom(now.share, head.usual("share")) if lost or never else None
+        lost = head.focus > 1 - BROAD and 1 - now.share < 0.05 * head.focus
+        never = others and head.reports >= KEPT and head.focus < 1e-3
+        return Symptom(now.share, 1 - head.focus) if lost or never else None
 
     return report.where(rule)
 
@@ -300,9 +297,9 @@ CAUSES: dict[str, Cause] = {
     ),
     "logit_drop": Cause(
         dropped,
-        "logits vanished",
+        "scores vanished",
         "max_logit",
-        "the largest logit fell from {usual:.3g} to {value:.3g}",
+        "all scores became equal, the largest logit fell from {usual:.3g} to {value:.3g}",
         "Look at the query and key weights of these heads: they are almost zero.",
         ("diffuse", "vanishing"),
         sudden=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,14 +60,15 @@ class Head:
 
     past: deque[Signals] = field(default_factory=lambda: deque(maxlen=KEPT))
     first_logit: float = math.nan
-    focused: int = 0  # reports with an entropy share below BROAD
+    focus: float = 0.0  # largest median of 1 − entropy / ln n over five reports
     reports: int = 0
 
     def add(self, now: Signals) -> None:
         """Append a report."""
         self.past.append(now)
         self.reports += 1
-        self.focused += now.share < BROAD
+        if self.reports >= FIRST_REPORTS:
+            self.focus = max(self.focus, 1 - self.usual("share"))
         if math.isnan(self.first_logit):
             self.first_logit = now.logit
 
@@ -76,15 +77,13 @@ class Head:
         return median(getattr(signals, name) for signals in list(self.past)[-5:])
 
     def jump(self, now: Signals) -> float:
-        """Change of ln(max logit) since the last reports, in units of its usual change between two reports."""
+        """Rise of ln(max logit) over the last reports, in units of its usual change between two reports."""
         if len(self.past) < FIRST_REPORTS:
             return 0.0
-        logs = [math.log(max(signals.logit, 1e-9)) for signals in self.past]
+        logs = [math.log(max(signals.logit, 1.0)) for signals in self.past]  # smaller logits are alike
         changes = [abs(after - before) for before, after in itertools.pairwise(logs)]
-        recent = logs[-3:]
-        current = math.log(max(now.logit, 1e-9))
-        change = current - max(recent) if current > max(recent) else min(0.0, current - min(recent))
-        return change / max(CALM, 1.5 * statistics.median(changes))
+        rise = math.log(max(now.logit, 1.0)) - max(logs[-3:])
+        return rise / max(CALM, 1.5 * statistics.median(changes))
 
 
 @dataclass
@@ -96,18 +95,26 @@ class Report:
     heads: Mapping[Place, Head]
     limits: Thresholds
     open: Mapping[str, frozenset[Place]]  # heads with an open event, by cause
-    faults: Mapping[Place, tuple[int, int, int]]  # number of the call, bits of ORIGINS, row
+    faults: Mapping[Place, tuple[int, int, int, int]]  # step, number of the pass, bits of ORIGINS, row
     interval: int = 1  # steps since the last report
 
     @property
     def growth(self) -> float:
         """Ratio of logits between two reports that learning alone does not reach."""
-        return min(3.0 * (1 + self.interval / 25), 10.0)
+        return min(3.0 * (1 + self.interval / 15), 15.0)
 
     def where(self, rule: Callable[[Signals, Head], Symptom | None]) -> dict[Place, Symptom]:
         """Return the heads for which a rule holds."""
         found = ((place, rule(now, self.heads[place])) for place, now in self.now.items())
         return {place: symptom for place, symptom in found if symptom is not None}
+
+    def by_layer(self, name: str) -> dict[str, float]:
+        """Return the median of a signal over the heads of each layer that has it."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for (layer, _), now in self.now.items():
+            if not math.isnan(getattr(now, name)):
+                values[layer].append(getattr(now, name))
+        return {layer: statistics.median(of_heads) for layer, of_heads in values.items()}
 
     def wide(self, symptoms: dict[Place, Symptom], share: float = WIDE) -> dict[Place, Symptom]:
         """Return the symptoms if they concern a large share of the heads of the model, at least two."""

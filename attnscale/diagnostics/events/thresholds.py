@@ -26,6 +26,7 @@ class Thresholds:
         mismatch: limit on the difference between forward and backward statistics of a row.
         seen: number of reports that must show a lasting problem, of the last `window`.
         window: see `seen`.
+        steps: number of steps that a lasting problem must last.
         quiet: number of reports without the problem after which an event is over.
 
     Raises:
@@ -49,11 +50,12 @@ class Thresholds:
     mismatch: float | None = 1e-2
     seen: int = 2
     window: int = 3
+    steps: int = 10
     quiet: int = 3
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
-            if name in ("seen", "window", "quiet"):
+            if name in ("seen", "window", "steps", "quiet"):
                 object.__setattr__(self, name, read_int(name, value, "an int >= 1", least=1))
             elif value is not None:
                 if isinstance(value, bool):

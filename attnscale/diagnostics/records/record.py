@@ -274,45 +274,6 @@ class Event:
         return "; ".join(parts) or "the whole model"
 
 
-@dataclass(frozen=True)
-class Alert:
-    """A head crossed a threshold.
-
-    Args:
-        kind: name of the alert, a field of `Thresholds`.
-        step: training step.
-        layer: path of the attention module.
-        head: index of the head in the layer.
-        value: value of the quantity; NaN for "broken".
-        limit: limit that was crossed.
-        message: description of the alert.
-        row: first row with NaN or infinity, for "broken".
-
-    Example:
-        >>> alert = Alert("exploding", 7, "layers.0", 3, 120.0, 100.0, "a logit has reached 120.0")
-        >>> Alert.from_dict(alert.as_dict()) == alert
-        True
-    """
-
-    kind: str
-    step: int
-    layer: str
-    head: int
-    value: float
-    limit: float
-    message: str
-    row: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON. NaN and infinity become strings."""
-        return to_json(asdict(self))
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Alert:
-        """Inverse of `as_dict`."""
-        return cls(**from_json(content, ("value", "limit")))
-
-
 def layers_of(records: Iterable[Record]) -> list[str]:
     """Return the layers in order of first appearance."""
     return list(dict.fromkeys(record.layer for record in records))

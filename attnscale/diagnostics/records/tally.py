@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from attnscale._util import state
 from attnscale._util.handles import Uncopied
+from attnscale.diagnostics.faults import FAULT, ORDER, earliest
 from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Record, Summary
 from attnscale.errors import BackendError
@@ -27,10 +28,6 @@ from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient", "output_gradient")
 SUMS = ("angle_in", "angle_out", "angle_calls", "value_squares", "value_numbers", *GRADIENTS, "skipped_calls")
 LARGEST = ("mismatch",)
-# The first fault of a head: `ORDER · calls of the step before it + bits of ORIGINS`, and its row. Infinite if none.
-FAULT = ("fault", "fault_row")
-ORIGINS = ("query", "key", "value", "scores", "output gradient", "gradients")
-ORDER = 1 << len(ORIGINS)
 SCALARS = (*SUMS, *LARGEST, *FAULT)
 # Rows per layer kept for the quantiles in one process. Mean and extremes cover all rows.
 KEPT = 1024
@@ -108,9 +105,16 @@ class Tally(Uncopied):
         self.heads, self.device = 0, torch.device("cpu")  # 0 heads: no call yet
         self._noted: dict[str, Tensor] = {}  # each [H]
 
-    def add_forward(self, rows: Tensor, salt: int) -> None:
-        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls."""
-        self.forward = _merged(self.forward, _spread_of(rows, salt))
+    def add_forward(self, rows: Tensor, salt: int, *, max_logit: Tensor | None = None) -> None:
+        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls.
+
+        `max_logit` [H] is the largest logit over all rows of the call, including those not sampled.
+        """
+        spread = _spread_of(rows, salt)
+        if max_logit is not None:
+            largest = spread.largest[FORWARD.index("max_logit")]
+            torch.maximum(largest, max_logit, out=largest)
+        self.forward = _merged(self.forward, spread)
 
     def add_backward(self, rows: Tensor, salt: int) -> None:
         """Add the quantities [Q, B, H, R] of a backward call."""
@@ -123,20 +127,14 @@ class Tally(Uncopied):
             join = torch.add if name in SUMS else torch.maximum
             self._noted[name] = join(self.scalar(name), value.to(torch.float32))
 
-    def fault(self, faults: Tensor, rows: Tensor) -> None:
-        """Add the faults of a call, each [H]: `FAULT`, infinite for sound heads."""
-        self.heads, self.device = faults.shape[0], faults.device
-        first, row = (self.scalar(name) for name in FAULT)
-        self._noted["fault"], self._noted["fault_row"] = (
-            torch.minimum(first, faults),
-            torch.where(faults < first, rows.to(torch.float32), row),
-        )
+    def take_faults(self, faults: Tensor) -> None:
+        """Set the first fault of each head, [FAULT, H]."""
+        self.heads, self.device = faults.shape[1], faults.device
+        self._noted |= dict(zip(FAULT, faults, strict=True))
 
     def absorb(self, other: Tally) -> None:
         """Move the content of another tally into this one."""
         self.forward, self.backward = _merged(self.forward, other.forward), _merged(self.backward, other.backward)
-        if "fault" in other._noted:
-            self.fault(*(other._noted.pop(name) for name in FAULT))
         self.note(**other._noted)
         other.forward, other.backward, other.heads, other._noted = None, None, 0, {}
 
@@ -200,9 +198,7 @@ def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
     sizes = [quantities * (4 + sample), len(SUMS), len(LARGEST), len(FAULT)]
     rows, sums, largest, faults = torch.split(packed, sizes, dim=-1)
     flats = rows.reshape(*rows.shape[:2], quantities, 4 + sample).movedim(2, 1)
-    first = faults[..., 0].argmin(0)  # the process with the first fault of each head
-    fault = torch.take_along_dim(faults, first[None, :, None], dim=0)[0]
-    return flats, torch.cat([sums.sum(0), largest.amax(0), fault], dim=-1).T
+    return flats, torch.cat([sums.sum(0).T, largest.amax(0).T, earliest(faults.mT)])
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
@@ -286,14 +282,15 @@ class Part(NamedTuple):
 class Processes(Uncopied):
     """A process group in which every process has a monitor.
 
-    `names` maps each layer of this process to the index of its share of the heads. Processes with the same share hold
-    different rows, which are merged. Processes with different shares hold different heads of the same rows.
+    `parts` maps layers of this process to the index of its share of their heads, 0 for all other layers. Processes with
+    the same share hold different rows, which are merged. Processes with different shares hold different heads of the
+    same rows.
     """
 
     def __init__(
-        self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
+        self, parts: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
     ) -> None:
-        self._names = dict(names)
+        self._parts = dict(parts)
         self._group = group
         self._notices = notices
         self._timeout = timeout
@@ -310,30 +307,32 @@ class Processes(Uncopied):
         """Rank of this process in the group."""
         return 0 if self.number == 1 else distributed.get_rank(self._group)
 
-    def collect(self, layers: Iterable[TalliedLayer], step: int) -> list[Record]:
-        """Return one record per layer and head, merged over all processes."""
+    def collect(self, layers: Iterable[TalliedLayer], step: int, steps: int = 1) -> list[Record]:
+        """Return one record per layer and head, merged over all processes. `steps` is their number since the last."""
         sample = max(FEWEST_ROWS, SENT_ROWS // self.number)  # the same in all processes
         here: dict[str, Part] = {}
+        layers = list(layers)
         try:
             tallies = [(layer, tally) for layer in layers if (tally := layer.tally()).heads]
             if self.number == 1:
                 sample = max([1, *(tally.width for _, tally in tallies)])
             packed = pack([tally for _, tally in tallies], sample)
             for (layer, tally), rows in zip(tallies, packed, strict=True):
-                first = self._names[layer.name] * rows.shape[0]
+                first = self._parts.get(layer.name, 0) * rows.shape[0]
                 here[layer.name] = Part(layer.name, tally is layer.training, rows[None], first)
         except Exception as error:  # still join the collective: the other processes wait for it
             self._notices.add_error("a report failed and was dropped", error)
-        parts = list(here.values()) if self.number == 1 else self._join(step, here)
-        return [record for part in parts for record in _records_of(step, part, sample)]
+        names = [layer.name for layer in layers]
+        parts = list(here.values()) if self.number == 1 else self._join(step, names, here)
+        return [record for part in parts for record in _records_of(step, steps, part, sample)]
 
-    def _join(self, step: int, here: dict[str, Part]) -> list[Part]:
+    def _join(self, step: int, own: list[str], here: dict[str, Part]) -> list[Part]:
         """Gather the parts of all processes in one collective. Training calls take precedence over evaluation calls."""
         self._wait(step)
         messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
         # Pickling a view would send its whole storage.
         sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
-        distributed.all_gather_object(messages, (step, list(self._names), sent), group=self._group)
+        distributed.all_gather_object(messages, (step, own, sent), group=self._group)
         steps, names, parts = zip(*messages, strict=True)
         if len(set(steps)) > 1:
             self._warn("steps", f"the processes are at different steps ({', '.join(map(str, steps))})")
@@ -386,7 +385,7 @@ class Processes(Uncopied):
         )
 
 
-def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
+def _records_of(step: int, steps: int, part: Part, sample: int) -> Iterator[Record]:
     flats, scalars = unpack(part.rows, sample)
     named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
     phases = named[: len(FORWARD)], named[len(FORWARD) :]
@@ -395,6 +394,8 @@ def _records_of(step: int, part: Part, sample: int) -> Iterator[Record]:
             {name: summary for name, of_heads in phase if (summary := of_heads[head])} for phase in phases
         )
         of_head = _scalars_of(dict(zip(SCALARS, numbers, strict=True)), bool(backward))
+        if "broken_step" in of_head:
+            of_head["broken_step"] += step - steps + 1
         mode = "training" if part.training else "evaluation"
         yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
 
@@ -419,4 +420,5 @@ def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
     if math.isfinite(numbers["fault"]):
         order, origin = divmod(int(numbers["fault"]), ORDER)
         found |= {"broken_row": numbers["fault_row"], "broken_call": order, "broken_origin": origin}
+        found["broken_step"] = numbers["fault_offset"]
     return found | {name: numbers[name] for name in least if numbers[name] >= least[name]}

@@ -50,7 +50,7 @@ _ROWS = (
     Quantity("relative_entropy", "forward", "H / ln n", "entropy / ln n", "1 if all weights are equal", 0.0, 1.0),
     Quantity("entropy", "forward", "entropy, nats", "entropy H, nats", "entropy of the weights, after temperature"),
     Quantity("max_logit", "forward", "max logit", "largest logit", "in nats, after temperature"),
-    Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1, w_max ≥ 1/ζ(r)", log=True),
+    Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1 the best key wins", log=True),
     Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: high if many keys are near the best"),
     Quantity("prominence", "forward", "prominence", "prominence of the best score", "about 1 if the scores are noise"),
     Quantity(
@@ -80,6 +80,7 @@ _ROWS = (
     Quantity("value_gradient", "", "‖dV‖", "‖dV‖", "gradient of the values; divided equally among grouped heads"),
     Quantity("output_gradient", "", "‖dO‖", "‖dO‖", "gradient of the output"),
     Quantity("broken_row", "", "broken row", "first broken row", "first row with NaN or infinity, if any"),
+    Quantity("broken_step", "", "broken step", "step of the first NaN", "first step with NaN or infinity, if any"),
     Quantity("broken_call", "", "broken call", "first broken call", "number of passes of the step before NaN, if any"),
     Quantity("broken_origin", "", "broken origin", "origin of NaN", "bits: query, key, value, scores, dO, gradients"),
     Quantity("skipped_calls", "", "skipped", "skipped calls", "number of calls that could not be measured, if any"),
@@ -89,7 +90,7 @@ QUANTITIES = {row.name: row for row in _ROWS}
 # Quantities of compact reports and tables, in this order.
 MAIN = tuple(
     QUANTITIES[name]
-    for name in ("w_max", "relative_entropy", "max_logit", "criticality", "angle_ratio", "score_gradient", "gain")
+    for name in ("w_max", "relative_entropy", "max_logit", "criticality", "first_share", "token_angle", "score_gain")
 )
 # Quantities of the terminal view, most important first, and their reduction over heads. Extremes reveal a bad head.
 WATCHED = {"max_logit": "largest", "relative_entropy": "mean", "gain": "least", "w_max": "mean"}

@@ -9,6 +9,14 @@ function shape(name, attributes, text) {
   return node;
 }
 
+function indexNearest(values, wanted) {
+  let best = 0;
+  values.forEach((value, index) => {
+    if (Math.abs(value - wanted) < Math.abs(values[best] - wanted)) best = index;
+  });
+  return best;
+}
+
 class Chart extends Plot {
   constructor(host, label, height) {
     const svg = shape("svg", { class: "chart" });
@@ -17,18 +25,23 @@ class Chart extends Plot {
     this.height = height;
   }
 
-  // options: x (ascending numbers), now (index in x), pick(index), domain, across, tick(x), head(index), series:
-  // [{label, values, low, high, colour, dash, faint, dots}]; dots draws points without a line
+  // options: x (ascending numbers), now (index in x), pick(index), domain, across, tick(x), head(index), extent ([first,
+  // last] of the axis), limit {value, text}, spans [[from, to, severity]] and series: [{label, x, values, low, high,
+  // colour, dash, faint, dots}]; a series may have an x of its own; dots draws points without a line
   draw(options) {
     this.options = options;
     const width = Math.max(140, this.host.clientWidth), { height } = this, { x, series, domain } = options;
-    const labels = ticksOf(domain, Math.max(2, Math.floor(height / 42)));
+    const labels = ticksOf(domain, Math.max(2, Math.floor(height / 48)));
     const left = 12 + 6.4 * Math.max(3, ...labels.map((value) => format(value).length));
     this.area = { left, right: width - 10, top: 10, bottom: height - 34 };
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", height);
     this.svg.replaceChildren();
     const { right, top, bottom } = this.area;
+    for (const [from, to, severity] of options.spans || []) {
+      const start = this.x(from), width = Math.max(2, this.x(to) - start);
+      this.svg.append(shape("rect", { class: `span ${severity}`, x: start, width, y: top, height: bottom - top }));
+    }
     for (const value of labels) {
       const y = this.y(value);
       this.svg.append(shape("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }));
@@ -43,12 +56,23 @@ class Chart extends Plot {
     }
     for (const one of series) this.band(one);
     for (const one of series) this.curve(one);
+    this.limit(options.limit);
     if (x.length) this.line("now", this.x(x[options.now]));
     this.describe(series);
   }
 
+  limit(limit) {
+    const { left, right } = this.area, { low, high } = this.options.domain;
+    if (!limit || limit.value < low || limit.value > high) return;
+    const y = this.y(limit.value), below = y < this.area.top + 14;
+    this.svg.append(shape("line", { class: "limit", x1: left, x2: right, y1: y, y2: y }));
+    this.svg.append(shape("text", { class: "limit", x: left + 4, y: y + (below ? 12 : -4) }, limit.text));
+  }
+
+  extent() { const { x, extent } = this.options; return extent || [x[0], x[x.length - 1]]; }
+
   x(value) {
-    const { x } = this.options, first = x[0], last = x[x.length - 1], { left, right } = this.area;
+    const [first, last] = this.extent(), { left, right } = this.area;
     return last > first ? left + (value - first) / (last - first) * (right - left) : (left + right) / 2;
   }
 
@@ -58,8 +82,8 @@ class Chart extends Plot {
   }
 
   ticksAcross(width) {
-    const { x, tick } = this.options, low = x[0], high = x[x.length - 1], y = this.area.bottom + 14;
-    const wanted = Math.max(2, Math.floor(width / 90));
+    const { tick } = this.options, [low, high] = this.extent(), y = this.area.bottom + 14;
+    const wanted = Math.max(3, Math.floor(width / 90));
     const places = high > low ? ticksOf({ low, high, log: false }, wanted).filter(Number.isInteger) : [low];
     for (const place of places) {
       // Labels at the edge are aligned inwards to avoid clipping.
@@ -71,18 +95,18 @@ class Chart extends Plot {
   }
 
   // Contiguous runs of points, split at NaN.
-  pieces(values) {
+  pieces(values, x = this.options.x) {
     const found = [[]];
-    this.options.x.forEach((place, index) => {
+    x.forEach((place, index) => {
       if (Number.isNaN(values[index])) found.push([]);
       else found[found.length - 1].push([this.x(place).toFixed(1), this.y(values[index]).toFixed(1)]);
     });
     return found.filter((piece) => piece.length);
   }
 
-  band({ low, high, shade }) {
+  band({ x, low, high, shade }) {
     if (!low || !high) return;
-    const upper = this.pieces(high), lower = this.pieces(low);
+    const upper = this.pieces(high, x), lower = this.pieces(low, x);
     upper.forEach((piece, index) => {
       if (!lower[index]) return;
       const points = [...piece, ...lower[index].slice().reverse()].map((point) => point.join(",")).join(" ");
@@ -90,9 +114,9 @@ class Chart extends Plot {
     });
   }
 
-  curve({ values, colour: stroke, dash, faint, dots, label }) {
+  curve({ x, values, colour: stroke, dash, faint, dots, label }) {
     const style = { stroke, "stroke-width": faint ? 1 : 2, "stroke-dasharray": dash || "none", opacity: faint ? 0.75 : 1 };
-    for (const piece of this.pieces(values)) {
+    for (const piece of this.pieces(values, x)) {
       if (dots || piece.length === 1) {
         for (const [cx, cy] of piece) this.svg.append(shape("circle", { cx, cy, r: dots ? 2.5 : 3, fill: stroke, opacity: dots ? 0.6 : 1 }));
         continue;
@@ -113,12 +137,16 @@ class Chart extends Plot {
   }
 
   describe(series) {
+    const { limit, domain: { low: bottom, high: top } } = this.options;
     const parts = series.filter(({ legend }) => legend).flatMap(({ legend, colour: stroke, dash, dots, shade, low }) => {
       const line = [legend, `border-top-color: ${stroke}; border-top-style: ${dash ? "dashed" : "solid"}`, ""];
       const made = [dots ? [legend, `background: ${stroke}`, "dot"] : line];
       if (low) made.push(["10–90 % of rows", `background: ${shade}`, "area"]);
       return made;
     });
+    if (limit && !(limit.value >= bottom && limit.value <= top)) {
+      parts.push([`${limit.text} (off this scale)`, "border-top-color: var(--alarm); border-top-style: dashed", ""]);
+    }
     this.legend.replaceChildren(...parts.map(([text, style, kind]) => {
       const item = document.createElement("span"), sign = document.createElement("i");
       sign.style.cssText = style;
@@ -131,11 +159,7 @@ class Chart extends Plot {
   nearest(event) {
     const box = this.svg.getBoundingClientRect(), { x } = this.options;
     const scale = this.svg.viewBox.baseVal.width / box.width, place = (event.clientX - box.left) * scale;
-    let best = 0;
-    x.forEach((value, index) => {
-      if (Math.abs(this.x(value) - place) < Math.abs(this.x(x[best]) - place)) best = index;
-    });
-    return best;
+    return indexNearest(x.map((value) => this.x(value)), place);
   }
 
   click(event) { this.options.pick(this.nearest(event)); }
@@ -147,17 +171,19 @@ class Chart extends Plot {
 
   // All lines if there are few, else the nearest to the pointer.
   hover(event) {
-    const index = this.nearest(event), { series, head, x } = this.options;
+    const chosen = this.nearest(event), { series, head, x } = this.options;
     const height = (event.clientY - this.svg.getBoundingClientRect().top);
-    const near = series.filter(({ values }) => !Number.isNaN(values[index]))
-      .sort((a, b) => Math.abs(this.y(a.values[index]) - height) - Math.abs(this.y(b.values[index]) - height));
+    const own = (one) => one.x && one.x !== x ? indexNearest(one.x, x[chosen]) : chosen;
+    const distance = (one) => Math.abs(this.y(one.values[own(one)]) - height);
+    const near = series.filter((one) => !Number.isNaN(one.values[own(one)])).sort((a, b) => distance(a) - distance(b));
     const shown = series.length > 6 ? near.slice(0, 5) : series;
-    const lines = shown.map(({ label, values, low, high }) => {
+    const lines = shown.map((one) => {
+      const { label, values, low, high } = one, index = own(one);
       const spread = low && high ? ` (10–90 %: ${format(low[index])} to ${format(high[index])})` : "";
       return `${label}: ${format(values[index])}${spread}`;
     });
-    tip.show([head(index), ...lines].join("\n"), event);
-    this.line("hover", this.x(x[index]));
+    tip.show([head(chosen), ...lines].join("\n"), event);
+    this.line("hover", this.x(x[chosen]));
   }
 
   key(event) {

@@ -11,4 +11,4 @@ function fail(reason) {
 addEventListener("error", (event) => fail(event.message));
 addEventListener("unhandledrejection", (event) => fail(event.reason && event.reason.message || event.reason));
 
-const run = JSON.parse(document.getElementById("content").textContent);
+const page = JSON.parse(document.getElementById("content").textContent);

@@ -1,9 +1,9 @@
 // The page of an evaluation: theme, tooltips and heat maps of heads. The charts are static SVG.
 
 const by = (id) => document.getElementById(id);
-const THEMES = ["auto", "light", "dark"], MAPS = Object.keys(run.labels);
+const THEMES = ["auto", "light", "dark"], MAPS = Object.keys(page.labels);
 const state = { theme: "auto", policy: "", length: "", model: 0, cell: [0, 0] };
-const maps = run.models.length ? MAPS.map((name) => [name, new HeatMap(by(`map-${name}`), `${run.labels[name]}, layer by head`)]) : [];
+const maps = page.models.length ? MAPS.map((name) => [name, new HeatMap(by(`map-${name}`), `${page.labels[name]}, layer by head`)]) : [];
 
 // --- heat maps of heads
 
@@ -23,10 +23,10 @@ const numberOf = (planes, name, row, column) => {
 
 function drawMaps() {
   if (!maps.length) return;
-  const model = run.models[state.model], planes = model.cells[`${state.policy} ${state.length}`], [row, column] = state.cell;
+  const model = page.models[state.model], planes = model.cells[`${state.policy} ${state.length}`], [row, column] = state.cell;
   const most = Math.max(...Object.values(model.cells).flatMap((cell) => cell.w_max.map((heads) => heads.length)));
   const where = `${model.layers[row]} · head ${column} · ${state.policy} at ${state.length} tokens`;
-  const numbers = (r, c) => MAPS.map((name) => `${run.labels[name]} ${format(numberOf(planes, name, r, c))}`);
+  const numbers = (r, c) => MAPS.map((name) => `${page.labels[name]} ${format(numberOf(planes, name, r, c))}`);
   by("readout").textContent = planes ? `${where}: ${numbers(row, column).join(", ")}` : "This combination was not measured.";
   for (const [name, map] of maps) {
     const every = Object.values(model.cells).flatMap((cell) => cell[name].map((heads) => heads.map((x) => x ?? NaN)));
@@ -41,23 +41,23 @@ function drawMaps() {
       pick: (r, c) => { state.cell = [r, c]; render(); },
       words: (r, c) => [`${model.layers[r]} · head ${c}`, ...numbers(r, c)].join("\n"),
       across: "head",
-      bar: run.labels[name],
+      bar: page.labels[name],
     });
   }
 }
 
 function setUpMaps() {
   if (!maps.length) return;
-  Object.assign(state, { policy: run.policies[0], length: String(run.lengths.at(-1)), cell: run.models[0].best });
-  fill("map-policy", run.policies.map((name) => [name, name]), state.policy);
-  fill("map-length", run.lengths.map((length) => [length, `${length} tokens`]), state.length);
-  fill("map-model", run.models.map(({ name }, index) => [index, name]), 0);
+  Object.assign(state, { policy: page.policies[0], length: String(page.lengths.at(-1)), cell: page.models[0].best });
+  fill("map-policy", page.policies.map((name) => [name, name]), state.policy);
+  fill("map-length", page.lengths.map((length) => [length, `${length} tokens`]), state.length);
+  fill("map-model", page.models.map(({ name }, index) => [index, name]), 0);
   for (const name of ["policy", "length"]) {
     by(`map-${name}`).addEventListener("change", () => { state[name] = by(`map-${name}`).value; render(); });
   }
   by("map-model").addEventListener("change", () => {
     state.model = Number(by("map-model").value);
-    state.cell = run.models[state.model].best;
+    state.cell = page.models[state.model].best;
     render();
   });
 }

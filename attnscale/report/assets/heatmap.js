@@ -7,7 +7,7 @@ class HeatMap extends Plot {
     this.canvas = canvas;
   }
 
-  // options: rows and columns (labels), value(row, column), domain, selected [row, column], marked(row, column),
+  // options: rows and columns (labels), value(row, column), domain, selected [row, column], marked and ringed (row, column),
   // pick(row, column), words(row, column), across (column axis label), bar (colour bar label)
   draw(options) {
     this.options = options;
@@ -40,6 +40,7 @@ class HeatMap extends Plot {
         context.fillStyle = Number.isNaN(share) ? none : colour(share);
         context.fillRect(x, r * this.rowHeight, end - x - gap, this.rowHeight - 1);
         if (Number.isNaN(share) && this.cellWidth > 9) this.cross(context, x, end, r, text);
+        if (options.ringed && options.ringed(r, c)) this.ring(context, x, end - gap, r);
         if (options.marked(r, c)) this.mark(context, x, end - gap, r * this.rowHeight, alarm);
       });
     });
@@ -53,7 +54,18 @@ class HeatMap extends Plot {
     return label;
   }
 
-  // An alert: a red corner with an outline visible on every colour; in narrow cells a red underline.
+  // An attention sink: a ring visible on every colour.
+  ring(context, left, right, r) {
+    for (const [stroke, thick] of [["#000", 2.5], ["#fff", 1.2]]) {
+      context.strokeStyle = stroke;
+      context.lineWidth = thick;
+      context.beginPath();
+      context.arc((left + right) / 2, (r + 0.5) * this.rowHeight - 0.5, Math.max(2, Math.min(4, (right - left) / 4)), 0, 7);
+      context.stroke();
+    }
+  }
+
+  // An event: a red corner with an outline visible on every colour; in narrow cells a red underline.
   mark(context, left, right, top, fill) {
     context.fillStyle = fill;
     if (right - left < 14) {
@@ -108,7 +120,7 @@ class HeatMap extends Plot {
     }
   }
 
-  describe({ domain, bar, marks }) {
+  describe({ domain, bar, marks, rings }) {
     const ramp = document.createElement("i");
     ramp.className = "area";
     ramp.style.cssText = `width: 110px; margin: 0 6px; background: ${GRADIENT}`;
@@ -119,8 +131,13 @@ class HeatMap extends Plot {
       const corner = document.createElement("span"), sign = document.createElement("span");
       sign.textContent = this.cellWidth < 15 ? "▁ " : "◥ ";
       sign.style.color = "var(--alarm)";
-      corner.append(sign, "alert");
+      corner.append(sign, marks);
       parts.push(corner);
+    }
+    if (rings) {
+      const circle = document.createElement("span");
+      circle.textContent = `○ ${rings}`;
+      parts.push(circle);
     }
     this.legend.replaceChildren(...parts);
   }

@@ -1,6 +1,6 @@
 // Mapping of values to positions, colours and text.
 
-const COLOURS = run.colours.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const COLOURS = page.colours.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const GRADIENT = `linear-gradient(to right, ${COLOURS.map((rgb) => `rgb(${rgb})`).join(", ")})`;
 
 function colour(share) {
@@ -9,7 +9,9 @@ function colour(share) {
 }
 
 // Quantities between 0 and 1 always use the full range, so that plots are comparable.
-const SHARES = new Set(run.quantities.filter(({ share }) => share).map(({ name }) => name));
+const SHARES = new Set(page.quantities.filter(({ share }) => share).map(({ name }) => name));
+
+const LOGS = new Set(page.quantities.filter(({ log }) => log).map(({ name }) => name));
 
 // The range of an axis or colour bar: {low, high, log}; logarithmic if values differ by more than a factor of 100.
 function domainOf(name, arrays) {
@@ -24,10 +26,29 @@ function domainOf(name, arrays) {
     }
   }
   if (low > high) return { low: 0, high: 1, log: false, empty: true };
-  if (low >= 0 && high / positive > 100) return { low: positive, high, log: true };
+  if (name !== "lr" && low >= 0 && high > 0 && (LOGS.has(name) || high / positive > 100)) {
+    return high > positive ? { low: positive, high, log: true } : { low: high / 2, high: high * 2, log: true };
+  }
   if (low === 0 && high === 0) return { low: 0, high: 1, log: false };
   if (low === high) return { low: low - (Math.abs(low) || 1) * 0.5, high: high + (Math.abs(high) || 1) * 0.5, log: false };
   return { low, high, log: false };
+}
+
+// Extends a domain to a limit near it; a distant one would flatten the curves.
+function reaching(domain, limit) {
+  const { low, high, log, empty } = domain;
+  if (!limit || empty) return domain;
+  const place = log ? Math.log(limit.value / low) / Math.log(high / low) : (limit.value - low) / (high - low);
+  if (!limit.always && !(place > -0.5 && place < 1.5)) return domain;
+  return { low: Math.min(low, limit.value), high: Math.max(high, limit.value), log };
+}
+
+// Adds a margin above and below the lines, within the valid range.
+function padded(name, { low, high, log }) {
+  if (SHARES.has(name)) return { low, high, log };
+  if (log) return { low: low / 1.2, high: high * 1.2, log };
+  const margin = (high - low) * 0.05;
+  return { low: low >= 0 ? Math.max(0, low - margin) : low - margin, high: high + margin, log };
 }
 
 // Position of a value in its domain, 0 to 1; NaN stays NaN.
@@ -42,7 +63,10 @@ function ticksOf({ low, high, log }, wanted) {
     const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
     const every = Math.max(1, Math.ceil((last - first + 1) / wanted)), found = [];
     for (let power = first; power <= last; power += every) found.push(Number(`1e${power}`));
-    return found;
+    if (found.length > 1) return found;
+    const within = (digits) => [first - 1, first].flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)))
+      .filter((x) => x >= low && x <= high);
+    return within([1, 2, 5]).length > 1 ? within([1, 2, 5]) : within([1, 1.5, 2, 3, 4, 5, 6, 7, 8]);
   }
   const rough = (high - low) / wanted, size = 10 ** Math.floor(Math.log10(rough));
   const step = size * [1, 2, 5, 10].find((factor) => factor * size >= rough * 0.999), found = [];
@@ -54,7 +78,7 @@ function format(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2).replace("e+", "e").replace("-", "−");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(x.toPrecision(3)).toExponential().replace("e+", "e").replaceAll("-", "−");
   return String(Number(x.toPrecision(4))).replace("-", "−");
 }
 

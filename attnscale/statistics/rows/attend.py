@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -68,6 +68,15 @@ def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool
     nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # skips the product with the values
     with torch.no_grad():
         return attend_rows(replace(call.detached(), value=nothing), request, prominence=prominence).measures
+
+
+def largest_row_logits(call: AttentionCall) -> Tensor:
+    """The largest logit [B, H, Tq] of each row of a detached call, −∞ without visible keys: a maximum, no softmax."""
+    rows = CallRows(call)
+    found = rows.query.new_full(call.query.shape[:3], HIDDEN)
+    for block in rows.blocks(whole=False):
+        rows.store(found, block, reduce(torch.maximum, (rows.logits(piece).amax(-1) for piece in block.pieces())))
+    return (found / LOG2E).masked_fill(found <= HIDDEN / 2, -math.inf)
 
 
 def measure_sampled_rows(call: AttentionCall, request: StatsRequest) -> RowStats:
