@@ -71,20 +71,24 @@ def old_file(path: Path, *steps: int) -> Path:
     return path
 
 
-def test_a_report_of_many_heads_takes_less_than_325_bytes_per_head(path: Path) -> None:
-    """48 layers × 32 heads × 2000 reports at 325 bytes are 1 GB. A real report has 25 summaries and 7 scalars."""
-    values = torch.rand(23, 6, 512, generator=torch.Generator().manual_seed(0))
-    names = tuple(f"quantity_{index}" for index in range(16))
-    backward = (*names[:7], "score_gradient", "beta_gradient")
-    values = torch.cat([values[:16], values[:7], values[16:18]])
-    rows = torch.full((32, 512), 128, dtype=torch.int32)
-    layers = tuple((f"layers.{index}", tuple(range(32)), "training") for index in range(16))
-    numbers = torch.rand(7, 512, generator=torch.Generator().manual_seed(1))
-    wide = Report(0, layers, names, backward, tuple("abcdefg"), values, rows, numbers)
+def test_a_report_takes_less_than_325_bytes_per_head() -> None:
+    """48 layers × 32 heads × 2000 reports at 325 bytes are 1 GB. The quantities of a real report, as noise."""
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randn(18, 6, 1536, generator=generator).exp()
+    own[0] = own[0, :, :1]  # n and β are the same for all heads
+    own[1] = own[1, :, :1]
+    forward = tuple(f"quantity_{index}" for index in range(16))
+    backward = (*forward[2:9], "score_gradient", "beta_gradient")
+    summaries = torch.cat([own[:16], own[2:9], own[16:]])
+    layers = tuple((f"model.layers.{index}.self_attn", tuple(range(32)), "training") for index in range(48))
+    numbers = torch.randn(10, 1536, generator=generator).exp()
+    rows = torch.full((35, 1536), 128, dtype=torch.int32)
+    rows[-10:] = 1
+    wide = Report(0, layers, forward, backward, tuple("abcdefghij"), summaries, rows, numbers)
     line = json.dumps({"kind": "report", **wide.as_dict()})
-    assert len(line) / 512 < 325
+    assert len(line) / 1536 < 325
     again = Report.from_dict(json.loads(line))
-    torch.testing.assert_close(again.summaries, values, rtol=2**-12, atol=0)
+    torch.testing.assert_close(again.summaries, summaries, rtol=2**-11, atol=0)
     assert again.numbers.equal(numbers)
     assert again.rows.equal(rows)
 
@@ -93,7 +97,7 @@ def test_heads_layers_and_quantities_need_not_be_alike(path: Path) -> None:
     records = [
         Record(7, "a", 3, {"w_max": summary(0.5)}, {"w_max": summary(0.25)}, {"gain": math.nan}),
         Record(7, "a", 9, {}, {}, {"other": 3e7 + 1}),
-        Record(7, "b", 0, {"beta": summary(4096)}, {}, {}, "evaluation"),
+        Record(7, "b", 0, {"beta": summary(2048)}, {}, {}, "evaluation"),
         Record(7, "a", 1),
     ]
     sink = JsonlSink(path)
@@ -147,7 +151,7 @@ def test_a_data_frame_has_a_row_for_each_step_layer_and_head(path: Path) -> None
         "gain": [record.scalars["gain"] for record in expected],
         "loss": [10.0] * 6 + [-40.0] * 6,
     }.items():
-        assert frame[column].tolist() == pytest.approx(wanted, rel=2**-12)
+        assert frame[column].tolist() == pytest.approx(wanted, rel=2**-11)
     assert frame.attrs["runs"] == [RUN]
     assert frame.attrs["events"] == [EVENT]
     assert frame.attrs["skipped"] == 0
@@ -175,9 +179,9 @@ def test_readers_decode_only_the_reports_they_need(path: Path, monkeypatch: pyte
     decoded: list[int] = []
     whole = Tail.read
 
-    def counted(tail: Tail, region: Region) -> Report | None:
+    def counted(tail: Tail, region: Region, names: object = None) -> Report | None:
         decoded.append(region.step)
-        return whole(tail, region)
+        return whole(tail, region, names)
 
     monkeypatch.setattr(Tail, "read", counted)
     assert sorted(set(read(path, most=3)["step"])) == [0, 50, 99]
@@ -186,7 +190,7 @@ def test_readers_decode_only_the_reports_they_need(path: Path, monkeypatch: pyte
     monkeypatch.setattr("attnscale.report.data.FEWEST_REPORTS", 5)
     run = read_run(path)
     assert len(run.steps) == 5
-    assert run.reported == 100
+    assert run.reports == 100
     assert len(decoded) < 10
 
 
@@ -225,10 +229,10 @@ def test_an_old_file_opens_and_its_alerts_are_events(path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "cut in the middle": lambda line: line[: len(line) // 2] + b"\n",
-    "a bit of base64 lost": lambda line: line.replace(b'"summaries": "eJ', b'"summaries": "eK'),
+    "a bit of base64 lost": lambda line: line.replace(b'"eJ', b'"eK', 1),
     "a wrong number of heads": lambda line: line.replace(b'["layers.0", 3]', b'["layers.0", 4]'),
     "more heads than there can be": lambda line: line.replace(b'["layers.0", 3]', b'["layers.0", 99999999999]'),
-    "a missing field": lambda line: line.replace(b'"rows"', b'"raws"'),
+    "a missing field": lambda line: line.replace(b'"scalars"', b'"scalers"'),
     "another type": lambda line: line.replace(b'["layers.0", 3]', b"[7, 3]"),
     "zeros": lambda line: b"\0" * len(line) + b"\n",
     "text": lambda line: b"no space left on device\n",
@@ -248,7 +252,7 @@ def test_a_damaged_line_is_skipped_and_counted(path: Path, damage: Callable[[byt
     assert frame.attrs["skipped"] == 1
     run = read_run(path)
     assert run.steps == [0, 2]
-    assert run.skipped == 1
+    assert run.unreadable == 1
     assert {item.step for item in read_jsonl(path)} == {0, 2}
 
 
@@ -328,7 +332,7 @@ def test_what_is_written_is_what_a_memory_sink_keeps(path: Path) -> None:
     for record, expected in zip(found, kept.records, strict=True):
         assert [name for _, name, _ in record.summaries()] == [name for _, name, _ in expected.summaries()]
         for (*_, one), (*_, other) in zip(record.summaries(), expected.summaries(), strict=True):
-            assert [*one] == pytest.approx([*other], rel=2**-12, nan_ok=True)
+            assert [*one] == pytest.approx([*other], rel=2**-11, nan_ok=True)
             assert one.rows == other.rows
         assert record.scalars == pytest.approx(expected.scalars, rel=2**-23, nan_ok=True)
     assert len(scan(path).regions) == 2

@@ -89,7 +89,7 @@ def test_the_first_rank_writes_what_all_have_seen(tmp_path):
     expected = [Record.from_dict(record) for report in reports[0] for record in report["records"]]
     for record, original in zip(written, expected, strict=True):
         assert (record.step, record.layer, record.head) == (original.step, original.layer, original.head)
-        assert record.forward["w_max"] == pytest.approx(original.forward["w_max"], rel=2**-12)
+        assert record.forward["w_max"] == pytest.approx(original.forward["w_max"], rel=2**-11)
     assert torch.tensor([record.forward["visible"].rows for record in written]).eq(2 * 2 * 5).all()
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,7 +60,9 @@ def write(path: Path, reports: Sequence[list[Record]], events: Sequence[Event] =
 
 def history(most_steps: int = 256) -> History:
     """A history whose regions are steps of one head with a `w_max` of step / 5000."""
-    return History(lambda region: Report.of([record(region.step, w_max=region.step / 5000)], region.step), most_steps)
+    return History(
+        lambda region, _: Report.of([record(region.step, w_max=region.step / 5000)], region.step), most_steps
+    )
 
 
 def region(step: int) -> Region:
@@ -251,7 +253,7 @@ def test_memory_is_bounded_and_what_is_kept_covers_the_whole_run() -> None:
 def test_reports_that_are_not_kept_are_never_decoded() -> None:
     decoded: list[int] = []
 
-    def read(region: Region) -> Report:
+    def read(region: Region, names: Collection[str]) -> Report:
         decoded.append(region.step)
         return Report.of([record(region.step)], region.step)
 
@@ -271,7 +273,7 @@ def test_a_resumed_run_replaces_what_it_does_again() -> None:
 
 
 def test_a_report_that_cannot_be_read_is_left_out() -> None:
-    found = History(lambda region: None if region.step == 1 else Report.of([record(region.step)], region.step))
+    found = History(lambda region, _: None if region.step == 1 else Report.of([record(region.step)], region.step))
     for step in range(3):
         found.add([region(step)])
     assert found.steps == [0, 2]
@@ -298,7 +300,7 @@ def test_alerts_of_an_old_file_are_one_event_for_each_kind() -> None:
 
 def test_a_head_without_a_number_spoils_no_layer() -> None:
     records = [record(0, w_max=0.5), Record(0, LAYERS[0], 1), record(0, head=2, w_max=math.nan, gain=0.25)]
-    found = History(lambda region: Report.of(records, 0))
+    found = History(lambda region, _: Report.of(records, 0))
     found.add([region(0)])
     assert found.latest(LAYERS[0]) == {"w_max": 0.5, "relative_entropy": 0.5, "gain": 0.25, "max_logit": 10.0}
 

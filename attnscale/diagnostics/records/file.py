@@ -115,8 +115,11 @@ class Tail:
             if open_region is not None:
                 yield open_region
 
-    def read(self, region: Region) -> Report | None:
-        """Decode a report; None if it cannot be read. Lines that cannot be read are counted in `skipped`."""
+    def read(self, region: Region, names: Collection[str] | None = None) -> Report | None:
+        """Decode a report, or only the quantities `names`; None if it cannot be read.
+
+        Lines that cannot be read are counted in `skipped`.
+        """
         records: list[Record] = []
         with self.path.open("rb") as file:
             file.seek(region.start)
@@ -126,7 +129,7 @@ class Tail:
                 content = json.loads(line)
                 if content["kind"] == "report":
                     self._note("report", content.keys() - FIELDS)
-                    return Report.from_dict(content)
+                    return Report.from_dict(content, names)
                 records.append(_read_record(content))
             except INVALID:
                 self.skipped += 1
@@ -173,14 +176,14 @@ class Scan(NamedTuple):
     events: list[Event]
     regions: list[Region]  # by ascending step
 
-    def decode(self, most: int | None = None) -> Iterator[Report]:
-        """Decode all reports, or `most` evenly spaced ones, first and last included."""
+    def decode(self, most: int | None = None, names: Collection[str] | None = None) -> Iterator[Report]:
+        """Decode all reports, or `most` evenly spaced ones, first and last included; only the quantities `names`."""
         regions = self.regions
         if most is not None and len(regions) > most:
             last = len(regions) - 1
             regions = [regions[round(index * last / max(1, most - 1))] for index in range(most)]
         for region in regions:
-            report = self.tail.read(region)
+            report = self.tail.read(region, names)
             if report is not None:
                 yield report
 
@@ -285,7 +288,7 @@ def read(path: str | Path, *, names: Sequence[str] | None = None, most: int | No
     found = scan(path)
     left = len(found.regions) if most is None else min(most, len(found.regions))
     blocks: list[_Block] = []
-    for report in found.decode(most):
+    for report in found.decode(most, names):
         if not blocks or not blocks[-1].fits(report):
             blocks.append(_Block(report, left, names, numpy))
         blocks[-1].add(report)

@@ -1,9 +1,12 @@
 """A report, all records of a step, as columns of numbers, and its encoding as one line of a file.
 
-Summaries are stored with 12 significant bits (3.6 decimal digits), which keeps integers up to 4096 exact; numbers of
-rows and scalars are exact. Columns run over the heads of all layers. Their bytes are stored by significance, deflated,
-and written as base64, so that equal numbers cost next to nothing. Backward statistics are stored as the difference to
-the forward ones, which is mostly zero.
+    {"kind": "report", "step": 50, "time": 1.7e9, "loss": 2.5, "layers": [["layers.0", 32], …],
+     "forward": {"w_max": [64, "eJwt…"], …}, "backward": {"w_max": [64, ""], …}, "scalars": {"gain": "eJwB…"}}
+
+The values of a quantity, for the heads of all layers, are deflated fp32 numbers in base64, with bytes ordered by
+significance. Summaries are preceded by their number of rows and rounded to 11 significant bits (3.3 decimal digits),
+which keeps integers up to 2048 exact; scalars are exact. Backward statistics are stored as the difference to the
+forward ones: empty text if they are equal.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import binascii
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,15 +27,12 @@ from torch import Tensor
 from attnscale.diagnostics.records.record import STATISTICS, Record, Summary, clean, to_json
 
 ABSENT = -1  # number of rows of a quantity that a head does not have
-DROPPED_BITS = 12  # of the 23 explicit bits of an fp32 mantissa
+DROPPED_BITS = 13  # of the 23 explicit bits of an fp32 mantissa
 SUMMARY_BYTES = 3  # the last byte of a rounded fp32 number is zero
+MISSING = 0x7FFFFFFF  # bits of a scalar that a head does not have: a NaN that no computation returns
 MOST_NUMBERS = 1 << 28  # a line that claims to hold more is not decoded
 OPTIONAL = ("time", "loss", "lr")
-FIELDS = frozenset({"kind", "step", "dropped", "layers", "forward", "backward", "scalars", *OPTIONAL}) | {
-    "summaries",
-    "rows",
-    "numbers",
-}
+FIELDS = frozenset({"kind", "step", "dropped", "layers", "forward", "backward", "scalars", *OPTIONAL})
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,55 +159,76 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON, rounded as the module's docstring says."""
-        rounded, rows = _round(self.summaries), self.rows.clone()
-        for own, twin in self._twins():
-            rounded[own] ^= rounded[twin]
-            rows[own] ^= rows[twin]
+        words, split = _round(self.summaries), len(self.forward)
+        scalars = self.numbers.contiguous().view(torch.int32)
+        scalars = scalars.masked_fill(self.rows[split + len(self.backward) :] == ABSENT, MISSING)
         optional = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
-        return {
+        content: dict[str, Any] = {
             "step": self.step,
             **to_json(optional),
             **({"dropped": self.dropped} if self.dropped else {}),
             "layers": [_layer(*layer) for layer in self.layers],
-            "forward": self.forward,
-            "backward": self.backward,
-            "scalars": self.scalars,
-            "summaries": _pack(rounded, SUMMARY_BYTES),
-            "rows": _pack(rows),
-            "numbers": _pack(self.numbers.contiguous().view(torch.int32)),
+            "forward": {},
+            "backward": {},
+            "scalars": {name: _pack(scalars[index]) for index, name in enumerate(self.scalars)},
         }
+        for index, name in enumerate(self.forward):
+            content["forward"][name] = [_pack_rows(self.rows[index]), _pack(words[index], SUMMARY_BYTES)]
+        for index, name in enumerate(self.backward, start=split):
+            own = words[index] ^ words[self.forward.index(name)] if name in self.forward else words[index]
+            text = _pack(own, SUMMARY_BYTES) if name not in self.forward or own.any() else ""
+            content["backward"][name] = [_pack_rows(self.rows[index]), text]
+        return content
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Report:
-        """Inverse of `as_dict`, except for rounding. Raises ValueError, KeyError or TypeError for other content."""
+    def from_dict(cls, content: Mapping[str, Any], names: Collection[str] | None = None) -> Report:
+        """Inverse of `as_dict`, except for rounding.
+
+        Args:
+            content: the dictionary.
+            names: decode only these quantities, as `w_max` for both phases or `forward/w_max`. None means all.
+
+        Returns:
+            The report.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: the content is not a report.
+        """
         layers = tuple(_read_layer(*layer) for layer in content["layers"])
         columns = sum(len(heads) for _, heads, _ in layers)
-        forward, backward, scalars = (tuple(map(clean, content[name])) for name in ("forward", "backward", "scalars"))
-        quantities = len(forward) + len(backward)
-        if (quantities * len(STATISTICS) + len(scalars)) * columns > MOST_NUMBERS:
+        phases = {phase: content[phase] for phase in ("forward", "backward", "scalars")}
+        if sum(map(len, phases.values())) * len(STATISTICS) * columns > MOST_NUMBERS:
             raise ValueError("too many numbers")
-        words = _unpack(content["summaries"], (quantities, len(STATISTICS), columns), SUMMARY_BYTES)
-        report = cls(
+
+        def unpack(phase: str, name: str) -> Tensor:
+            text = phases[phase][name][1]
+            twin = phase == "backward" and name in phases["forward"]
+            if twin and not text:
+                return unpack("forward", name)
+            words = _unpack(text, (len(STATISTICS), columns), SUMMARY_BYTES)
+            return words ^ unpack("forward", name) if twin else words
+
+        chosen = {
+            phase: [name for name in found if names is None or name in names or f"{phase}/{name}" in names]
+            for phase, found in phases.items()
+        }
+        summaries = [unpack(phase, name) for phase in ("forward", "backward") for name in chosen[phase]]
+        counts = [phases[phase][name][0] for phase in ("forward", "backward") for name in chosen[phase]]
+        words = _stack([_unpack(phases["scalars"][name], (columns,)) for name in chosen["scalars"]], columns)
+        rows = [*(_unpack_rows(count, columns) for count in counts), *(words != MISSING).int() * (1 - ABSENT) + ABSENT]
+        forward, backward, scalars = (tuple(map(clean, found)) for found in chosen.values())
+        return cls(
             _whole(content["step"]),
             layers,
             forward,
             backward,
             scalars,
+            _stack(summaries, len(STATISTICS), columns).view(torch.float32),
+            _stack(rows, columns),
             words.view(torch.float32),
-            _unpack(content["rows"], (quantities + len(scalars), columns)),
-            _unpack(content["numbers"], (len(scalars), columns)).view(torch.float32),
             dropped=_whole(content.get("dropped", 0)),
             **{name: float(content[name]) for name in OPTIONAL if name in content},
         )
-        for own, twin in report._twins():
-            words[own] ^= words[twin]
-            report.rows[own] ^= report.rows[twin]
-        return report
-
-    def _twins(self) -> list[tuple[int, int]]:
-        """Indices of the backward quantities that were also measured in forward, with the index in forward."""
-        both = enumerate(self.backward, start=len(self.forward))
-        return [(own, self.forward.index(name)) for own, name in both if name in self.forward]
 
 
 def _present(names: Sequence[str], found: Sequence[Summary]) -> dict[str, Summary]:
@@ -237,11 +258,28 @@ def _read_layer(name: str, heads: int | list[int], mode: str = "training") -> tu
 
 
 def _round(values: Tensor) -> Tensor:
-    """Return the bits of fp32 numbers, rounded to 12 significant bits, as int32."""
+    """Return the bits of fp32 numbers, rounded to 11 significant bits, as int32."""
     bits = values.contiguous().view(torch.int32)
     rounded = ((bits + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS) << DROPPED_BITS
     special = torch.full_like(values, math.nan).where(values.isnan(), values).view(torch.int32)
     return rounded.where(values.isfinite(), special)
+
+
+def _stack(parts: list[Tensor], *shape: int) -> Tensor:
+    return torch.stack(parts) if parts else torch.zeros(0, *shape, dtype=torch.int32, device="cpu")
+
+
+def _pack_rows(rows: Tensor) -> int | str:
+    """Return the numbers of rows: one int if all heads have the same."""
+    first = int(rows[0]) if len(rows) else 0
+    return first if bool((rows == first).all()) else _pack(rows)
+
+
+def _unpack_rows(content: int | str, columns: int) -> Tensor:
+    """Inverse of `_pack_rows`."""
+    if isinstance(content, str):
+        return _unpack(content, (columns,))
+    return torch.full((columns,), _whole(content), dtype=torch.int32, device="cpu")
 
 
 def _pack(words: Tensor, number: int = 4) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -49,11 +49,11 @@ class History:
     report. Reports that are not kept are never decoded.
 
     Args:
-        read: decodes a report; None if it cannot be read.
+        read: decodes these quantities of a report; None if it cannot be read.
         most_steps: number of steps to keep.
     """
 
-    def __init__(self, read: Callable[[Region], Report | None], most_steps: int = 256) -> None:
+    def __init__(self, read: Callable[[Region, Collection[str]], Report | None], most_steps: int = 256) -> None:
         self.most_steps = most_steps
         self.run: RunInfo | None = None
         self.end: End | None = None
@@ -147,7 +147,7 @@ class History:
     def _decode(self) -> None:
         region, self._waiting = self._waiting, None
         try:
-            report = None if region is None else self._read(region)
+            report = None if region is None else self._read(region, WATCHED)
         except OSError:  # the file was removed
             report = None
         if report is None:
