@@ -18,7 +18,8 @@ import torch
 from browser_page import NOTES, Dom, browser, notes, opened
 
 from attnscale.cli import main
-from attnscale.diagnostics import CAUSES, Event, Record, Summary
+from attnscale.diagnostics import Event, Record, Summary
+from attnscale.diagnostics.events import CAUSES
 from attnscale.diagnostics.records.record import STATISTICS
 from attnscale.diagnostics.records.report import Report
 from attnscale.report import Run, build_page, read_run, write_report
