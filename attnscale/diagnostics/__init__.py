@@ -7,7 +7,8 @@ do not use a monitor.
 
 from typing import TYPE_CHECKING
 
-from attnscale.diagnostics import actions, sinks
+from attnscale.diagnostics import actions as actions
+from attnscale.diagnostics import sinks
 from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, Summary
@@ -24,7 +25,6 @@ __all__ = [
     "RunInfo",
     "Summary",
     "Thresholds",
-    "actions",
     "add_finder",
     "find_attention",
     "observe",

@@ -40,8 +40,8 @@ class TrackerSink:
         ...     def log(self, values, step):
         ...         print(values, step)
         >>> sink = TrackerSink(Run(), heads=False)
-        >>> sink.log([Record(0, "layers.0", 0, scalars={"gain": 0.5})], step=0)
-        {'attn/layers.0/gain': 0.5} 0
+        >>> sink.log([Record(0, "layers.0", 0, scalars={"score_gain": 0.5})], step=0)
+        {'attn/layers.0/score_gain': 0.5} 0
     """
 
     def __init__(self, run: Any, *, heads: bool = True, full: bool = False, **start: Any) -> None:
