@@ -17,8 +17,8 @@ from attnscale.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / ".github" / "assets" / "report.png"
-SIZE = (1400, 938)
-VIEW = "step=200&layer=blocks.4.attention&head=3&lines=layers&theme=light"
+SIZE = (1400, 1240)
+VIEW = "theme=light"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

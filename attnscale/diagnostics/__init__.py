@@ -8,14 +8,13 @@ do not use a monitor.
 from typing import TYPE_CHECKING
 
 from attnscale.diagnostics import actions, sinks
-from attnscale.diagnostics.events import CAUSES, EventLog, Thresholds
+from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, Summary
 from attnscale.diagnostics.sinks import *  # noqa: F403  # all sinks
 from attnscale.diagnostics.views.observe import Observation, observe
 
 __all__ = [
-    "CAUSES",
     "Event",
     "EventLog",
     "Monitor",

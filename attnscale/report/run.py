@@ -82,19 +82,19 @@ class Run:
         )
 
     def worst(self, event: Event) -> int:
-        """Return the column of the head that shows an event most clearly."""
+        """Return the column of the head that shows an event most clearly at its first step."""
         places = [column for column, place in enumerate(self.columns) if _concerns(event, *place)]
-        plane = self.planes.get(Key.shown(event.quantity))
-        if not places or plane is None:
+        plane, value, usual = self.planes.get(Key.shown(event.quantity)), event.value, event.usual
+        if not places or plane is None or value is None:
             return places[0] if places else 0
-        end = event.step if event.status == "over" else self.steps[-1]
-        rows = [index for index, step in enumerate(self.steps) if event.start <= step <= end]
-        values = plane[rows or [nearest(self.steps, event.start)]][:, places].double()
+        now = plane[nearest(self.steps, event.start)][places].double()
         if event.quantity == "broken_row":  # recorded only for the heads with NaN or infinity
-            return places[int(values.isfinite().any(0).int().argmax())]
-        rising = event.value is None or event.usual is None or not event.value < event.usual
-        values = values.nan_to_num(-math.inf) if rising else -values.nan_to_num(math.inf)
-        return places[int(values.amax(0).argmax())]
+            clearness = now.isfinite().double()
+        elif usual is None or math.isnan(usual):
+            clearness = -(now - value).abs()
+        else:
+            clearness = now if value > usual else -now
+        return places[int(clearness.nan_to_num(-math.inf).argmax())]
 
     def start(self) -> tuple[int, int, str]:
         """Return step index, column and quantity with which the page opens: the worst event, else the largest logit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from attnscale.diagnostics import CAUSES
+from attnscale.diagnostics.events import CAUSES
 from attnscale.policies import POLICIES
 from scripts.docs import model_types, policy_plots
 
@@ -21,7 +21,7 @@ def events() -> tuple[str, Files]:
     """The causes of events: how each is recognised, and what to try."""
     lines = ["| cause | event | recognised by | what to try |", "|---" * 4 + "|"]
     for name, cause in CAUSES.items():
-        summary = (cause.rule.__doc__ or "").strip().rstrip(".")
+        summary = (cause.rule.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         lines.append(f"| `{name}` | {cause.title} | {summary} | {cause.advice} |")
     return "\n".join(lines), {}
 

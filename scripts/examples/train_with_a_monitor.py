@@ -70,7 +70,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            monitor.step(step)
+            monitor.step(step, loss=loss)
             if step % 50 == 0 or step == options.steps - 1:
                 print(f"step {step:4d}  loss {loss.item():.3f}")
     print(f"wrote {output}; view it with `attnscale report {output}`")

@@ -10,7 +10,7 @@ import torch
 
 import attnscale.diagnostics
 from attnscale import Monitor, ScaledDotProductAttention
-from attnscale.diagnostics import CAUSES
+from attnscale.diagnostics.events import CAUSES
 from attnscale.diagnostics.views.display import GAP_COUNT, QUANTITIES, WATCHED, quantity_of
 
 README = (Path(attnscale.diagnostics.__file__).parent / "README.md").read_text(encoding="utf-8").splitlines()

@@ -11,8 +11,9 @@ import tiny_gpt
 import torch
 
 from attnscale import Monitor, ScaledDotProductAttention
-from attnscale.diagnostics import CAUSES, Event, EventLog, MemorySink, Record, Summary, Thresholds, actions
+from attnscale.diagnostics import Event, EventLog, MemorySink, Record, Summary, Thresholds, actions
 from attnscale.diagnostics.actions import RunStopped
+from attnscale.diagnostics.events import CAUSES
 from attnscale.errors import ArgumentError, ArgumentTypeError
 
 LAYERS, HEADS = ("blocks.0", "blocks.1", "blocks.2"), 4

@@ -18,7 +18,8 @@ import torch
 from browser_page import NOTES, Dom, browser, notes, opened
 
 from attnscale.cli import main
-from attnscale.diagnostics import CAUSES, Event, Record, Summary
+from attnscale.diagnostics import Event, Record, Summary
+from attnscale.diagnostics.events import CAUSES
 from attnscale.diagnostics.records.record import STATISTICS
 from attnscale.diagnostics.records.report import Report
 from attnscale.report import Run, build_page, read_run, write_report
@@ -179,13 +180,9 @@ def test_the_first_lines_say_what_is_wrong_where_since_when_and_what_to_try(page
     )
     bars = [re.findall(r"[\d.]+%", found["style"]) for found in dom.all("button", "bar")]
     assert bars == [["80%", "100%", "20%"], ["40%", "100%", "60%"]]
-    # The least entropy of the four heads since step 40.
-    expected = known()
-    heads = [("blocks.0.x.attn", 0), ("blocks.0.x.attn", 1), ("blocks.2.x.attn", 0), ("blocks.2.x.attn", 1)]
-    least = {
-        place: min(expected[(step, *place)].forward["relative_entropy"].mean for step in (40, 50)) for place in heads
-    }
-    layer, head = min(least, key=lambda place: least[place])
+    # The least entropy of the four heads at step 40.
+    places = [("blocks.0.x.attn", 0), ("blocks.0.x.attn", 1), ("blocks.2.x.attn", 0), ("blocks.2.x.attn", 1)]
+    layer, head = min(places, key=lambda place: known()[(40, *place)].forward["relative_entropy"].mean)
     assert dom.text["readout"].startswith(f"Step 40 · {layer} · head {head}: mean of entropy / ln n ")
     assert dom.text["readout"].endswith("event: entropy collapse")
 
@@ -468,6 +465,26 @@ def test_alerts_of_older_versions_become_events(tmp_path: Path) -> None:
     assert shown["message"].startswith("it is 200.0 in heads 0, 2 of ")
     assert shown["message"].endswith(", since step 20")
     assert shown["advice"] == CAUSES["exploding"].advice
+
+
+@pytest.mark.parametrize(
+    ("value", "usual", "worst"), [(0.9, 0.2, 2), (0.1, 0.2, 1), (0.6, math.nan, 3), (None, None, 1)]
+)
+def test_the_worst_head_has_the_clearest_value_at_the_first_step(
+    value: float | None, usual: float | None, worst: int
+) -> None:
+    columns = [("attn", head) for head in range(4)]
+    planes = {
+        Key("scalar", "token_angle", "value"): torch.tensor([[0.0] * 4, [5.0, 0.3, 0.8, 0.5], [9.0, 9.0, 9.0, 0.0]])
+    }
+    event = replace(JUMP, start=10, places=(("attn", (1, 2, 3)),), quantity="token_angle", value=value, usual=usual)
+    assert Run("run.jsonl", [0, 10, 20], columns, planes).worst(event) == worst
+
+
+def test_the_worst_head_of_an_event_with_nan_is_one_that_has_it() -> None:
+    planes = {Key("scalar", "broken_row", "value"): torch.tensor([[math.nan, math.nan, 3.0]])}
+    event = replace(JUMP, start=0, places=(("attn", ()),), quantity="broken_row", value=math.nan, usual=3.0)
+    assert Run("run.jsonl", [0], [("attn", head) for head in range(3)], planes).worst(event) == 2
 
 
 def test_thinning_keeps_the_ends_and_the_start_of_an_event(run_file: Path) -> None:

@@ -353,7 +353,7 @@ def test_the_table_of_backends_is_that_of_the_dispatch(kernels: str, monkeypatch
 
 
 def test_the_table_of_events_has_every_cause_with_its_rule_and_advice() -> None:
-    from attnscale.diagnostics import CAUSES
+    from attnscale.diagnostics.events import CAUSES
 
     text, _ = blocks.events()
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]

@@ -138,6 +138,8 @@ class EventLog:
             other: one for other, one in self._open.items() if other in CAUSES[cause].explains and one.reports <= KEPT
         }
         taken = [self._open.pop(other) for other in recent]
+        for other in taken[1:]:  # the first one goes on under the new cause
+            messages[other.event.number] = replace(other.event, status="over", step=report.step)
         sightings = (self._seen[cause][place].first for place in symptoms)
         start = min([*sightings, *(one.event.start for one in taken)])
         if cause == "nan":

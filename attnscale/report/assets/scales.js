@@ -26,8 +26,10 @@ function domainOf(name, arrays) {
     }
   }
   if (low > high) return { low: 0, high: 1, log: false, empty: true };
-  if (name !== "lr" && low >= 0 && high > 0 && (LOGS.has(name) || high / positive > 100)) {
-    return high > positive ? { low: positive, high, log: true } : { low: high / 2, high: high * 2, log: true };
+  const times = high / positive, wide = LOGS.has(name) && (low > 0 || times > 10) || times > 100;
+  if (name !== "lr" && low >= 0 && high > 0 && wide) {
+    if (high === low) return { low: high / 2, high: high * 2, log: true };
+    return { low: low > 0 ? low : positive / 3, high, log: true }; // zeros lie below the smallest positive value
   }
   if (low === 0 && high === 0) return { low: 0, high: 1, log: false };
   if (low === high) return { low: low - (Math.abs(low) || 1) * 0.5, high: high + (Math.abs(high) || 1) * 0.5, log: false };
