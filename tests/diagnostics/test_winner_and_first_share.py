@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnscale import Monitor, ScaledDotProductAttention, observe
+from attnscale import Monitor, ScaledDotProductAttention, accumulation_scale, observe
 from attnscale.cli import main
 from attnscale.diagnostics import ConsoleSink, JsonlSink, Record, read_jsonl
 from attnscale.diagnostics.views.display import QUANTITIES
@@ -195,3 +195,28 @@ def test_the_terminal_shows_the_run_all_the_same(run, capsys):
     assert "w_max" in printed
     assert main(["watch", str(path), "--once"]) == 0
     assert "step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rules", CALLS)
+def test_criticality_without_the_first_keys_is_that_of_the_other_keys(rules):
+    """A bracket of Λ over the visible keys but the first four, for the first rows of a call."""
+    options, seen = CALLS[rules]
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, DIM, generator=generator) for _ in range(3))
+    attention = ScaledDotProductAttention()
+    with Monitor(attention, every=1, rows=None, alerts=None) as monitor:
+        attention(q, k, v, **options)
+        records = monitor.step(0)
+    scores = q @ k.mT / math.sqrt(DIM)
+    if isinstance(mask := options.get("attn_mask"), Tensor) and mask.dtype != torch.bool:
+        scores = scores + mask
+    padded = LEFT if rules == "left padding" else torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    for record in records:
+        values = []
+        for batch, row in product(range(BATCH), range(min(16, LENGTH))):
+            rest = seen.expand(BATCH, HEADS, LENGTH, LENGTH)[batch, record.head, row].nonzero()[FIRST:, 0]
+            if len(rest) > 1 and not padded[batch, row]:
+                values.append(1 / accumulation_scale(scores[batch, record.head, row, rest][None]).item())
+        found = record.forward["criticality_rest"]
+        assert found.rows == len(values)
+        assert found.mean == pytest.approx(sum(values) / len(values), rel=0.13)

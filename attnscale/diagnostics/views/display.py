@@ -51,6 +51,14 @@ _ROWS = (
     Quantity("entropy", "forward", "entropy, nats", "entropy H, nats", "entropy of the weights, after temperature"),
     Quantity("max_logit", "forward", "max logit", "largest logit", "in nats, after temperature"),
     Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1 the best key wins", log=True),
+    Quantity(
+        "criticality_rest",
+        "forward",
+        "r without sink",
+        "criticality without the first 4 keys",
+        "of the keys that compete beside a sink; 16 rows per call",
+        log=True,
+    ),
     Quantity("accumulation", "forward", "Λ", "accumulation Λ", "sup ln N(t)/t: high if many keys are near the best"),
     Quantity("prominence", "forward", "prominence", "prominence of the best score", "about 1 if the scores are noise"),
     Quantity(

@@ -6,6 +6,7 @@ All quantities are fp32. Rows without visible keys are NaN and excluded from agg
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple, cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.context import count_visible, count_visible_before
+from attnscale.call.context import Context, count_visible, count_visible_before, first_slots
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import StatsRequest
 from attnscale.statistics.row_stats import RowStats
@@ -25,6 +26,7 @@ from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 THRESHOLDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 MIN_RANK = 2
 FIRST_KEYS = 4  # the usual place of attention sinks
+REST_ROWS = 16  # rows per call whose criticality is also measured without the first keys, because it takes another pass
 REQUEST = StatsRequest(
     gap_thresholds=THRESHOLDS, accumulation="bracket", min_rank=MIN_RANK, winner=True, first_share=FIRST_KEYS
 )
@@ -48,6 +50,7 @@ FORWARD = (
     "prominence",
     "winner",
     "first_share",
+    "criticality_rest",
 )
 BACKWARD = (*COMPARED, "score_gradient", "beta_gradient")
 
@@ -59,6 +62,7 @@ class MeasuredQuantities(NamedTuple):
     visible: Tensor  # number of visible keys, floating
     winner: Tensor  # number of visible keys before the key with the largest weight
     first_share: Tensor  # weight of the first visible keys
+    rest: Tensor  # Λ of the other keys; NaN in all rows but the first REST_ROWS
 
 
 def measure_quantities(call: AttentionCall) -> MeasuredQuantities:
@@ -67,7 +71,28 @@ def measure_quantities(call: AttentionCall) -> MeasuredQuantities:
     visible = count_visible(call.context).expand(call.query.shape[:3]).to(measures.lse.dtype)
     winner = count_visible_before(call.context, measures.winner)
     stats = add_call_shares(RowStats(visible, lse=measures.lse), REQUEST, call)
-    return MeasuredQuantities(measures, visible, winner, cast("Tensor", stats.first_share))
+    return MeasuredQuantities(measures, visible, winner, cast("Tensor", stats.first_share), _rest_accumulation(call))
+
+
+def _rest_accumulation(call: AttentionCall) -> Tensor:
+    """Λ [B, H, R] over all visible keys but the first ones, for some rows. A sink among the first keys hides it."""
+    found = torch.full(call.query.shape[:3], math.nan, dtype=torch.float32, device=call.query.device)
+    rows = min(REST_ROWS, found.shape[-1])
+    part = call.select(torch.arange(rows, device=found.device))
+    context = part.context
+    slots, seen = first_slots(context, FIRST_KEYS)
+    number = torch.arange(context.keys, device=found.device)
+    first = ((number == slots[..., None]) & seen[..., None]).any(-2).expand(-1, -1, rows, -1)
+    visible = context.dense()
+    hidden = first if visible is None else first | ~visible
+    bias = context.mask
+    mask = ~hidden if bias is None or bias.dtype == torch.bool else torch.where(hidden, -math.inf, bias)
+    rest = replace(part, context=Context(rows, context.keys, context.device, mask=mask))
+    request = StatsRequest(
+        w_max=False, entropy=False, lse=False, max_logit=False, accumulation="bracket", min_rank=MIN_RANK
+    )
+    found[..., :rows] = measure_rows(rest, request).accumulation.middle
+    return found
 
 
 def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
@@ -77,8 +102,9 @@ def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
     # Λ is 0 for a single key and infinite for a tie at the top. NaN keeps these rows out of means.
     accumulation = torch.where((accumulation < math.inf) & (accumulation > 0), accumulation, math.nan)
     relative = measures.entropy / torch.where(visible > 1, visible, math.nan).log()
+    rest = torch.where((measured.rest < math.inf) & (measured.rest > 0), measured.rest, math.nan)
     scales = measures.max_logit, accumulation, beta / accumulation, measures.prominence
-    keys = torch.where(measures.winner < 0, math.nan, measured.winner), measured.first_share
+    keys = torch.where(measures.winner < 0, math.nan, measured.winner), measured.first_share, beta / rest
     return _stacked(measured, [*_compared(measures), visible, beta, relative, *scales, *keys])
 
 
