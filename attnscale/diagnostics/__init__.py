@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 
 from attnscale.diagnostics import sinks
 from attnscale.diagnostics.alerts import Thresholds
+from attnscale.diagnostics.max_logits import MaxLogits
 from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
+from attnscale.diagnostics.qk_clip import Clipped, QKClip
 from attnscale.diagnostics.records.record import Alert, Record, Summary
 from attnscale.diagnostics.sinks import *  # noqa: F403  # all sinks
 from attnscale.diagnostics.views.observe import Observation, observe
 
 __all__ = [
     "Alert",
+    "Clipped",
+    "MaxLogits",
     "Monitor",
     "Observation",
+    "QKClip",
     "Record",
     "Summary",
     "Thresholds",

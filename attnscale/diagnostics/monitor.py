@@ -111,7 +111,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             found = find_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
                 reject(
-                    "model", type(model).__name__, "a model without an attached monitor; close the other monitor first"
+                    "model",
+                    type(model).__name__,
+                    "a model without an attached monitor or QKClip; close it first, or pass QKClip the monitor",
                 )
             if group is None:
                 refuse_unsaid_heads(model, found.values())
@@ -120,6 +122,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._raised: set[tuple[str, str, int]] = set()  # kind, layer and head of the alerts of the last report
         self._closed = False
         self._notices = Notices()
+        self._model, self._attention = model, found
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices)
         modules = dict(model.named_modules())  # in a swapped model, the parent of our module

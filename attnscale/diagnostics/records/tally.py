@@ -276,7 +276,7 @@ class Processes(Uncopied):
 
     def __init__(self, names: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices) -> None:
         self._names = dict(names)
-        self._group = group
+        self.group = group
         self._notices = notices
 
     @property
@@ -284,12 +284,12 @@ class Processes(Uncopied):
         """Number of processes."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return 1
-        return distributed.get_world_size(self._group)
+        return distributed.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
         """Rank of this process in the group."""
-        return 0 if self.number == 1 else distributed.get_rank(self._group)
+        return 0 if self.number == 1 else distributed.get_rank(self.group)
 
     def collect(self, layers: Iterable[TalliedLayer], step: int) -> list[Record]:
         """Return one record per layer and head, merged over all processes."""
@@ -313,7 +313,7 @@ class Processes(Uncopied):
         messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
         # Pickling a view would send its whole storage.
         sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
-        distributed.all_gather_object(messages, (step, list(self._names), sent), group=self._group)
+        distributed.all_gather_object(messages, (step, list(self._names), sent), group=self.group)
         steps, names, parts = zip(*messages, strict=True)
         if len(set(steps)) > 1:
             self._warn("steps", f"the processes are at different steps ({', '.join(map(str, steps))})")
