@@ -182,9 +182,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
         At a measured step the maxima are exact. At other steps they are by-products of the backend, at no extra pass:
         exact with "triton" and "blockwise"; bounds at most ln n apart with "sdpa" on the CPU, from the lse of torch's
-        fused kernel. No bounds are known where torch does not run this kernel (on other devices, with dropout, with an
-        additive mask that requires gradients), for calls that return the weights, and for sequences split over
-        processes. Whether the output is finite is always known. Nothing is tracked inside torch.func transforms.
+        fused kernel. No bounds are known where torch does not run this kernel (on other devices, with dropout, with
+        values and keys of different size, with a mask that requires gradients), for calls that return the weights, and
+        for sequences split over processes. Whether the output is finite is always known. Nested tensors, and calls
+        inside torch.func transforms, are not tracked.
 
         Returns:
             `MaxLogits` with tensors [H] by layer; heads of this process only. Layers without calls are missing. Empty
