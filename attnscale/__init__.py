@@ -27,7 +27,7 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_st
 from attnscale.statistics.gaps import accumulation_scale
 
 if TYPE_CHECKING:
-    from attnscale.diagnostics import Monitor, observe
+    from attnscale.diagnostics import Monitor, QKClip, observe
     from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
 __version__ = "0.2.0"
@@ -43,6 +43,7 @@ __all__ = [
     "Monitor",
     "MultiheadAttention",
     "Policy",
+    "QKClip",
     "RowStats",
     "ScaledDotProductAttention",
     "SoftmaxOutput",
@@ -70,6 +71,7 @@ state.MODEL_PACKAGES["transformers.modeling_utils"] = "attnscale.hf"
 _LATER = {
     "Monitor": "attnscale.diagnostics",
     "MultiheadAttention": "attnscale.module",
+    "QKClip": "attnscale.diagnostics",
     "ScaledDotProductAttention": "attnscale.module",
     "observe": "attnscale.diagnostics",
 }

@@ -142,6 +142,7 @@ class LayerListener(Uncopied):
         self._notices = notices
         self.listening = False
         self.trackers: list[LogitTracker] = []
+        self.head_shape: tuple[int, int] | None = None  # heads and their dimension, once known
         self._checkpointed = False  # a training call ran without a graph: a reentrant checkpoint may recompute it
         self.seed = 0  # for row sampling; the same in all processes
         self.rank = 0
@@ -209,6 +210,7 @@ class LayerListener(Uncopied):
 
     def _track(self, event: CallEvent, rank: int) -> Tensor:
         """Add the largest logits of a call to all trackers. Returns their upper bound [H], exact if listening."""
+        self.head_shape = event.call.query.shape[1], event.call.query.shape[3]
         found = bound_largest(event, self.limit, everything=self.listening)
         if self.trackers:
             numbers = torch.cat([found, broken_heads(event.result.out)[None]])

@@ -126,7 +126,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             found = find_attention(model, undo)
             if any(module.tap is not None for module in found.values()):
                 reject(
-                    "model", type(model).__name__, "a model without an attached monitor; close the other monitor first"
+                    "model",
+                    type(model).__name__,
+                    "a model without an attached monitor or QKClip; close it first, or pass QKClip the monitor",
                 )
             if group is None:
                 refuse_unsaid_heads(model, found.values())
@@ -151,8 +153,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._closed = False
         self._steps = 1  # since the last report
         self._delivery = Delivery(sinks, self._notices)
-        self._model, self._rows = type(model).__name__, rows
+        self._rows = rows
         self._policies = [getattr(module, "policy", None) for module in found.values()]
+        self._model, self._attention = model, found
         self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
         self._processes = Processes(self._head_parts, group, self._notices, timeout)
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
@@ -220,9 +223,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
         At a measured step the maxima are exact. At other steps they are by-products of the backend, at no extra pass:
         exact with "triton" and "blockwise"; bounds at most ln n apart with "sdpa" on the CPU, from the lse of torch's
-        fused kernel. No bounds are known where torch does not run this kernel (on other devices, with dropout, with an
-        additive mask that requires gradients), for calls that return the weights, and for sequences split over
-        processes. Whether the output is finite is always known. Nothing is tracked inside torch.func transforms.
+        fused kernel. No bounds are known where torch does not run this kernel (on other devices, with dropout, with
+        values and keys of different size, with a mask that requires gradients), for calls that return the weights, and
+        for sequences split over processes. Whether the output is finite is always known. Nested tensors, and calls
+        inside torch.func transforms, are not tracked.
 
         Returns:
             `MaxLogits` with tensors [H] by layer; heads of this process only. Layers without calls are missing. Empty
@@ -303,7 +307,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _describe(self, records: list[Record]) -> RunInfo:
         policies = dict.fromkeys("none" if policy is None else repr(policy) for policy in self._policies)
         return RunInfo(
-            model=self._model,
+            model=type(self._model).__name__,
             layers=len(layers_of(records)),
             heads=1 + max(record.head for record in records),
             policy="; ".join(policies),

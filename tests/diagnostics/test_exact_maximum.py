@@ -120,6 +120,18 @@ def test_padding_rows_do_not_count(left):
     assert (found.upper < 200).all()
 
 
+def test_rows_that_see_nothing_have_no_logit():
+    q, k = torch.ones(1, 2, 16, 8), -10 * torch.ones(1, 2, 16, 8)
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    mask[3] = False
+    attention = ScaledDotProductAttention()
+    with Monitor(attention, every=10, alerts=None) as monitor:
+        monitor.step(0)
+        attention(q, k, k, attn_mask=mask)
+        found = monitor.max_logits()[ATTENTION]
+    assert found.upper.tolist() == pytest.approx([math.log(16) - 10 * math.sqrt(8)] * 2)
+
+
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_an_output_that_is_not_finite_is_told_by_head_and_its_rows_do_not_count(where):
     inputs = qkv()
@@ -228,6 +240,18 @@ def largest_in(model, monitor, *batches):
     return {path: found.upper for path, found in monitor.max_logits().items()}
 
 
+@torch.no_grad()
+def validate(model):
+    """Evaluate a model whose second layer has larger logits than in training."""
+    recompute, model.recompute = model.recompute, None
+    model.eval()
+    model.blocks[1].inner.weight.mul_(4)
+    model.loss(tiny_gpt.batch(1))
+    model.blocks[1].inner.weight.div_(4)
+    model.train()
+    model.recompute = recompute
+
+
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("step", [0, 1])
 def test_checkpointing_and_micro_batches_give_the_maximum_of_all_calls(recompute, step):
@@ -241,6 +265,7 @@ def test_checkpointing_and_micro_batches_give_the_maximum_of_all_calls(recompute
         assert any(not torch.equal(each[0][path], together[path]) for path in together)
     with Monitor(model, every=2, alerts=None) as monitor:
         monitor._listen(step == 0, step)
+        validate(model)
         found = largest_in(model, monitor, *batches)
         assert monitor.max_logits()["blocks.0.attention"].exact.isnan().any() == (step == 1)
     assert all(torch.equal(found[path], together[path]) for path in together)
@@ -253,19 +278,10 @@ def test_validation_does_not_count_beside_training_and_counts_alone():
         monitor.step(0)
         expected = largest_in(model, monitor, tiny_gpt.batch(0))[path]
         monitor.step(1)
-
-        def validate():
-            with torch.no_grad():
-                model.eval()
-                model.blocks[1].inner.weight.mul_(4)
-                model.loss(tiny_gpt.batch(1))
-                model.blocks[1].inner.weight.div_(4)
-                model.train()
-
-        validate()
+        validate(model)
         alone = monitor.max_logits()[path].upper
         model.loss(tiny_gpt.batch(0)).backward()
-        validate()
+        validate(model)
         assert torch.equal(monitor.max_logits()[path].upper, expected)
         assert (alone > expected).all()
 

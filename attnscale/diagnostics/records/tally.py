@@ -291,7 +291,7 @@ class Processes(Uncopied):
         self, parts: Mapping[str, int], group: distributed.ProcessGroup | None, notices: Notices, timeout: float
     ) -> None:
         self._parts = dict(parts)
-        self._group = group
+        self.group = group
         self._notices = notices
         self._timeout = timeout
 
@@ -300,12 +300,12 @@ class Processes(Uncopied):
         """Number of processes."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return 1
-        return distributed.get_world_size(self._group)
+        return distributed.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
         """Rank of this process in the group."""
-        return 0 if self.number == 1 else distributed.get_rank(self._group)
+        return 0 if self.number == 1 else distributed.get_rank(self.group)
 
     def collect(self, layers: Iterable[TalliedLayer], step: int, steps: int = 1) -> list[Record]:
         """Return one record per layer and head, merged over all processes. `steps` is their number since the last."""
@@ -332,7 +332,7 @@ class Processes(Uncopied):
         messages: list[tuple[int, list[str], dict[str, Part]]] = [(0, [], {})] * self.number
         # Pickling a view would send its whole storage.
         sent = {name: part._replace(rows=part.rows.clone()) for name, part in here.items()}
-        distributed.all_gather_object(messages, (step, own, sent), group=self._group)
+        distributed.all_gather_object(messages, (step, own, sent), group=self.group)
         steps, names, parts = zip(*messages, strict=True)
         if len(set(steps)) > 1:
             self._warn("steps", f"the processes are at different steps ({', '.join(map(str, steps))})")
@@ -356,7 +356,7 @@ class Processes(Uncopied):
 
     def _wait(self, step: int) -> None:
         """Wait until all processes report. A collective alone would wait for its own time-out, half an hour."""
-        ranks = distributed.get_process_group_ranks(self._group or distributed.group.WORLD)
+        ranks = distributed.get_process_group_ranks(self.group or distributed.group.WORLD)
         group = "-".join(map(str, (ranks[0], ranks[-1], len(ranks))))
         store, meeting = distributed.distributed_c10d._get_default_store(), state.MEETINGS[group]
 

@@ -37,6 +37,7 @@ from attnscale.statistics.rows.tiles import LOG2E, Block, CallRows
 from attnscale_kernels.availability import other_derivative
 
 LSE = RowMeasures._fields.index("lse")
+ROWS_AT_ONCE = 1024  # in a pass over all rows
 NOTHING = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
 
 
@@ -71,11 +72,21 @@ def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool
 
 
 def largest_row_logits(call: AttentionCall) -> Tensor:
-    """The largest logit [B, H, Tq] of each row of a detached call, −∞ without visible keys: a maximum, no softmax."""
-    rows = CallRows(call)
-    found = rows.query.new_full(call.query.shape[:3], HIDDEN)
-    for block in rows.blocks(whole=False):
-        rows.store(found, block, reduce(torch.maximum, (rows.logits(piece).amax(-1) for piece in block.pieces())))
+    """The largest logit [B, H, Tq] of each row of a detached call, −∞ without visible keys: a maximum, no softmax.
+
+    Rows are taken in parts, because β times their queries is a copy.
+    """
+    queries, device = call.query.shape[2], call.query.device
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    found = torch.full(call.query.shape[:3], HIDDEN, dtype=wide, device=device)
+    for start in range(0, queries, ROWS_AT_ONCE):
+        part = call
+        if queries > ROWS_AT_ONCE:
+            part = call.select(torch.arange(start, min(start + ROWS_AT_ONCE, queries), device=device))
+        rows = CallRows(part, small=True)
+        tops = found.narrow(2, start, part.query.shape[2])
+        for block in rows.blocks(whole=False):
+            rows.store(tops, block, reduce(torch.maximum, (rows.logits(piece).amax(-1) for piece in block.pieces())))
     return (found / LOG2E).masked_fill(found <= HIDDEN / 2, -math.inf)
 
 

@@ -68,11 +68,13 @@ class CallRows:
     """The rows of a call in the dtype of the scores: fp32, or fp64 for fp64 inputs.
 
     Tiles are [n, g·r, K]: n key heads over all sequences of a block, g query heads per key head, r rows, K slots. Tiles
-    live in per-thread buffers and are valid until the next tile with the same purpose.
+    live in per-thread buffers and are valid until the next tile with the same purpose. `small` tiles take less memory.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, *, small: bool = False) -> None:
         self.call, self.group = call, call.group
+        # Maximum number of scores in a tile; exceeded only if a single row is longer.
+        self._scores = SAMPLED_SCORES if small or call.query.shape[2] < ROWS_PER_HEAD else SCORES
         self.dtype = torch.promote_types(call.query.dtype, torch.float32)
         self.query, self.beta = call.query.to(self.dtype), call.row_beta().to(self.dtype)
         self.key, self.value = call.key, call.value
@@ -159,11 +161,6 @@ class CallRows:
         per_head = ROWS_PER_HEAD if apart < 8 else max(64, int(4 * ROWS_PER_HEAD / apart))
         rows = max(1, min(queries, per_head // self.group))
         return max(1, min(kv_heads, ROWS // (self.group * rows))), rows
-
-    @property
-    def _scores(self) -> int:
-        """Maximum number of scores in a tile; exceeded only if a single row is longer."""
-        return SAMPLED_SCORES if self.query.shape[2] < ROWS_PER_HEAD else SCORES
 
     def scores(self, block: Block) -> Tensor:
         """Raw scores softcap(scale·q·k) + bias of a tile; hidden entries are `HIDDEN`."""
