@@ -8,7 +8,7 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench resources figures theory format wheel docs hub-kernel clean
+.PHONY: help setup demo experiments test test-real lint types bench provoke resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ experiments: $(INSTALLED)  ## train and evaluate the models of the README tables
 	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
 	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
 	$(PY) -m scripts.training configs/experiment/max_retrieval.yaml
+
+provoke: $(INSTALLED)  ## train healthy and damaged models under a monitor and write the table of events; takes 40 minutes
+	$(PY) scripts/smollm2.py
+	$(PY) -m scripts.provoke --real --output .github/assets
 
 resources: $(INSTALLED)  ## compile every kernel for every target and write the resource table
 	$(PY) -m scripts.static --write

@@ -1,6 +1,6 @@
 """Run healthy and provoked trainings under a monitor, and print which events it raised.
 
-python -m scripts.provoke --output .github/assets     # all runs, three seeds: 25 minutes on one core
+make provoke                                          # all runs and seeds, 40 minutes; writes both CSV files
 python -m scripts.provoke --only gpt,nan --seeds 5    # runs whose name or cause contains a word
 python -m scripts.provoke --real                      # also fine-tunes SmolLM2-135M, after `make test-real`
 """

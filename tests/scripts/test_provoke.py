@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from attnscale.diagnostics import Event
+from scripts.provoke import tables
 from scripts.provoke.__main__ import Outcome
 from scripts.provoke.models import Gpt
 from scripts.provoke.runs import Experiment, carry_out, nothing, provoked
@@ -38,3 +41,15 @@ def test_each_damage_is_one_event_with_the_right_cause_place_and_step(name):
 
 def test_a_healthy_run_raises_nothing():
     assert outcome(QUIET).rows()[0][4] == "none"
+
+
+@pytest.mark.parametrize(("table", "file"), [(tables.provoked, "provoked"), (tables.healthy, "healthy_ranges")])
+def test_the_readme_has_the_table_of_the_recorded_runs(table, file):
+    root = Path(__file__).parents[2]
+    assert table(root / f".github/assets/{file}.csv") in (root / "attnscale/diagnostics/README.md").read_text()
+
+
+def test_every_recorded_run_was_as_expected():
+    text = (Path(__file__).parents[2] / ".github/assets/provoked.csv").read_text()
+    assert ",yes," in text
+    assert ",NO," not in text

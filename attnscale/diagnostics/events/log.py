@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from attnscale.diagnostics.events.rules import CAUSES
-from attnscale.diagnostics.events.signals import KEPT, Head, Place, Report, Signals, Symptom, median
+from attnscale.diagnostics.events.signals import FIRST_REPORTS, KEPT, Head, Place, Report, Signals, Symptom
 from attnscale.diagnostics.events.thresholds import Thresholds
 from attnscale.diagnostics.faults import ORIGINS
 from attnscale.diagnostics.records.record import Event, Record
@@ -196,14 +196,14 @@ class EventLog:
             text = f"{text} {_origin(origin)}, row {row},"
         places = _grouped(one.places)
         message = f"{text} in {where(places, Counter(layer for layer, _ in report.now))}, since step {event.start}"
-        advice, usual_rate = about.advice, median(self._rates)
-        if rate is not None and rate > 3 * usual_rate:
-            message += f"; the learning rate is {rate / usual_rate:.0f}× its usual value"
+        highest = max(self._rates, default=math.inf)
+        if rate is not None and len(self._rates) >= FIRST_REPORTS and rate > 3 * highest:
+            message += f"; the learning rate is {rate / highest:.0f}× its highest value before"
         return replace(
             event,
             places=places,
             message=message,
-            advice=advice,
+            advice=about.advice,
             quantity=about.quantity,
             value=value,
             usual=usual,
