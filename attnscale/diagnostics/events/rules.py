@@ -51,13 +51,14 @@ def wrong_temperature(report: Report) -> dict[Place, Symptom]:
             Symptom(now.beta, limit) if now.beta < limit and now.share > 0.99 and now.visible > FEW_KEYS else None
         )
     )
-    # The raw scores, logit / β, are too small to concentrate attention.
     lasting = "temperature" in report.open
-    steep = report.where(
-        lambda now, _: (
-            Symptom(now.beta, 1.0) if now.beta > 8 and now.logit > 8 and (lasting or now.logit < 2 * now.beta) else None
-        )
-    )
+
+    def is_steep(now: Signals) -> bool:
+        # The raw scores, logit / β, are too small to concentrate attention.
+        borrowed = now.logit < SMALL_LOGIT * now.beta and now.share < 0.75
+        return now.beta > 8 and now.logit > SMALL_LOGIT and (lasting or borrowed)
+
+    steep = report.where(lambda now, _: Symptom(now.beta, 1.0) if is_steep(now) else None)
     return report.wide(flat, 0.9) or report.wide(steep, 0.5)
 
 
@@ -277,7 +278,7 @@ CAUSES: dict[str, Cause] = {
         "max_logit",
         "the largest logit has grown to {value:.3g}",
         "Lower the learning rate, add QK-norm, or bound the logits with attnscale.QKClip.",
-        ("vanishing",),
+        ("vanishing", "logit_jump"),
     ),
     "dead_values": Cause(
         dead_values,
