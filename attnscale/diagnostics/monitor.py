@@ -128,7 +128,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 reject(
                     "model",
                     type(model).__name__,
-                    "a model without an attached monitor or QKClip; close it first, or pass QKClip the monitor",
+                    "a model without a monitor or QKClip; close the other monitor first, or pass it to QKClip",
                 )
             if group is None:
                 refuse_unsaid_heads(model, found.values())

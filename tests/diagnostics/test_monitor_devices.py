@@ -19,7 +19,7 @@ COMMON = textwrap.dedent(
     import pytest
     import tiny_gpt
     import torch
-    from attnscale import Monitor
+    from attnscale import Monitor, QKClip
 
     registered = other_device.register()
 
@@ -74,6 +74,10 @@ WAITS = textwrap.dedent(
         monitor.step(0)  # the next steps are tracked, not measured
         assert waits_of(lambda: model.loss(tiny_gpt.batch()).backward()) == plain
         assert waits_of(lambda: (monitor.max_logits(), monitor.step(1))) == []
+    inner = {f"blocks.{index}.attention": block.inner for index, block in enumerate(model.blocks)}
+    with QKClip(model, tau=0.01, projections=inner) as clip:
+        assert waits_of(lambda: model.loss(tiny_gpt.batch()).backward()) == plain
+        assert len(clip.step()) == 6
     """
 )
 

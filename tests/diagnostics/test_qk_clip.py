@@ -259,7 +259,7 @@ def test_monitoring_alone_changes_nothing_and_closing_restores_the_model():
         assert found
         assert isinstance(found[0], Clipped)
         assert clip.step() == []  # no call since
-        with pytest.raises(ArgumentError, match="attached monitor or QKClip"):
+        with pytest.raises(ArgumentError, match="without a monitor or QKClip"):
             Monitor(model)
     clip.close()
     assert {name: vars(module) for name, module in model.named_modules()} == before
