@@ -190,7 +190,7 @@ class EventLog:
         worst = max(one.places, key=lambda place: _distance(one.places[place]))
         value, usual = one.places[worst]
         times = value / usual if usual else math.inf
-        text = about.text.format(value=value, usual=usual, times=times)
+        text = about.text.format(value=value, usual=usual, times=times, size="large" if value > usual else "small")
         if event.cause == "nan":
             _, _, origin, row = report.faults[worst]
             text = f"{text} {_origin(origin)}, row {row},"

@@ -215,7 +215,7 @@ class Cause(NamedTuple):
     rule: Rule
     title: str
     quantity: str  # shows the problem
-    text: str  # format string of the message: value, usual, times
+    text: str  # format string of the message: value, usual, times, size
     advice: str
     explains: tuple[str, ...] = ()  # consequences that raise no event of their own
     sudden: bool = False  # one report is enough
@@ -239,7 +239,7 @@ CAUSES: dict[str, Cause] = {
         wrong_temperature,
         "wrong temperature",
         "beta",
-        "the temperature β = {value:.3g} keeps the model from attending",
+        "the temperature β = {value:.3g} is far too {size}",
         "Use a policy with β near 1 at the training length: an anchored law, or another gamma.",
         ("divergence", "logit_jump", *_SHARP),
         critical=True,
