@@ -120,6 +120,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         check_flag("track", track)
         group = read_group("process_group", process_group)
         self.limits = Thresholds.read(alerts) if isinstance(alerts, (str, Path)) else alerts
+        if on_alert is not None and not callable(on_alert):
+            reject_type("on_alert", on_alert, "a function of an Event, or None")
         self.on_alert = on_alert
         self.dump = None if dump is None else Path(dump)
         with contextlib.ExitStack() as undo:

@@ -409,3 +409,49 @@ def test_nan_between_two_reports_is_named_with_its_own_step_and_layer(damage, co
     assert (event.cause, event.start, event.step) == ("nan", 13, 20)
     assert [layer.split(".")[1] for layer, _ in event.places] == ["2"]
     assert ("gradient that arrives" in event.message) == (damage == "gradient")
+
+
+def test_heads_that_learn_to_attend_within_a_few_reports_are_no_event():
+    """Induction heads form at once: logits grow threefold from report to report, values grow, entropy falls."""
+    logits, shares = [0.1, 0.1, 0.2, 0.8, 2.2, 6.9, 10.9, 11.6, 10.3], [1, 1, 1, 1, 0.96, 0.8, 0.54, 0.47, 0.49]
+    values = [0.16, 0.17, 0.21, 0.31, 0.44, 0.49, 0.56, 0.68, 0.76]
+
+    def change(layer: str, head: int, step: int) -> dict[str, float]:
+        at = min(step // 10, 8)
+        return {"max_logit": logits[at], "relative_entropy": shares[at], "value_size": values[at]}
+
+    assert play(change) == []
+
+
+def test_a_layer_without_a_gradient_between_layers_that_have_one_is_cut_off():
+    gone = {"output_gradient": math.nan, "score_gain": math.nan}
+    event = only(play(lambda x, h, s: gone if x == "blocks.1" and s >= 150 else {}))
+    assert (event.cause, event.places) == ("dead_output", (("blocks.1", (0, 1, 2, 3)),))
+    assert play(lambda x, h, s: gone if x != "blocks.2" and s >= 150 else {}) == []  # frozen layers
+
+
+def test_tokens_that_are_all_equal_are_a_rank_collapse_from_the_first_layer_on():
+    equal = {"token_angle": 1e-8, "relative_entropy": 0.999999, "max_logit": 0.001, "score_gain": 1e-8}
+    events = play(lambda x, h, s: equal if s >= 150 else {})
+    assert len({event.number for event in events}) == 1
+    assert (events[-1].cause, len(events[-1].places), events[-1].start) == ("rank_collapse", 3, 150)
+
+
+def test_a_history_is_frozen_at_the_first_sighting():
+    event = only(play(since(150, "blocks.1", 2, value_size=0.0), reports=180, every=1))
+    assert "usually 0.5" in event.message
+
+
+def test_an_event_as_old_as_the_run_has_no_usual_value():
+    event = only(play(since(0, "blocks.1", 2, value_size=0.0)))
+    assert "nan" not in event.message
+
+
+def test_a_divergence_that_lasts_is_not_over():
+    events = play(PROBLEMS["divergence"][0], reports=80)
+    assert [event.status for event in events] == ["begun"]
+
+
+def test_what_is_no_function_is_refused_as_a_callback():
+    with pytest.raises(ArgumentTypeError, match="on_alert"):
+        Monitor(ScaledDotProductAttention(), on_alert=[print])

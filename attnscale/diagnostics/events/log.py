@@ -102,7 +102,9 @@ class EventLog:
             if symptoms:
                 self._note(cause, symptoms, report, messages, rate)
         self._finish(step, messages)
+        # A history with the problem in it would hide the problem.
         troubled = {place for one in self._open.values() for place in one.places}
+        troubled |= {place for seen in self._seen.values() for place, one in seen.items() if one.reports[-1]}
         for place, signals in now.items():
             if place not in troubled and place not in faults:
                 self._heads[place].add(signals)
@@ -173,7 +175,7 @@ class EventLog:
             one.reports += 1
             if one.event.number not in messages and not self._seen_now(cause):
                 one.quiet += 1
-            settled = CAUSES[cause].sudden and cause != "nan" and one.settled >= SETTLED
+            settled = cause in ("logit_jump", "logit_drop") and one.settled >= SETTLED
             if one.quiet >= self.limits.quiet or settled:
                 event = replace(one.event, status="over", step=step)
                 messages[event.number] = event
@@ -191,9 +193,17 @@ class EventLog:
         value, usual = one.places[worst]
         times = value / usual if usual else math.inf
         text = about.text.format(value=value, usual=usual, times=times, size="large" if value > usual else "small")
+        if math.isnan(usual):  # the problem is as old as the run
+            text = text.replace(", usually nan", "").replace("fell from nan to", "is").replace(", nan before", "")
+        advice = about.advice
+        known: tuple[float | None, float | None] = (value, usual)
         if event.cause == "nan":
             _, _, origin, row = report.faults[worst]
-            text = f"{text} {_origin(origin)}, row {row},"
+            text, known = f"{text} {_origin(origin)}, row {row},", (None, None)
+            if origin == 1 << ORIGINS.index("output gradient"):
+                advice = (
+                    "Look at the loss and at what follows this layer in the forward pass; the layer itself is sound."
+                )
         places = _grouped(one.places)
         message = f"{text} in {where(places, Counter(layer for layer, _ in report.now))}, since step {event.start}"
         highest = max(self._rates, default=math.inf)
@@ -203,10 +213,10 @@ class EventLog:
             event,
             places=places,
             message=message,
-            advice=about.advice,
+            advice=advice,
             quantity=about.quantity,
-            value=value,
-            usual=usual,
+            value=known[0],
+            usual=known[1],
         )
 
 

@@ -69,7 +69,7 @@ def diverging(report: Report) -> dict[Place, Symptom]:
 
     def rule(now: Signals, head: Head) -> Symptom | None:
         logit, value, share = (head.usual(name) for name in ("logit", "value", "share"))
-        grown = now.logit > max(report.growth * logit, 10.0) and now.value > 2 * value
+        grown = now.logit > max(report.growth * logit, 50.0) and now.value > 2 * value
         return Symptom(now.share, share) if grown and now.share < 0.75 * share else None
 
     return report.wide(report.where(rule))
@@ -105,9 +105,11 @@ def jumped(report: Report) -> dict[Place, Symptom]:
 
     high = report.where(rule)
     certain = {place for place in high if place in lasting or is_sudden(place)}
-    # Where most heads of a layer jump, the others, whose history varies more, jump as well.
-    layers = Counter(layer for layer, _ in certain)
-    whole = {layer for layer, number in layers.items() if 2 * number >= sum(place[0] == layer for place in report.now)}
+    # Where half of the heads of a layer or model jump, the others, whose history varies more, jump as well.
+    if 2 * len(certain) >= len(report.now):
+        return high
+    layers, heads = Counter(layer for layer, _ in certain), Counter(layer for layer, _ in report.now)
+    whole = {layer for layer, number in layers.items() if 2 * number >= heads[layer]}
     return {place: symptom for place, symptom in high.items() if place in certain or place[0] in whole}
 
 
@@ -140,8 +142,14 @@ def dead_values(report: Report) -> dict[Place, Symptom]:
 
 
 def dead_output(report: Report) -> dict[Place, Symptom]:
-    """No gradient arrives at the output of a head, or almost none compared with its own history."""
-    return _dead(report, "arriving")
+    """No gradient arrives at the output of a head, or almost none compared with its history or other layers."""
+    found = _dead(report, "arriving")
+    reached = False  # a layer before this one has a gradient
+    for place, now in report.now.items() if report.limits.dead is not None else ():
+        if math.isnan(now.arriving) and reached:
+            found[place] = Symptom(0.0, report.heads[place].usual("arriving"))
+        reached |= now.arriving > 0
+    return found
 
 
 def _dead(report: Report, name: str) -> dict[Place, Symptom]:
@@ -168,11 +176,12 @@ def rank_collapsed(report: Report) -> dict[Place, Symptom]:
     if limit is None:
         return {}
     angles, arriving = report.by_layer("token_angle"), report.by_layer("arriving")
-    layers = list(angles)
-    if len(layers) < 2 or angles[layers[0]] < 10 * limit:
+    if len(angles) < 2:
         return {}
-    cut_off = arriving.get(layers[0], math.nan) < 1e-3 * max(arriving.values(), default=math.nan)
-    flat = {layer for layer in layers[1:] if angles[layer] < limit and (cut_off or angles[layer] < 1e-3 * limit)}
+    first = next(iter(angles))
+    differ = angles[first] > 10 * limit  # the tokens of the first layer
+    cut_off = arriving.get(first, math.nan) < 1e-3 * max(arriving.values(), default=math.nan)
+    flat = {layer for layer, angle in angles.items() if angle < 1e-3 * limit or (angle < limit and differ and cut_off)}
     return {place: Symptom(angles[place[0]], limit) for place in report.now if place[0] in flat}
 
 
@@ -268,7 +277,7 @@ CAUSES: dict[str, Cause] = {
         "logits jumped",
         "max_logit",
         "the largest logit jumped from {usual:.3g} to {value:.3g} ({times:.0f}×)",
-        "Look at the last update of these query and key weights and at the batch; attnscale.QKClip bounds the logits.",
+        "Look at the last update of their query and key weights, at `scale` and the batch; use attnscale.QKClip.",
         _SHARP,
         sudden=True,
     ),
@@ -301,7 +310,7 @@ CAUSES: dict[str, Cause] = {
         "scores vanished",
         "max_logit",
         "all scores became equal, the largest logit fell from {usual:.3g} to {value:.3g}",
-        "Look at the query and key weights of these heads: they are almost zero.",
+        "Look at the query and key weights of these heads and at `scale`: one of them is almost zero.",
         ("diffuse", "vanishing"),
         sudden=True,
     ),
@@ -311,14 +320,14 @@ CAUSES: dict[str, Cause] = {
         "token_angle",
         "tokens point into one direction: 1 − cosine is {value:.1g}",
         "Check the residual connections and normalisation before this layer; a larger β slows the collapse.",
-        ("vanishing", "diffuse", "dead_output"),
+        ("logit_jump", "logit_drop", "vanishing", "diffuse", "dead_output"),
     ),
     "vanishing": Cause(
         vanishing,
         "vanishing gradient",
         "score_gain",
         "‖(dQ, dK)‖ is only {value:.1g} of ‖dO‖",
-        "The weights do not react to the scores: look at w_max (saturated) and at the query and key weights (zero).",
+        "Look for saturated rows (w_max of 1), query and key weights of zero, and dropout that removes everything.",
     ),
     "diffuse": Cause(
         diffuse,

@@ -80,9 +80,10 @@ class Head:
         """Rise of ln(max logit) over the last reports, in units of its usual change between two reports."""
         if len(self.past) < FIRST_REPORTS:
             return 0.0
-        logs = [math.log(max(signals.logit, 1.0)) for signals in self.past]  # smaller logits are alike
+        logits = [abs(signals.logit) for signals in self.past]
+        logs = [math.log(max(logit, 0.05)) for logit in logits[-6:]]
         changes = [abs(after - before) for before, after in itertools.pairwise(logs)]
-        rise = math.log(max(now.logit, 1.0)) - max(logs[-3:])
+        rise = math.log(max(now.logit, 1.0) / max(1.0, *logits[-3:]))  # smaller logits are alike
         return rise / max(CALM, 1.5 * statistics.median(changes))
 
 
