@@ -49,7 +49,7 @@ def train(batch: int, rotation: str | None = None) -> dict[str, Any]:
         monitor = Monitor(model, every=1, rows=None, sinks=[memory], alerts=None)
         attnscale.hf.AttnScaleCallback(monitor).attach(trainer)
         trainer.train()
-    logged = [log for log in trainer.state.log_history if any("w_max" in name for name in log)]
+    logged = [log for log in trainer.state.log_history if "attn/max_logit" in log]
     learned = [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in handle.parameters()]
     return {
         "kind": type(trainer.model_wrapped).__name__,

@@ -226,7 +226,7 @@ class QKClip(Uncopied, contextlib.AbstractContextManager["QKClip"]):
         self._learn_shapes()
         found = {path: largest.lower for path, tracker in self._trackers.items() if (largest := tracker.read())}
         found = {path: tops for path, tops in found.items() if path in self._shapes}
-        whole = {path: torch.full((shape.heads,), -math.inf) for path, shape in self._shapes.items()}
+        whole = {path: torch.full((shape.heads,), -math.inf, device="cpu") for path, shape in self._shapes.items()}
         for path, tops in zip(found, _to_host(list(found.values())), strict=True):
             first = self._part(path)[0] * len(tops)
             whole[path][first : first + len(tops)] = tops

@@ -163,4 +163,4 @@ def test_the_monitor_reports_it(policy: dict[str, object], damage: Callable[[Mul
         out.sum().backward()
         monitor.step(0)
     assert out.isnan().any()
-    assert {(alert.kind, alert.head) for alert in alerts if alert.kind == "broken"} == {("broken", 1)}
+    assert [(event.cause, [heads for _, heads in event.places]) for event in alerts] == [("nan", [(1,)])]
