@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -115,6 +116,22 @@ class Llama(nn.Module):
         )
         make: Any = transformers.LlamaForCausalLM._from_config
         self.model = make(config, attn_implementation="sdpa")
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Cross entropy of the next byte, for tokens [B, T + 1]."""
+        return F.cross_entropy(self.model(tokens[:, :-1]).logits.mT, tokens[:, 1:])
+
+
+class Embedded(nn.Module):
+    """The trained model in the package, fine-tuned on another text."""
+
+    def __init__(self) -> None:
+        import transformers
+
+        super().__init__()
+        folder = str(files("attnscale.lab").joinpath("embedded"))
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(folder, attn_implementation="sdpa").train()
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Cross entropy of the next byte, for tokens [B, T + 1]."""

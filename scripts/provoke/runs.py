@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import attnscale
-from scripts.provoke.models import HEALTHY, LENGTH, Gpt
+from scripts.provoke.models import HEALTHY, LENGTH, Embedded, Gpt
 
 BATCH, RATE, WARMUP = 8, 1e-3, 50
 SOURCES = ("argparse", "ast", "datetime", "difflib", "inspect", "pydoc", "tarfile", "typing", "zipfile")
@@ -206,7 +206,10 @@ def provoked(start: int = 150, steps: int = 300, factor: float = 30.0, **model: 
 
 
 PROVOKED = provoked()
-SOUND = tuple(Experiment(name, build, steps=500) for name, build in HEALTHY.items())
+SOUND = (
+    *(Experiment(name, build, steps=500) for name, build in HEALTHY.items()),
+    Experiment("embedded model", Embedded, steps=200, rate=3e-4),
+)
 
 
 @contextmanager
