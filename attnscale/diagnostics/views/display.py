@@ -31,15 +31,16 @@ class Quantity(NamedTuple):
     low: float | None = None  # ends of the scale, if fixed
     high: float | None = None
     log: bool = False
+    statistic: str = "mean"  # over the rows of a head, where one number is shown
 
     @property
     def is_share(self) -> bool:
         """Whether the scale is fixed at both ends, as for a value in [0, 1]."""
         return self.low is not None and self.high is not None
 
-    def of(self, record: Record, statistic: str = "mean") -> float | None:
+    def of(self, record: Record, statistic: str | None = None) -> float | None:
         """Return the value in a record, None if it was not recorded."""
-        return record.value(self.phase, self.name, statistic)
+        return record.value(self.phase, self.name, statistic or self.statistic)
 
 
 GAP_COUNT = "gap_count_"  # followed by the gap t
@@ -49,7 +50,7 @@ _ROWS = (
     Quantity("w_max", "forward", "w_max", "largest weight w_max", "1 if one key has all the weight", 0.0, 1.0),
     Quantity("relative_entropy", "forward", "H / ln n", "entropy / ln n", "1 if all weights are equal", 0.0, 1.0),
     Quantity("entropy", "forward", "entropy, nats", "entropy H, nats", "entropy of the weights, after temperature"),
-    Quantity("max_logit", "forward", "max logit", "largest logit", "in nats, after temperature"),
+    Quantity("max_logit", "forward", "max logit", "largest logit", "in nats, after temperature", statistic="max"),
     Quantity("criticality", "forward", "criticality r", "criticality r = β/Λ", "above 1 the best key wins", log=True),
     Quantity(
         "criticality_rest",

@@ -49,9 +49,17 @@ def flatten(
 
 
 def compact(records: Sequence[Record], *, heads: bool = True) -> dict[str, float]:
-    """Flatten the main quantities: mean and percentiles per layer and, with `heads`, the mean per head."""
-    layers = flatten(records, names=MAIN_NAMES, marks=SPREAD, heads=False)
-    return layers | flatten(records, names=MAIN_NAMES, marks=("mean",)) if heads else layers
+    """Flatten the main quantities: mean and percentiles per layer and, with `heads`, the mean per head.
+
+    The largest logit is the maximum over all rows.
+    """
+    largest = "forward/max_logit"
+    others = [name for name in MAIN_NAMES if name != largest]
+    found = flatten(records, names=others, marks=SPREAD, heads=False)
+    found |= flatten(records, names=[largest], marks=["max"], heads=False)
+    if heads:
+        found |= flatten(records, names=others, marks=["mean"]) | flatten(records, names=[largest], marks=["max"])
+    return found
 
 
 def numbers_of(
