@@ -79,8 +79,7 @@ def _rest_accumulation(call: AttentionCall) -> Tensor:
     found = torch.full(call.query.shape[:3], math.nan, dtype=torch.float32, device=call.query.device)
     rows = min(REST_ROWS, found.shape[-1])
     part = call.select(torch.arange(rows, device=found.device))
-    context = part.context
-    rest = replace(part, context=_without_first(context))
+    rest = replace(part, context=_without_first(part.context, rows))
     request = StatsRequest(
         w_max=False, entropy=False, lse=False, max_logit=False, accumulation="bracket", min_rank=MIN_RANK
     )
@@ -88,19 +87,19 @@ def _rest_accumulation(call: AttentionCall) -> Tensor:
     return found
 
 
-def _without_first(context: Context) -> Context:
+def _without_first(context: Context, rows: int) -> Context:
     """The same visible keys but the first FIRST_KEYS of each row."""
     if context.mask is None and context.padding is None:
         low, high = context.bounds()
         return replace(context, first=torch.minimum(low + FIRST_KEYS, high), last=high)
     slots, seen = first_slots(context, FIRST_KEYS)
     number = torch.arange(context.keys, device=context.device)
-    first = ((number == slots[..., None]) & seen[..., None]).any(-2).expand(-1, -1, context.queries, -1)
+    first = ((number == slots[..., None]) & seen[..., None]).any(-2).expand(-1, -1, rows, -1)
     visible = context.dense()
     hidden = first if visible is None else first | ~visible
     bias = context.mask
     mask = ~hidden if bias is None or bias.dtype == torch.bool else torch.where(hidden, -math.inf, bias)
-    return Context(context.queries, context.keys, context.device, mask=mask)
+    return Context(rows, context.keys, context.device, mask=mask)
 
 
 def forward_quantities(measured: MeasuredQuantities, beta: Tensor) -> Tensor:
