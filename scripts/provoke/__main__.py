@@ -122,9 +122,9 @@ def main() -> int:
             console.print(" · ".join(filter(None, outcome.rows()[0][:7])), highlight=False)
         if experiment.begin is None:
             ranges += [[experiment.name, *row] for row in healthy_ranges(kept)]
-    table = Table(*(HEADER[i] for i in (0, 1, 2, 4, 5, 3)))
+    table = Table(*HEADER)
     for row in rows:
-        table.add_row(*(row[i] for i in (0, 1, 2, 4, 5, 3)))
+        table.add_row(*row)
     console.print(table)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -15,15 +15,15 @@ def provoked(path: Path) -> str:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             runs[row["run"]].append(row)
-    lines = ["| run | provoked at | event | first step | where | as expected |", "|---" * 6 + "|"]
+    lines = ["| run | provoked at | event | first step | where | what to try | as expected |", "|---" * 7 + "|"]
     for name, rows in runs.items():
         seeds = {row["seed"] for row in rows}
         right = len({row["seed"] for row in rows if row["as expected"] == "yes"})
         events = ", ".join(dict.fromkeys("none" if row["event"] == "none" else f"`{row['event']}`" for row in rows))
         steps = ", ".join(dict.fromkeys(row["first step"] for row in rows)) or "–"
         place = rows[0]["message"].rpartition(", since step")[0].rpartition(" in ")[2] or "–"
-        at = rows[0]["provoked at"] or "–"
-        lines.append(f"| {name} | {at} | {events} | {steps} | {place} | {right} of {len(seeds)} |")
+        at, advice = rows[0]["provoked at"] or "–", rows[0]["advice"] or "–"
+        lines.append(f"| {name} | {at} | {events} | {steps} | {place} | {advice} | {right} of {len(seeds)} |")
     return "\n".join(lines)
 
 
