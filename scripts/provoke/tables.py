@@ -6,8 +6,6 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
-from attnscale.diagnostics.events import CAUSES
-
 
 def provoked(path: Path) -> str:
     """Markdown: what was provoked, and the event that was raised, for each run over its seeds."""
@@ -37,9 +35,3 @@ def healthy(path: Path) -> str:
     lines = ["| quantity | " + " | ".join(runs) + " |", "|---" * (1 + len(runs)) + "|"]
     lines += [f"| {name} | " + " | ".join(found.get(run, "–") for run in runs) + " |" for name, found in cells.items()]
     return "\n".join(lines)
-
-
-def advice() -> str:
-    """Markdown: what each event means for the run, and what to try."""
-    lines = ["| event | what to try |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {cause.title} | {cause.advice} |" for cause in CAUSES.values())])
