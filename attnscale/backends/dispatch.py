@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale._util.tracing import autocast_dtype
+from attnscale._util.tracing import autocast_dtype, is_watched
 from attnscale.backends import trust
 from attnscale.backends.backend import Backend, MeasuringBackend
 from attnscale.backends.blockwise import BlockwiseBackend
@@ -23,7 +23,7 @@ from attnscale.policies.base import ScorePolicy, check_beta, reads_scores
 from attnscale.policies.temperature import temperature
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality
 from attnscale.statistics.gaps import Accumulation
-from attnscale.statistics.rows.attend import add_call_shares, largest_row_logits, measure_sampled_rows, no_derivative
+from attnscale.statistics.rows.attend import add_call_shares, measure_sampled_rows, no_derivative
 from attnscale.statistics.rows.measures import differentiable_accumulation
 from attnscale_kernels.availability import other_derivative
 
@@ -32,7 +32,6 @@ MEASURING: dict[str, MeasuringBackend] = {
     backend.name: backend for backend in (TritonBackend(), BlockwiseBackend(), ReferenceBackend())
 }
 BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), **MEASURING}
-LARGEST = StatsRequest(w_max=False, entropy=False, lse=False)
 
 
 class Needs(NamedTuple):
@@ -97,18 +96,6 @@ def run(call: AttentionCall, chosen: Backend) -> Tensor:
 def run_bounded(call: AttentionCall, chosen: Backend) -> Attended:
     """The output of `run`, to the bit, with a bound of each row's largest logit if the backend computes one."""
     return chosen.run_bounded(call if chosen.name == "sdpa" else call.autocast())
-
-
-def largest_logits(call: AttentionCall) -> Tensor:
-    """The largest logit [B, H, Tq] of each row of a detached call, without the output; −∞ without visible keys.
-
-    Computed by the Triton kernels if "auto" may use them, otherwise by a running maximum over tiles of scores.
-    """
-    if _first_automatic(call, Needs(statistics=True, derivative=None)) == TritonBackend.name:
-        found = MEASURING[TritonBackend.name].statistics(call, LARGEST).max_logit
-        if found is not None:
-            return found
-    return largest_row_logits(call)
 
 
 def measure(
@@ -203,7 +190,8 @@ def _first_automatic(call: AttentionCall, needs: Needs, by_row: bool = False) ->
 def _needs(call: AttentionCall, request: StatsRequest | None) -> Needs:
     """Return the requirements of a call, including the derivative currently taken of its tensors."""
     tensors = call.query, call.key, call.value, call.beta, call.sinks, call.context.mask
-    return Needs(request is not None and not _is_sampled(call, request), other_derivative(*tensors))
+    derivative = other_derivative(*tensors) if is_watched() else None
+    return Needs(request is not None and not _is_sampled(call, request), derivative)
 
 
 def _preference(call: AttentionCall, by_row: bool) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscale._util.schema import operator_schema
 from attnscale._util.tracing import autocast_dtype, has_autocast
-from attnscale.call.context import Context
+from attnscale.call.context import Context, padding_rows
 from attnscale.errors import ArgumentTypeError
 
 
@@ -76,6 +76,16 @@ class AttentionCall:
         if isinstance(beta, Tensor) and beta.shape[-1] > 1:
             beta = beta.index_select(-1, rows)
         return replace(self, query=self.query.index_select(2, rows), context=self.context.select(rows), beta=beta)
+
+    def without_padding(self) -> tuple[AttentionCall, Tensor | None]:
+        """The call without visible keys for padding rows, which excludes them from sums; and its `padding_rows`."""
+        context = self.context
+        rows = padding_rows(context)
+        if rows is None:
+            return self, None
+        first = torch.zeros_like(rows, dtype=torch.int64) if context.first is None else context.first
+        last = torch.where(rows, first, context.keys if context.last is None else context.last)
+        return replace(self, context=replace(context, first=first.expand_as(last), last=last)), rows
 
 
 class FlatCall(NamedTuple):

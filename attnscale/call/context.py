@@ -242,3 +242,49 @@ def _real_keys_before(context: Context, slot: Tensor) -> Tensor:
     count = pad((~context.padding).cumsum(-1), (1, 0))  # [B|1, Tk + 1]
     batch = max(count.shape[0], slot.shape[0])
     return count.expand(batch, -1).gather(-1, slot.expand(batch, -1))
+
+
+def padding_rows(context: Context) -> Tensor | None:
+    """Return a mask [B|1, Tq], True for rows whose own key is padding; None if no key is hidden from all rows.
+
+    The key in a row's own slot is padding if `padding` marks it, or if the mask hides it from every row and head. A
+    strictly causal mask carries no information about padding: rows do not see themselves, and the last key is hidden
+    from all rows although it is real. A row without its own key, as in cross attention, is never padding.
+    """
+    if context.padding is None and context.mask is None:
+        return None
+    if isinstance(context.slot, int) and context.slot >= context.keys:
+        return None
+    # If every key has a row, use indices: slots derived from positions would skip padding.
+    aligned = context.queries == context.keys
+    slots = torch.arange(context.keys, device=context.device)[None] if aligned else context.slots()
+    own = slots.clamp(0, max(context.keys - 1, 0))
+    inside = own == slots
+    padded = None if context.padding is None else _at(context.padding, own) & inside
+    masked = None if context.mask is None else _hidden_by_mask(context.mask, own, inside)
+    return masked if padded is None else padded if masked is None else padded | masked
+
+
+def _at(x: Tensor, slots: Tensor) -> Tensor:
+    """Gather x [B|1, Tk] at slots [B|1, Tq]. Returns [B|1, Tq]."""
+    batch = max(x.shape[0], slots.shape[0])
+    return x.expand(batch, -1).gather(-1, slots.expand(batch, -1))
+
+
+def _hidden_by_mask(mask: Tensor, own: Tensor, inside: Tensor) -> Tensor | None:
+    """Return True [B|1, Tq] where the mask [B|1, H|1, Tq, Tk] hides a row's own key from all rows; None if nowhere.
+
+    On the CPU, the diagonal is checked first: in most masks every row sees itself, and the diagonal is much smaller
+    than the mask. On other devices, reading the result back would synchronise.
+    """
+    at = own[:, None, :, None].expand(max(mask.shape[0], own.shape[0]), mask.shape[1], -1, 1)
+    sees_itself = shown(mask.expand(at.shape[0], -1, -1, -1).gather(-1, at)).squeeze(-1).any(1)  # [B|1, Tq]
+    if mask.device.type == "cpu" and bool(sees_itself.all()):
+        return None
+    for axis in (0, 1, 2):
+        if mask.stride(axis) == 0:  # repeated by broadcasting
+            mask = mask.narrow(axis, 0, 1)
+    seen = _at(shown(mask).any(2).any(1), own)  # by at least one row, [B|1, Tq]
+    hidden = ~seen & inside
+    telling = (sees_itself | ~seen | ~inside).all(-1, keepdim=True)
+    return hidden & telling

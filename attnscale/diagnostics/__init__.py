@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from attnscale.diagnostics import actions as actions
 from attnscale.diagnostics import sinks
 from attnscale.diagnostics.events import EventLog, Thresholds
-from attnscale.diagnostics.max_logits import MaxLogits
 from attnscale.diagnostics.monitor import Monitor, add_finder, find_attention
 from attnscale.diagnostics.qk_clip import Clipped, QKClip
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, Summary
 from attnscale.diagnostics.sinks import *  # noqa: F403  # all sinks
+from attnscale.diagnostics.tracking import MaxLogits
 from attnscale.diagnostics.views.observe import Observation, observe
 
 __all__ = [

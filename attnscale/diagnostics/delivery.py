@@ -1,4 +1,7 @@
-"""Delivery of reports to sinks: one thread and one bounded queue per sink, so that no sink delays a training step."""
+"""What leaves a monitor: reports to sinks, and warnings about failed measurements.
+
+Each sink has a thread and a bounded queue, so that no sink delays a training step.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,45 @@ import atexit
 import contextlib
 import os
 import threading
+import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnscale._util.handles import Uncopied
-from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo
 from attnscale.diagnostics.sinks import EventSink, ProgressSink, RunSink, Sink
+from attnscale.errors import MonitorWarning
 
 MOST_WAITING = 8  # reports per sink; a report of 1,500 heads takes about 15 MB
 PATIENCE = 60.0  # seconds without progress after which a sink is given up at the end
+
+
+class Notices(Uncopied):
+    """Collects warnings during forward and backward, one per kind, and issues them at the end of the step."""
+
+    def __init__(self) -> None:
+        self._known: set[object] = set()
+        self._waiting: list[str] = []
+
+    def add(self, kind: object, text: str) -> None:
+        """Add a warning unless one of this kind has been added before."""
+        if kind not in self._known:
+            self._known.add(kind)
+            self._waiting.append(text)
+
+    def add_error(self, text: str, error: BaseException) -> None:
+        """Add a warning about an exception. Its kind is the exception type and the line that raised it."""
+        places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        self.add((type(error), *places[-1:]), f"{text}: {error!r}")
+
+    def issue(self) -> None:
+        """Issue all pending warnings."""
+        waiting, self._waiting = self._waiting, []
+        for text in waiting:
+            warnings.warn(f"attnscale: {text}", MonitorWarning, stacklevel=3)
 
 
 class Message(NamedTuple):

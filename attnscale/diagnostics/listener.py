@@ -18,11 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.faults import Faults, squares
-from attnscale.diagnostics.max_logits import LogitTracker, bound_largest, broken_heads
-from attnscale.diagnostics.notices import Notices
-from attnscale.diagnostics.padding import blank, without_padding
+from attnscale.diagnostics.delivery import Notices
 from attnscale.diagnostics.records.tally import Tally, salt_of
+from attnscale.diagnostics.tracking import Faults, LogitTracker, bound_largest, squares
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
     MeasuredQuantities,
@@ -212,18 +210,18 @@ class LayerListener(Uncopied):
         """Add the largest logits of a call to all trackers. Returns their upper bound [H], exact if listening."""
         self.head_shape = event.call.query.shape[1], event.call.query.shape[3]
         found = bound_largest(event, self.limit, everything=self.listening)
+        broken = self._search(event.result.out, event.call)
         if self.trackers:
-            numbers = torch.cat([found, broken_heads(event.result.out)[None]])
+            numbers = torch.cat([found, broken[None]])
             for tracker in self.trackers:
                 tracker.add(rank, numbers)
-        self._search(event.result.out, event.call)
         return found[1]
 
     def _measure(self, event: CallEvent, number: int, trained: bool, largest: Tensor) -> None:
         answerable = (trained or event.graph) and number != UNKNOWN
         tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
         rows, out = self._sampled(event.call), event.result.out
-        call = without_padding(event.call)[0].select(rows)
+        call = event.call.without_padding()[0].select(rows)
         measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
         tally.add_forward(forward_quantities(measures, call.row_beta()), salt, max_logit=largest)
         before, after = angle_parts(call, out.index_select(2, rows), measures.visible > 0)
@@ -252,9 +250,9 @@ class LayerListener(Uncopied):
         if _is_empty(call):
             return
         rows, sources = self._sampled(call), _sources(call)
-        call, self._padding_rows = without_padding(call)
+        call, self._padding_rows = call.without_padding()
         call = call.select(rows)
-        arrived = blank(gradient, self._padding_rows)
+        arrived = _blank(gradient, self._padding_rows)
         self.training.note(output_gradient=squares(arrived))
         self._search(arrived, "output gradient")
         self._origins.answered(number)
@@ -283,7 +281,7 @@ class LayerListener(Uncopied):
         if 0 in (*query.shape[:3], *key.shape[:3]):
             return
         group = query.shape[1] // key.shape[1]
-        of_query, of_key, of_value = (squares(x) for x in (blank(query, self._padding_rows), key, value))
+        of_query, of_key, of_value = (squares(x) for x in (_blank(query, self._padding_rows), key, value))
         if group > 1:
             of_key, of_value = ((x / group).repeat_interleave(group) for x in (of_key, of_value))
         self.training.note(query_gradient=of_query, key_gradient=of_key, value_gradient=of_value)
@@ -302,9 +300,9 @@ class LayerListener(Uncopied):
         self.failed = True
         self._notices.add_error(f"the listener of {self.name} failed and is disabled for the rest of this step", error)
 
-    def _search(self, x: Tensor, origin: AttentionCall | str) -> None:
-        """Search an output or a gradient for NaN and infinity."""
-        self.faults[self._module.training].add(x, origin, self.steps, next(self.clock))
+    def _search(self, x: Tensor, origin: AttentionCall | str) -> Tensor:
+        """Search an output or a gradient for NaN and infinity. Returns 1 [H] for heads that contain one, else 0."""
+        return self.faults[self._module.training].add(x, origin, self.steps, next(self.clock))
 
     def _remember(self, call: MeasuredCall, number: int, graph: bool) -> None:
         """Keep a call for its backward pass. A dropped call counts as evaluation unless it is known to be training."""
@@ -325,6 +323,11 @@ class LayerListener(Uncopied):
     def _sampled(self, call: AttentionCall) -> Tensor:
         queries, device = call.query.shape[2], call.query.device
         return sample_rows(queries, queries if self.rows is None else self.rows, self.seed, device)
+
+
+def _blank(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Zero the given rows [B|1, Tq] of x [B, H, Tq, D]."""
+    return x if rows is None else x.masked_fill(rows[:, None, :, None], 0.0)
 
 
 def _is_empty(call: AttentionCall) -> bool:

@@ -21,17 +21,16 @@ from attnscale._util.checks import check_flag, read_int, read_number
 from attnscale._util.files import write_whole
 from attnscale._util.optional import need
 from attnscale._util.processes import read_group
-from attnscale.call.tap import Tap
+from attnscale.call.tap import Tap, leave_all_modules
 from attnscale.diagnostics.autograd import run_reported
-from attnscale.diagnostics.delivery import Delivery
+from attnscale.diagnostics.delivery import Delivery, Notices
 from attnscale.diagnostics.events import EventLog, Thresholds
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.max_logits import LogitTracker, MaxLogits
-from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Event, Progress, Record, RunInfo, layers_of
 from attnscale.diagnostics.records.tally import Processes
 from attnscale.diagnostics.sinks import Sink
 from attnscale.diagnostics.torch_calls import TorchCalls, calling_modules, is_unconverted
+from attnscale.diagnostics.tracking import LogitTracker, MaxLogits
 from attnscale.errors import ArgumentError, BackendError, MonitorWarning, reject, reject_type
 from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
@@ -200,7 +199,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._guard("a report", self._report, step, records, events, progress)
             for layer in self._listeners():
                 layer.reset()
-        self._torch_calls.forget_interrupted()
+        leave_all_modules()  # an interrupted forward pass
         self._steps = 1 if self._listening else self._steps + 1
         for layer in self._listeners():
             layer.failed, layer.steps = False, self._steps - 1
@@ -292,7 +291,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         """Append the records and events of a step to the lists, and send them to the sinks."""
         self._add_called_layers()
         records += self._processes.collect(self.layers.values(), step, self._steps)
-        self._torch_calls.note_unseen(records, self._notices)
+        if self._torch_calls.listeners:
+            self._torch_calls.note_unseen(records, self._notices)
         if self._log is not None:
             events += self._log.update(step, records, progress.lr)
         for event in events if self.dump is not None else ():

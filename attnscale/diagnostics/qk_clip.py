@@ -13,9 +13,9 @@ from torch import Tensor, distributed, nn
 from attnscale._util.checks import check_flag, read_number
 from attnscale._util.handles import Uncopied
 from attnscale._util.tracing import is_dtensor
-from attnscale.diagnostics.max_logits import LogitTracker
 from attnscale.diagnostics.monitor import Monitor
 from attnscale.diagnostics.projections import HeadShape, Layout, find_layout, holders, parameter_factors
+from attnscale.diagnostics.tracking import LogitTracker
 from attnscale.errors import ArgumentError, reject, reject_type
 
 if TYPE_CHECKING:

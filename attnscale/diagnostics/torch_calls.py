@@ -16,8 +16,8 @@ from torch import nn
 
 from attnscale.call.tap import Tap, enter_module, leave_all_modules, leave_module
 from attnscale.diagnostics.autograd import run_reported
+from attnscale.diagnostics.delivery import Notices
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.notices import Notices
 from attnscale.diagnostics.records.record import Record
 from attnscale.errors import reject
 from attnscale.patch_torch import TorchPatch
@@ -91,14 +91,10 @@ class TorchCalls:
                 'Call attnscale.convert(model, "constant") before the monitor is created',
             )
 
-    def forget_interrupted(self) -> None:
-        """Forget forward passes that were interrupted, at the end of a step."""
-        leave_all_modules()
-
     def remove(self) -> None:
         """Restore torch's function and the hooks of the modules. Idempotent."""
         self._finalizer()
-        self.forget_interrupted()
+        leave_all_modules()
 
 
 def _restore(patch: TorchPatch | None, hooked: Iterable[weakref.ref[nn.Module]]) -> None:

@@ -21,8 +21,7 @@ import tiny_gpt
 from attnscale import Monitor
 from attnscale.diagnostics import Event, JsonlSink, MemorySink, Progress, Record, RunInfo, read
 from attnscale.diagnostics import delivery as module
-from attnscale.diagnostics.delivery import MOST_WAITING, Delivery
-from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.delivery import MOST_WAITING, Delivery, Notices
 from attnscale.diagnostics.records.file import End, Tail
 from attnscale.errors import ArgumentTypeError, MonitorWarning
 

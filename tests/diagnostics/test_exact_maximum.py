@@ -14,7 +14,8 @@ from attnscale import Monitor, MultiheadAttention, ScaledDotProductAttention
 from attnscale.attention import bind
 from attnscale.backends import dispatch
 from attnscale.backends.reference import raw_scores
-from attnscale.diagnostics.max_logits import LogitTracker
+from attnscale.diagnostics import tracking
+from attnscale.diagnostics.tracking import LogitTracker
 from attnscale.statistics.rows import attend as row_engine
 
 ATTENTION = "ScaledDotProductAttention"
@@ -152,7 +153,7 @@ def test_a_limit_has_an_exact_pass_made_over_the_heads_above_it_alone(monkeypatc
     rules = {"is_causal": True, "enable_gqa": True}
     passes = []
     largest = row_engine.largest_row_logits
-    monkeypatch.setattr(dispatch, "largest_row_logits", lambda call: (passes.append(call), largest(call))[1])
+    monkeypatch.setattr(tracking, "largest_row_logits", lambda call: (passes.append(call), largest(call))[1])
     expected = truth(*inputs, **rules)
     with Monitor(attention, every=10, alerts=None) as monitor:
         monitor.step(0)

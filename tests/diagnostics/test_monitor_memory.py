@@ -12,8 +12,8 @@ from attnscale.attention import bind
 from attnscale.backends.dispatch import prepare
 from attnscale.call.tap import Attended, CallEvent
 from attnscale.diagnostics import Monitor
+from attnscale.diagnostics.delivery import Notices
 from attnscale.diagnostics.listener import LayerListener
-from attnscale.diagnostics.notices import Notices
 from scripts.cost.measuring import peak_bytes
 from scripts.cost.monitor import MonitorMemory, build_gpt, training
 

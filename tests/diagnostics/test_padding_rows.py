@@ -9,9 +9,9 @@ from torch import nn
 
 import attnscale
 from attnscale import MultiheadAttention, ScaledDotProductAttention, observe
+from attnscale.call.context import padding_rows
 from attnscale.call.parse import describe
 from attnscale.call.torch_arguments import read_layout
-from attnscale.diagnostics.padding import padding_rows
 
 LENGTHS = (9, 4, 1)
 LONGEST = max(LENGTHS)

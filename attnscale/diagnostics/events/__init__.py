@@ -1,12 +1,10 @@
 """Events of a run: problems that the monitor recognises in its records.
 
-`signals` holds the numbers that the rules read, with the history of each head. `rules` defines every cause: its rule,
-its message and what to try. `log` gives events their life: patience, grouping, consequences, end. `actions` are
-callbacks for `Monitor(on_alert=...)`.
+`rules` recognises causes in the numbers of a report and the history of each head. `causes` holds the limits of the
+rules, and the message and advice of each cause. `log` gives events their life: patience, grouping, consequences, end.
 """
 
+from attnscale.diagnostics.events.causes import CAUSES, Thresholds
 from attnscale.diagnostics.events.log import EventLog
-from attnscale.diagnostics.events.rules import CAUSES
-from attnscale.diagnostics.events.thresholds import Thresholds
 
 __all__ = ["CAUSES", "EventLog", "Thresholds"]

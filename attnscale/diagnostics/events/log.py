@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attnscale.diagnostics.events.rules import CAUSES
-from attnscale.diagnostics.events.signals import FIRST_REPORTS, KEPT, Head, Place, Report, Signals, Symptom
-from attnscale.diagnostics.events.thresholds import Thresholds
-from attnscale.diagnostics.faults import ORIGINS
+from attnscale.diagnostics.events.causes import CAUSES, Thresholds
+from attnscale.diagnostics.events.rules import FIRST_REPORTS, KEPT, Head, Place, Report, Signals, Symptom
 from attnscale.diagnostics.records.record import Event, Record
+from attnscale.diagnostics.tracking import ORIGINS
 
 SETTLED = 20  # reports after which a jump that did not grow further is the new normal
 
@@ -94,11 +93,13 @@ class EventLog:
         }
         concerned = {cause: frozenset(one.places) for cause, one in self._open.items()}
         interval = 1 if self._step is None else max(1, step - self._step)
-        report = Report(step, now, self._heads, self.limits, concerned, faults, interval)  # type: ignore[arg-type]
+        report = Report(step, now, self._heads, concerned, faults, interval)  # type: ignore[arg-type]
         self._step = step
         messages: dict[int, Event] = {}
         for cause, about in CAUSES.items():
-            symptoms = self._confirmed(step, cause, about.rule(report), about.sudden)
+            limit = 0.0 if about.limit is None else getattr(self.limits, about.limit)
+            found = {} if limit is None else about.rule(report, limit)
+            symptoms = self._confirmed(step, cause, found, about.sudden)
             if symptoms:
                 self._note(cause, symptoms, report, messages, rate)
         self._finish(step, messages)

@@ -1,36 +1,146 @@
-"""Causes of events: the rule that recognises each, its message, and what to try.
+"""Rules that recognise the causes of events, and what they see: the numbers of a report and the history of each head.
 
-A rule compares a head with limits, with its own history, or with the rest of the model. A new cause is a rule and a row
-of `CAUSES`.
+A rule compares a head with limits, with its own history, or with the rest of the model.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from attnscale.diagnostics.events.signals import (
-    BROAD,
-    FIRST_REPORTS,
-    KEPT,
-    Head,
-    Place,
-    Report,
-    Signals,
-    Symptom,
-    median,
-)
+from attnscale.diagnostics.records.record import Record
 
+Place = tuple[str, int]  # layer and head
+
+KEPT = 20  # reports in the history of a head
+FIRST_REPORTS = 4  # reports before a head is compared with its own history
+CALM = 0.2  # smallest scale of ln(max logit) changes between reports
+BROAD = 0.9  # entropy share; heads below are focused
+WIDE = 0.25  # share of the heads of a model with the same problem that makes it the model's problem
 FEW_KEYS = 8.0  # rows with fewer visible keys are near uniform, or near one key, by chance
 SMALL_LOGIT = 8.0  # logits below do not concentrate attention
 SINK = 0.8  # weight on the first keys of an attention sink
 
-Rule = Callable[[Report], dict[Place, Symptom]]
+# What `Signals` reads of a record: parts of the summaries of its rows, and scalars.
+_ROWS = (
+    ("max_logit", "max"),
+    ("relative_entropy", "mean"),
+    ("w_max", "p50"),
+    ("first_share", "mean"),
+    ("beta", "p50"),
+    ("visible", "p50"),
+)
+_SCALARS = ("value_size", "output_gradient", "score_gain", "token_angle", "mismatch")
 
 
-def broken(report: Report) -> dict[Place, Symptom]:
+class Signals(NamedTuple):
+    """The numbers of a record that the rules read. NaN if not recorded."""
+
+    logit: float  # largest logit
+    share: float  # entropy / ln n
+    peak: float  # median of the largest weight
+    first: float  # weight on the first keys
+    beta: float
+    visible: float
+    value: float  # RMS of the values
+    arriving: float  # ‖dO‖
+    score_gain: float  # ‖(dQ, dK)‖ / ‖dO‖
+    token_angle: float
+    mismatch: float
+
+    @classmethod
+    def of(cls, record: Record) -> Signals:
+        """Read the signals of a head."""
+        values = [getattr(record.forward.get(name), part, math.nan) for name, part in _ROWS]
+        return cls(*values, *(record.scalars.get(name, math.nan) for name in _SCALARS))
+
+
+class Symptom(NamedTuple):
+    """A rule holds for a head: the value that shows it, and the usual value or the limit."""
+
+    value: float
+    usual: float
+
+
+@dataclass
+class Head:
+    """History of a head: signals of the last reports without a problem, and extremes of the whole run."""
+
+    past: deque[Signals] = field(default_factory=lambda: deque(maxlen=KEPT))
+    first_logit: float = math.nan
+    focus: float = 0.0  # largest median of 1 − entropy / ln n over five reports
+    reports: int = 0
+
+    def add(self, now: Signals) -> None:
+        """Append a report."""
+        self.past.append(now)
+        self.reports += 1
+        if self.reports >= FIRST_REPORTS:
+            self.focus = max(self.focus, 1 - self.usual("share"))
+        if math.isnan(self.first_logit):
+            self.first_logit = now.logit
+
+    def usual(self, name: str) -> float:
+        """Median of a signal over the last five reports, NaN if unknown."""
+        return median(getattr(signals, name) for signals in list(self.past)[-5:])
+
+    def jump(self, now: Signals) -> float:
+        """Rise of ln(max logit) over the last reports, in units of its usual change between two reports."""
+        if len(self.past) < FIRST_REPORTS:
+            return 0.0
+        logits = [abs(signals.logit) for signals in self.past]
+        logs = [math.log(max(logit, 0.05)) for logit in logits[-6:]]
+        changes = [abs(after - before) for before, after in itertools.pairwise(logs)]
+        rise = math.log(max(now.logit, 1.0) / max(1.0, *logits[-3:]))  # smaller logits are alike
+        return rise / max(CALM, 1.5 * statistics.median(changes))
+
+
+@dataclass
+class Report:
+    """What the rules see: the signals of all heads at a step, their histories, and the faults of the step."""
+
+    step: int
+    now: Mapping[Place, Signals]
+    heads: Mapping[Place, Head]
+    open: Mapping[str, frozenset[Place]]  # heads with an open event, by cause
+    faults: Mapping[Place, tuple[int, int, int, int]]  # step, number of the pass, bits of ORIGINS, row
+    interval: int = 1  # steps since the last report
+
+    @property
+    def growth(self) -> float:
+        """Ratio of logits between two reports that learning alone does not reach."""
+        return min(3.0 * (1 + self.interval / 15), 15.0)
+
+    def where(self, rule: Callable[[Signals, Head], Symptom | None]) -> dict[Place, Symptom]:
+        """Return the heads for which a rule holds."""
+        found = ((place, rule(now, self.heads[place])) for place, now in self.now.items())
+        return {place: symptom for place, symptom in found if symptom is not None}
+
+    def by_layer(self, name: str) -> dict[str, float]:
+        """Return the median of a signal over the heads of each layer that has it."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for (layer, _), now in self.now.items():
+            if not math.isnan(getattr(now, name)):
+                values[layer].append(getattr(now, name))
+        return {layer: statistics.median(of_heads) for layer, of_heads in values.items()}
+
+    def wide(self, symptoms: dict[Place, Symptom], share: float = WIDE) -> dict[Place, Symptom]:
+        """Return the symptoms if they concern a large share of the heads of the model, at least two."""
+        return symptoms if len(symptoms) >= max(2, share * len(self.now)) else {}
+
+
+def median(values: Iterable[float]) -> float:
+    """Median of the known values, NaN if there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def broken(report: Report, limit: float) -> dict[Place, Symptom]:
     """The heads in which NaN or infinity came first."""
     first = min((fault[:2] for fault in report.faults.values()), default=None)
     return {place: Symptom(math.nan, fault[3]) for place, fault in report.faults.items() if fault[:2] == first}
@@ -41,11 +151,8 @@ def _is_collapsed(now: Signals, limit: float) -> bool:
     return sharp and now.visible > FEW_KEYS and not now.first > SINK
 
 
-def wrong_temperature(report: Report) -> dict[Place, Symptom]:
+def wrong_temperature(report: Report, limit: float) -> dict[Place, Symptom]:
     """All heads are uniform under a very small β, or half of them are sharp only because of a large one."""
-    limit = report.limits.temperature
-    if limit is None:
-        return {}
     flat = report.where(
         lambda now, _: (
             Symptom(now.beta, limit) if now.beta < limit and now.share > 0.99 and now.visible > FEW_KEYS else None
@@ -62,10 +169,8 @@ def wrong_temperature(report: Report) -> dict[Place, Symptom]:
     return report.wide(flat, 0.9) or report.wide(steep, 0.5)
 
 
-def diverging(report: Report) -> dict[Place, Symptom]:
+def diverging(report: Report, limit: float) -> dict[Place, Symptom]:
     """Many heads lose their entropy while their logits and their values grow: all weights grow, not only some."""
-    if report.limits.collapsed is None:
-        return {}
 
     def rule(now: Signals, head: Head) -> Symptom | None:
         logit, value, share = (head.usual(name) for name in ("logit", "value", "share"))
@@ -75,11 +180,8 @@ def diverging(report: Report) -> dict[Place, Symptom]:
     return report.wide(report.where(rule))
 
 
-def collapsed(report: Report) -> dict[Place, Symptom]:
+def collapsed(report: Report, limit: float) -> dict[Place, Symptom]:
     """A large share of the heads puts all weight on single keys, and did not before."""
-    limit = report.limits.collapsed
-    if limit is None:
-        return {}
 
     def rule(now: Signals, head: Head) -> Symptom | None:
         before = head.usual("share")
@@ -89,11 +191,9 @@ def collapsed(report: Report) -> dict[Place, Symptom]:
     return report.wide(report.where(rule))
 
 
-def jumped(report: Report) -> dict[Place, Symptom]:
+def jumped(report: Report, limit: float) -> dict[Place, Symptom]:
     """The largest logit of a head rose suddenly, compared with its own history."""
-    limit, lasting = report.limits.jump, report.open.get("logit_jump", frozenset())
-    if limit is None:
-        return {}
+    lasting = report.open.get("logit_jump", frozenset())
 
     def rule(now: Signals, head: Head) -> Symptom | None:
         usual = max(abs(head.usual("logit")), 1.0)
@@ -113,10 +213,8 @@ def jumped(report: Report) -> dict[Place, Symptom]:
     return {place: symptom for place, symptom in high.items() if place in certain or place[0] in whole}
 
 
-def dropped(report: Report) -> dict[Place, Symptom]:
+def dropped(report: Report, limit: float) -> dict[Place, Symptom]:
     """All scores of a head are almost zero: 1 − entropy / ln n fell to less than a five-hundredth."""
-    if report.limits.jump is None:
-        return {}
 
     def rule(now: Signals, head: Head) -> Symptom | None:
         usual, logit = 1 - head.usual("share"), head.usual("logit")
@@ -126,36 +224,30 @@ def dropped(report: Report) -> dict[Place, Symptom]:
     return report.where(rule)
 
 
-def exploding(report: Report) -> dict[Place, Symptom]:
+def exploding(report: Report, limit: float) -> dict[Place, Symptom]:
     """The largest logit of a head is above the limit and has at least doubled since the start of the run."""
-    limit = report.limits.exploding
-    if limit is None:
-        return {}
     return report.where(
         lambda now, head: Symptom(now.logit, limit) if now.logit > limit and now.logit > 2 * head.first_logit else None
     )
 
 
-def dead_values(report: Report) -> dict[Place, Symptom]:
+def dead_values(report: Report, limit: float) -> dict[Place, Symptom]:
     """The values of a head are zero, or tiny compared with their own history."""
-    return _dead(report, "value")
+    return _dead(report, "value", limit)
 
 
-def dead_output(report: Report) -> dict[Place, Symptom]:
+def dead_output(report: Report, limit: float) -> dict[Place, Symptom]:
     """No gradient arrives at the output of a head, or almost none compared with its history or other layers."""
-    found = _dead(report, "arriving")
+    found = _dead(report, "arriving", limit)
     reached = False  # a layer before this one has a gradient
-    for place, now in report.now.items() if report.limits.dead is not None else ():
+    for place, now in report.now.items():
         if math.isnan(now.arriving) and reached:
             found[place] = Symptom(0.0, report.heads[place].usual("arriving"))
         reached |= now.arriving > 0
     return found
 
 
-def _dead(report: Report, name: str) -> dict[Place, Symptom]:
-    limit = report.limits.dead
-    if limit is None:
-        return {}
+def _dead(report: Report, name: str, limit: float) -> dict[Place, Symptom]:
     typical = median(getattr(now, name) for now in report.now.values())
 
     def rule(now: Signals, head: Head) -> Symptom | None:
@@ -166,15 +258,12 @@ def _dead(report: Report, name: str) -> dict[Place, Symptom]:
     return report.where(rule)
 
 
-def rank_collapsed(report: Report) -> dict[Place, Symptom]:
+def rank_collapsed(report: Report, limit: float) -> dict[Place, Symptom]:
     """From some layer on, all tokens point into one direction, and almost no gradient gets back to the first layer.
 
     Early in training, tokens may be almost parallel for some time, because the model first learns their mean; then
     gradients still reach all layers.
     """
-    limit = report.limits.rank
-    if limit is None:
-        return {}
     angles, arriving = report.by_layer("token_angle"), report.by_layer("arriving")
     if len(angles) < 2:
         return {}
@@ -185,19 +274,13 @@ def rank_collapsed(report: Report) -> dict[Place, Symptom]:
     return {place: Symptom(angles[place[0]], limit) for place in report.now if place[0] in flat}
 
 
-def vanishing(report: Report) -> dict[Place, Symptom]:
+def vanishing(report: Report, limit: float) -> dict[Place, Symptom]:
     """Almost no gradient passes from the output of a head to its queries and keys."""
-    limit = report.limits.vanishing
-    if limit is None:
-        return {}
     return report.where(lambda now, _: Symptom(now.score_gain, limit) if now.score_gain < limit else None)
 
 
-def diffuse(report: Report) -> dict[Place, Symptom]:
+def diffuse(report: Report, limit: float) -> dict[Place, Symptom]:
     """A head lost its focus, or stays uniform while three quarters of the others are focused."""
-    limit = report.limits.diffuse
-    if limit is None:
-        return {}
     others = sum(now.share < BROAD for now in report.now.values()) > 0.75 * len(report.now)
 
     def rule(now: Signals, head: Head) -> Symptom | None:
@@ -210,137 +293,6 @@ def diffuse(report: Report) -> dict[Place, Symptom]:
     return report.where(rule)
 
 
-def mismatched(report: Report) -> dict[Place, Symptom]:
+def mismatched(report: Report, limit: float) -> dict[Place, Symptom]:
     """Forward and backward statistics of a row differ."""
-    limit = report.limits.mismatch
-    if limit is None:
-        return {}
     return report.where(lambda now, _: Symptom(now.mismatch, limit) if now.mismatch > limit else None)
-
-
-class Cause(NamedTuple):
-    """A kind of event."""
-
-    rule: Rule
-    title: str
-    quantity: str  # shows the problem
-    text: str  # format string of the message: value, usual, times, size
-    advice: str
-    explains: tuple[str, ...] = ()  # consequences that raise no event of their own
-    sudden: bool = False  # one report is enough
-    critical: bool = False
-
-
-_SHARP = ("collapse", "exploding", "logit_drop", "rank_collapse", "vanishing", "diffuse", "dead_output", "dead_values")
-# In order of precedence: the first cause of a report takes its consequences.
-CAUSES: dict[str, Cause] = {
-    "nan": Cause(
-        broken,
-        "NaN or infinity",
-        "broken_row",
-        "NaN or infinity",
-        "Stop, restore the last checkpoint and inspect this layer; Monitor(dump=...) writes its queries and keys.",
-        ("temperature", "divergence", "logit_jump", *_SHARP, "mismatch"),
-        sudden=True,
-        critical=True,
-    ),
-    "temperature": Cause(
-        wrong_temperature,
-        "wrong temperature",
-        "beta",
-        "the temperature β = {value:.3g} is far too {size}",
-        "Use a policy with β near 1 at the training length: an anchored law, or another gamma.",
-        ("divergence", "logit_jump", *_SHARP),
-        critical=True,
-    ),
-    "divergence": Cause(
-        diverging,
-        "entropy collapse of a diverging model",
-        "relative_entropy",
-        "entropy fell from {usual:.2f} to {value:.2f} of ln n while logits and values grew",
-        "Lower the learning rate or lengthen the warm-up, and go back to a checkpoint before this step.",
-        ("logit_jump", *_SHARP),
-        sudden=True,
-        critical=True,
-    ),
-    "collapse": Cause(
-        collapsed,
-        "entropy collapse",
-        "relative_entropy",
-        "entropy fell from {usual:.2f} to {value:.2f} of ln n",
-        "Lower the learning rate or lengthen the warm-up; QK-norm or attnscale.QKClip bounds the logits.",
-        ("logit_jump", *_SHARP),
-        critical=True,
-    ),
-    "logit_jump": Cause(
-        jumped,
-        "logits jumped",
-        "max_logit",
-        "the largest logit jumped from {usual:.3g} to {value:.3g} ({times:.0f}×)",
-        "Look at the last update of their query and key weights, at `scale` and the batch; use attnscale.QKClip.",
-        _SHARP,
-        sudden=True,
-    ),
-    "exploding": Cause(
-        exploding,
-        "exploding logits",
-        "max_logit",
-        "the largest logit has grown to {value:.3g}",
-        "Lower the learning rate, add QK-norm, or bound the logits with attnscale.QKClip.",
-        ("vanishing", "logit_jump"),
-    ),
-    "dead_values": Cause(
-        dead_values,
-        "dead values",
-        "value_size",
-        "the values have size {value:.1g}, usually {usual:.1g}",
-        "Look at the value projection: its weights or its input are zero.",
-        ("vanishing", "dead_output", "diffuse", "logit_drop"),
-    ),
-    "dead_output": Cause(
-        dead_output,
-        "no gradient arrives",
-        "output_gradient",
-        "the gradient of the output is {value:.1g}, usually {usual:.1g}",
-        "Look at the output projection of this layer: its weights are zero, or its output is detached.",
-        ("vanishing", "diffuse", "logit_drop"),
-    ),
-    "logit_drop": Cause(
-        dropped,
-        "scores vanished",
-        "max_logit",
-        "all scores became equal, the largest logit fell from {usual:.3g} to {value:.3g}",
-        "Look at the query and key weights of these heads and at `scale`: one of them is almost zero.",
-        ("diffuse", "vanishing"),
-        sudden=True,
-    ),
-    "rank_collapse": Cause(
-        rank_collapsed,
-        "rank collapse",
-        "token_angle",
-        "tokens point into one direction: 1 − cosine is {value:.1g}",
-        "Check the residual connections and normalisation before this layer; a larger β slows the collapse.",
-        ("logit_jump", "logit_drop", "vanishing", "diffuse", "dead_output"),
-    ),
-    "vanishing": Cause(
-        vanishing,
-        "vanishing gradient",
-        "score_gain",
-        "‖(dQ, dK)‖ is only {value:.1g} of ‖dO‖",
-        "Look for saturated rows (w_max of 1), query and key weights of zero, and dropout that removes everything.",
-    ),
-    "diffuse": Cause(
-        diffuse,
-        "diffuse attention",
-        "relative_entropy",
-        "entropy is {value:.3f} of ln n, {usual:.2f} before",
-        "The head attends to all keys alike: try a larger β or less weight decay on its query and key weights.",
-    ),
-    "mismatch": Cause(
-        mismatched,
-        "forward/backward mismatch",
-        "mismatch",
-        "row statistics of the backward pass differ by {value:.1g}",
-        "Remove in-place operations on query, key or value between forward and backward pass.",
-    ),
-}

@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 
 from attnscale._util import state
 from attnscale._util.handles import Uncopied
-from attnscale.diagnostics.faults import FAULT, ORDER, earliest
-from attnscale.diagnostics.notices import Notices
+from attnscale.diagnostics.delivery import Notices
 from attnscale.diagnostics.records.record import Record, Summary
+from attnscale.diagnostics.tracking import FAULT, ORDER, earliest
 from attnscale.errors import BackendError
 from attnscale.statistics.rows.quantities import BACKWARD, FORWARD
 

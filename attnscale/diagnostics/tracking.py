@@ -1,4 +1,4 @@
-"""The largest logits of a layer, per head, over all rows of a step: exact where known, otherwise a bracket.
+"""What is tracked of every call: the largest logit of each head over all rows, and the first NaN or infinity.
 
 Many backends compute a bound of each row's largest logit anyway. An exact pass over all scores is made only where the
 bound does not suffice.
@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale._util.handles import Uncopied
-from attnscale.backends.dispatch import largest_logits
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent
-from attnscale.diagnostics.padding import without_padding
+from attnscale.statistics.rows.attend import largest_row_logits
+
+ORIGINS = ("query", "key", "value", "scores", "output gradient", "gradients")
+ORDER = 1 << len(ORIGINS)
+# The numbers of a fault per head: steps since the last report; ORDER · passes of the step before it + bits of ORIGINS;
+# its row. Infinite if there is none.
+FAULT = ("fault_offset", "fault", "fault_row")
+# Elements per chunk when norms are computed, because a chunk may be upcast.
+NUMBERS = 2**20
 
 
 class MaxLogits(NamedTuple):
@@ -85,10 +93,10 @@ def bound_largest(event: CallEvent, limit: float, *, everything: bool) -> Tensor
     limit stands for `everything`.
     """
     bound, heads = event.result.bound, event.call.query.shape[1]
-    call, padding = without_padding(event.call)
+    call, padding = event.call.without_padding()
     on_host = call.query.device.type == "cpu"
     if event.result.exact or (bound is None and (everything or limit < math.inf)):
-        exact = _largest_of_heads(largest_logits(call) if bound is None else bound, padding)
+        exact = _largest_of_heads(largest_row_logits(call) if bound is None else bound, padding)
         return torch.stack([exact, exact])
     if bound is None:
         upper = torch.full((heads,), math.inf, device=call.query.device)
@@ -96,10 +104,10 @@ def bound_largest(event: CallEvent, limit: float, *, everything: bool) -> Tensor
     upper = _largest_of_heads(bound, padding)
     found = torch.stack([upper - math.log(event.call.key.shape[2]), upper])
     if everything or (limit < math.inf and not on_host):
-        return _largest_of_heads(largest_logits(call), padding).expand(2, heads)
+        return _largest_of_heads(largest_row_logits(call), padding).expand(2, heads)
     if limit < math.inf and bool((upper > limit).any()):
         above = (upper > limit).nonzero()[:, 0]
-        found[:, above] = _largest_of_heads(largest_logits(select_heads(call, above)), padding)
+        found[:, above] = _largest_of_heads(largest_row_logits(select_heads(call, above)), padding)
     return found
 
 
@@ -122,8 +130,58 @@ def select_heads(call: AttentionCall, heads: Tensor) -> AttentionCall:
     return replace(call, query=call.query[:, heads], key=key, value=value, context=context, beta=beta, sinks=sinks)
 
 
-def broken_heads(out: Tensor) -> Tensor:
-    """1 [H] for heads whose output [B, H, Tq, Dv] contains NaN or infinity, else 0. Does not synchronise."""
+class Faults(Uncopied):
+    """The first fault of each head since the last reset. Stays on the device."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None  # [FAULT, H]
+
+    def add(self, x: Tensor, origin: AttentionCall | str, offset: int, order: int) -> Tensor:
+        """Search [B, H, T, D] for NaN and infinity. Returns 1 [H] for heads that contain one, else 0.
+
+        Args:
+            x: output of a call or a gradient.
+            origin: a name of ORIGINS. If x is the output of a call, the call: query, key and value are searched too.
+                Scores that overflow are found in none of them.
+            offset: number of steps since the last report.
+            order: number of passes of all layers before this one in the step.
+        """
+        heads = _broken_heads(x)
+        if x.device.type == "cpu" and not heads.any():  # on other devices, reading it back would synchronise
+            return heads
+        broken = (~torch.isfinite(x.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)))).any(0)  # [H, T]
+        if isinstance(origin, str):
+            bits = torch.full(x.shape[1:2], 1 << ORIGINS.index(origin), device=x.device)
+        else:
+            group = x.shape[1] // origin.key.shape[1]
+            spoiled = [~torch.isfinite(squares(source)) for source in (origin.query, origin.key, origin.value)]
+            spoiled[1:] = [heads.repeat_interleave(group) for heads in spoiled[1:]]
+            bits = torch.stack([heads << place for place, heads in enumerate(spoiled)]).sum(0)
+            bits = torch.where(bits == 0, 1 << ORIGINS.index("scores"), bits)
+        found = torch.stack([torch.full_like(bits, offset), ORDER * order + bits, broken.to(torch.uint8).argmax(-1)])
+        found = torch.where(broken.any(-1), found.to(torch.float32), math.inf)
+        self.first = found if self.first is None else earliest(torch.stack([self.first, found]))
+        return heads
+
+
+def _broken_heads(x: Tensor) -> Tensor:
+    """1 [H] for heads of [B, H, T, D] that contain NaN or infinity, else 0. Does not synchronise."""
     # A sum in float16 would overflow.
-    wide = torch.float32 if out.dtype == torch.float16 else out.dtype
-    return (~torch.isfinite(out.sum((0, 2, 3), dtype=wide))).to(torch.float32)
+    wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+    return (~torch.isfinite(x.sum((0, 2, 3), dtype=wide))).to(torch.float32)
+
+
+def earliest(faults: Tensor) -> Tensor:
+    """The first fault of each head, [FAULT, H], of several [N, FAULT, H]."""
+    offset, fault, _ = faults.to(torch.float64).unbind(1)
+    first = (offset * 2**24 + fault).argmin(0)
+    return torch.take_along_dim(faults, first[None, None].expand(1, len(FAULT), -1), dim=0)[0]
+
+
+def squares(x: Tensor) -> Tensor:
+    """Return the sum of squares per head of [B, H, T, D]. Row norms come first, because they need no copy."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = torch.split(x, max(1, NUMBERS // max(1, x[:, :, :1].numel())), dim=2)
+    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts)
+    total: Tensor = reduce(torch.add, (of_part.square_().sum((0, 2)) for of_part in norms))
+    return total
