@@ -294,7 +294,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._torch_calls.listeners:
             self._torch_calls.note_unseen(records, self._notices)
         if self._log is not None:
-            events += self._log.update(step, records, progress.lr)
+            faulty = any("broken_row" in record.scalars for record in records)
+            finite = faulty and has_finite_weights(self._model)
+            events += self._log.update(step, records, progress.lr, weights_finite=finite)
         for event in events if self.dump is not None else ():
             for layer, heads in event.places if event.status == "begun" else ():
                 if layer in self.layers:  # otherwise the layer belongs to another process
@@ -329,6 +331,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             warnings.warn(f"attnscale: {what} failed and is dropped: {error!r}", MonitorWarning, stacklevel=4)
             return False
         return True
+
+
+def has_finite_weights(model: nn.Module) -> bool:
+    """Whether no parameter of a model, or this process's shard of it, contains NaN or infinity."""
+    local = (getattr(parameter, "_local_tensor", parameter).detach() for parameter in model.parameters())
+    return all(bool(weight.isfinite().all()) for weight in local if weight.is_floating_point())
 
 
 def _closed_copy(kind: type[Monitor], every: int) -> Monitor:

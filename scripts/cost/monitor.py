@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -20,8 +21,21 @@ from attnscale.statistics.gaps import bracket_accumulation, count_gaps
 from attnscale.statistics.rows.quantities import MIN_RANK, THRESHOLDS
 from scripts.cost.measuring import interleaved_ratio, label, peak_bytes
 
-# Per case: `every` of the monitor, and the number of summed steps, one of which is monitored.
-CADENCES = {"every_1": (1, 1), "every_10": (10, 10), "every_50": (50, 50), "not_this_step": (10**9, 1)}
+
+class Cadence(NamedTuple):
+    """`every` and `track` of a monitor, and the number of summed steps, one of which is measured."""
+
+    every: int
+    steps: int
+    track: bool = False
+
+
+CADENCES = {
+    "every_1": Cadence(1, 1),
+    "every_10": Cadence(10, 10),
+    "every_50": Cadence(50, 50),
+    "tracked": Cadence(10**9, 1, track=True),  # none is measured: the cost of tracking, on top of the others
+}
 
 
 @dataclass(frozen=True)
@@ -34,27 +48,28 @@ class MonitorCost:
 
     def measure(self) -> list[Row]:
         model = build_gpt()
-        every, steps = CADENCES[self.name]
-        monitored = TemporaryMonitor(model, every)
+        cadence = CADENCES[self.name]
+        monitored = TemporaryMonitor(model, cadence)
         step = training(model, self.length, monitored.step)
         # The same model is used for both: the placement of a model in memory changes its time by several per cent.
-        ratio = interleaved_ratio(step, step, self.rounds, monitored.attached, pairs=steps)
+        ratio = interleaved_ratio(step, step, self.rounds, monitored.attached, pairs=cadence.steps)
         return [Row("monitor", self.name, "training step", "time_ratio", self.length, *ratio, *label(4, 64))]
 
 
 class TemporaryMonitor:
     """A monitor that is attached only while the candidate is timed; otherwise `step` does nothing."""
 
-    def __init__(self, model: Gpt, every: int) -> None:
+    def __init__(self, model: Gpt, cadence: Cadence) -> None:
         self._model = model
-        self._every = every
+        self._cadence = cadence
         self._monitor: Monitor | None = None
         self._done = 0  # monitored steps so far
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach a monitor that continues the step count, so that every `every`-th step is monitored."""
-        with Monitor(self._model, every=self._every, rows=64, alerts=None) as self._monitor:
+        """Attach a monitor that continues the step count, so that every `every`-th step is measured."""
+        every, track = self._cadence.every, self._cadence.track
+        with Monitor(self._model, every=every, rows=64, alerts=None, track=track) as self._monitor:
             self._monitor.step(self._done)
             yield
         self._monitor = None

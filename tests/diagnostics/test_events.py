@@ -323,6 +323,38 @@ def spoil_gradient(out):
     return out
 
 
+@pytest.mark.parametrize("scaled", [True, False], ids=["skipped by a GradScaler", "taken"])
+def test_nan_in_gradients_is_critical_only_if_the_optimizer_takes_the_update(scaled):
+    model, heard = tiny_gpt.build(layers=2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, enabled=scaled)
+    with Monitor(model, every=1, on_alert=heard.append) as monitor:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model.loss(tiny_gpt.batch())
+            (scaler.scale(loss * 1e3) if scaled else loss * math.nan).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            monitor.step(step)
+    assert heard[0].cause == "nan"
+    assert heard[0].severity == ("warning" if scaled else "critical")
+    assert ("GradScaler" in heard[0].advice) == scaled
+
+
+def test_a_skipped_update_that_is_taken_later_becomes_critical():
+    model, heard = tiny_gpt.build(layers=2), []
+    with Monitor(model, every=1, on_alert=heard.append) as monitor:
+        for step in range(2):
+            (model.loss(tiny_gpt.batch()) * math.nan).backward()
+            if step == 1:
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            monitor.step(step)
+    assert [(event.number, event.status, event.severity) for event in heard] == [
+        (0, "begun", "warning"),
+        (0, "lasting", "critical"),
+    ]
+
+
 def test_nan_in_the_loss_is_seen_in_the_last_layer():
     model, heard = tiny_gpt.build(layers=3), []
     with Monitor(model, every=1, on_alert=heard.append) as monitor:

@@ -66,13 +66,17 @@ class EventLog:
         """The events that are not over."""
         return [one.event for one in self._open.values()]
 
-    def update(self, step: int, records: Sequence[Record], rate: float | None = None) -> list[Event]:
+    def update(
+        self, step: int, records: Sequence[Record], rate: float | None = None, *, weights_finite: bool = False
+    ) -> list[Event]:
         """Apply the rules to a report.
 
         Args:
             step: step of the report.
             records: the records of all heads.
             rate: learning rate of the step, if known.
+            weights_finite: the weights of the model are known to be finite after the update. NaN in gradients is then a
+                warning: the update was skipped.
 
         Returns:
             Events that begin, change or end at this step.
@@ -93,7 +97,7 @@ class EventLog:
         }
         concerned = {cause: frozenset(one.places) for cause, one in self._open.items()}
         interval = 1 if self._step is None else max(1, step - self._step)
-        report = Report(step, now, self._heads, concerned, faults, interval)  # type: ignore[arg-type]
+        report = Report(step, now, self._heads, concerned, faults, interval, weights_finite)  # type: ignore[arg-type]
         self._step = step
         messages: dict[int, Event] = {}
         for cause, about in CAUSES.items():
@@ -149,7 +153,8 @@ class EventLog:
             start = min(report.faults[place][0] for place in symptoms)
         number = taken[0].event.number if taken else self._number
         self._number += not taken
-        severity = "critical" if CAUSES[cause].critical else "warning"
+        harmless = cause == "nan" and report.skipped_update
+        severity = "critical" if CAUSES[cause].critical and not harmless else "warning"
         event = Event(number, cause, "lasting" if taken else "begun", severity, start, report.step, (), "", "")
         one = _Open(event, dict(symptoms), peak=_largest(symptoms))
         one.event = self._describe(one, report, rate)
@@ -160,6 +165,10 @@ class EventLog:
         """Add a report to an open event; send it again if it spread by half."""
         one.quiet = 0
         if one.event.cause == "nan":  # its consequences spread over the whole model
+            if one.event.severity == "warning" and not report.skipped_update:
+                advice = CAUSES["nan"].advice
+                one.event = replace(one.event, status="lasting", severity="critical", step=report.step, advice=advice)
+                messages[one.event.number] = one.event
             return
         largest = _largest(symptoms)
         one.settled = 0 if largest > 1.5 * one.peak else one.settled + 1
@@ -205,6 +214,8 @@ class EventLog:
                 advice = (
                     "Look at the loss and at what follows this layer in the forward pass; the layer itself is sound."
                 )
+            if event.severity == "warning":
+                advice = "No weight was updated with it, as when a GradScaler lowers its scale. If it recurs: " + advice
         places = _grouped(one.places)
         message = f"{text} in {where(places, Counter(layer for layer, _ in report.now))}, since step {event.start}"
         highest = max(self._rates, default=math.inf)

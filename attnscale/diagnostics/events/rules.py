@@ -21,6 +21,7 @@ KEPT = 20  # reports in the history of a head
 FIRST_REPORTS = 4  # reports before a head is compared with its own history
 CALM = 0.2  # smallest scale of ln(max logit) changes between reports
 BROAD = 0.9  # entropy share; heads below are focused
+FORWARD_ORIGINS = 0b1111  # of ORIGINS: query, key, value, scores
 WIDE = 0.25  # share of the heads of a model with the same problem that makes it the model's problem
 FEW_KEYS = 8.0  # rows with fewer visible keys are near uniform, or near one key, by chance
 SMALL_LOGIT = 8.0  # logits below do not concentrate attention
@@ -110,6 +111,12 @@ class Report:
     open: Mapping[str, frozenset[Place]]  # heads with an open event, by cause
     faults: Mapping[Place, tuple[int, int, int, int]]  # step, number of the pass, bits of ORIGINS, row
     interval: int = 1  # steps since the last report
+    weights_finite: bool = False  # known to be finite after the update
+
+    @property
+    def skipped_update(self) -> bool:
+        """Whether NaN or infinity occurred in gradients only, and no weight was updated with them."""
+        return self.weights_finite and all(bits & FORWARD_ORIGINS == 0 for _, _, bits, _ in self.faults.values())
 
     @property
     def growth(self) -> float:

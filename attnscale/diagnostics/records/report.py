@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import itertools
 import math
+import sys
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,12 +110,12 @@ class Report:
             **more,
         )
 
-    @cached_property
+    @functools.cached_property
     def places(self) -> list[tuple[str, int]]:
         """Layer and head of each column."""
         return [(layer, head) for layer, heads, _ in self.layers for head in heads]
 
-    @cached_property
+    @functools.cached_property
     def keys(self) -> list[tuple[str, str, str]]:
         """Phase, name and statistic of each row of `table`. Scalars have the phase "" and the statistic ""."""
         pairs = [*(("forward", name) for name in self.forward), *(("backward", name) for name in self.backward)]
@@ -200,6 +201,7 @@ class Report:
         if sum(map(len, phases.values())) * len(STATISTICS) * columns > MOST_NUMBERS:
             raise ValueError("too many numbers")
 
+        @functools.cache
         def unpack(phase: str, name: str) -> Tensor:
             text = phases[phase][name][1]
             twin = phase == "backward" and name in phases["forward"]
@@ -302,6 +304,7 @@ def _unpack(text: str, shape: tuple[int, ...], number: int = 4) -> Tensor:
         raise ValueError("the number of values is wrong")
     words = torch.zeros(shape, dtype=torch.int32, device="cpu")
     if raw:
+        in_words = words.view(torch.uint8).view(*shape, 4)
         for index, part in enumerate(torch.frombuffer(raw, dtype=torch.uint8).view(number, *shape)):
-            words |= part.to(torch.int32) << (24 - 8 * index)
+            in_words[..., 3 - index if sys.byteorder == "little" else index] = part
     return words
