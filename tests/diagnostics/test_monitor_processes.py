@@ -136,3 +136,58 @@ def test_a_layer_that_one_rank_skips_is_absent_there_and_nothing_hangs(tmp_path)
         first, second, third = report.values()
         assert first == third
         assert second == (first / 2 if step % 2 else first)
+
+
+class Stage(nn.Module):
+    """Half of a `TinyGpt`, with the paths of the whole: the first one embeds, the last one has the head."""
+
+    def __init__(self, model: tiny_gpt.TinyGpt, rank: int) -> None:
+        super().__init__()
+        self.embedding = model.embedding if rank == 0 else None
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in (2 * rank, 2 * rank + 1)})
+        self.head = model.head if rank == 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def trained_by_1f1b(rank: int) -> list[Report]:
+    """The records of the second step of two pipeline stages with four microbatches, as one process sees them."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage_module = Stage(tiny_gpt.build(layers=4), rank)
+    stage = PipelineStage(stage_module, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=next_token_loss)
+    tokens = tiny_gpt.batch(size=4)
+    with Monitor(stage_module, every=1, rows=None, alerts=None) as monitor:
+        for step in range(2):  # before the first one, torch runs each stage once more to learn the shapes
+            if rank == 0:
+                schedule.step(tokens[:, :-1])
+            else:
+                schedule.step(target=tokens[:, 1:])
+            records = monitor.step(step)
+        return [record.as_dict() for record in records]
+
+
+def test_the_stages_of_a_pipeline_report_as_one_model(tmp_path):
+    first, second = on_ranks(trained_by_1f1b, tmp_path, 2)
+    assert first == second
+    model, tokens = tiny_gpt.build(layers=4), tiny_gpt.batch(size=4)
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        for sequence in tokens.split(1):
+            next_token_loss(model(sequence[:, :-1]), sequence[:, 1:]).backward()  # the schedule divides at its end
+        whole = monitor.step(1)
+    assert [(record["layer"], record["head"]) for record in first] == [(r.layer, r.head) for r in whole]
+    for content, expected in zip(first, whole, strict=True):
+        found = Record.from_dict(content)
+        for phase in ("forward", "backward"):
+            for name, summary in getattr(expected, phase).items():
+                assert tuple(getattr(found, phase)[name]) == pytest.approx(tuple(summary), rel=1e-4, abs=1e-6), name
+        assert found.scalars == pytest.approx(expected.scalars, rel=1e-4, abs=1e-6, nan_ok=True)
