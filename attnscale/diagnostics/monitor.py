@@ -132,7 +132,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                     "a model without a monitor or QKClip; close the other monitor first, or pass it to QKClip",
                 )
             if group is None:
-                refuse_unsaid_heads(model, found.values())
+                refuse_unsaid_heads(model, [*found.values(), *calling_modules(model).values()])
             self._layer_order = [path or type(model).__name__ for path, _ in model.named_modules()]
             self._notices = Notices()
             modules = dict(model.named_modules())  # in a swapped model, the parent of our module
@@ -157,8 +157,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._rows = rows
         self._policies = [getattr(module, "policy", None) for module in found.values()]
         self._model, self._attention = model, found
-        self._head_parts = {path: getattr(module, "head_part", (0, 1))[0] for path, module in found.items()}
-        self._processes = Processes(self._head_parts, group, self._notices, timeout)
+        callers = {name: modules.get(name.partition("#")[0]) for name in self._torch_calls.listeners}
+        # This process's share of the heads of a layer: its index, and the number of shares.
+        self.head_parts: dict[str, tuple[int, int]] = {
+            path: getattr(module, "head_part", (0, 1)) for path, module in (callers | found).items()
+        }
+        parts = {path: part for path, (part, _) in self.head_parts.items()}
+        self._processes = Processes(parts, group, self._notices, timeout)
         self._tapped = [(module, Tap(self.layers[path], run_reported)) for path, module in found.items()]
         for module, tap in self._tapped:
             tap.attach(module)
@@ -300,7 +305,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         for event in events if self.dump is not None else ():
             for layer, heads in event.places if event.status == "begun" else ():
                 if layer in self.layers:  # otherwise the layer belongs to another process
-                    captured, part = self.layers[layer].captured, self._head_parts.get(layer, 0)
+                    captured, (part, _) = self.layers[layer].captured, self.head_parts[layer]
                     self._guard("a dump", _dump_rows, self.dump, event, layer, heads, captured, part)
         if self._processes.rank > 0 or not records:
             return

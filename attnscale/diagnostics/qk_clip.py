@@ -266,8 +266,7 @@ class QKClip(Uncopied, contextlib.AbstractContextManager["QKClip"]):
 
     def _part(self, path: str) -> tuple[int, int]:
         """The share of this process in the heads of a layer: its index, and the number of shares."""
-        part: tuple[int, int] = getattr(self._monitor._attention.get(path), "head_part", (0, 1))
-        return part
+        return self._monitor.head_parts.get(path, (0, 1))
 
 
 def _read_masters(masters: Mapping[Tensor, Tensor] | None) -> dict[Tensor, Tensor]:

@@ -85,6 +85,9 @@ class HeadParallel(ParallelStyle):
     the whole module. `rows` is the mesh of processes with different rows, for running estimates; None selects all
     dimensions of the root mesh except those of the tensor-parallel mesh.
 
+    A module of yours that calls torch's own attention function on its local heads is accepted too: it is left as it is,
+    and a monitor numbers its heads.
+
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     >>> from attnscale.distributed import HeadParallel
     >>> plan = {"qkv": ColwiseParallel(), "attention": HeadParallel(), "out": RowwiseParallel()}
@@ -94,8 +97,12 @@ class HeadParallel(ParallelStyle):
         self.rows = rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention, size, policy = _ours(module), device_mesh.size(), _ours(module).policy
-        rank, (part, parts) = device_mesh.get_local_rank(), attention.head_part
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+        if _calls_torch(module):
+            module.head_part = rank, size  # type: ignore[assignment]
+            return module
+        attention, policy = _ours(module), _ours(module).policy
+        part, parts = attention.head_part
         # `parts` > 1 if ulysses was applied first: it splits these heads further.
         attention.head_part = rank * parts + part, size * parts
         if isinstance(policy, LengthPolicy):
@@ -110,6 +117,12 @@ class HeadParallel(ParallelStyle):
         attention.register_forward_pre_hook(_local_inputs)
         share_rows(attention, _others(device_mesh) if self.rows is None else self.rows)
         return module
+
+
+def _calls_torch(module: nn.Module) -> bool:
+    """Whether a module may call torch's own attention function: it is not torch's, and has no attention of ours."""
+    ours = any(isinstance(child, ScaledDotProductAttention) for child in module.modules())
+    return not ours and not type(module).__module__.startswith(("torch.", "attnscale."))
 
 
 def _check_heads(heads: int, size: int) -> None:

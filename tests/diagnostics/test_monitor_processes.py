@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnscale import Monitor
 from attnscale.diagnostics import JsonlSink, Record, read_jsonl
-from attnscale.errors import BackendError
+from attnscale.errors import ArgumentError, BackendError
 
 Report = dict[str, Any]
 
@@ -191,3 +191,56 @@ def test_the_stages_of_a_pipeline_report_as_one_model(tmp_path):
             for name, summary in getattr(expected, phase).items():
                 assert tuple(getattr(found, phase)[name]) == pytest.approx(tuple(summary), rel=1e-4, abs=1e-6), name
         assert found.scalars == pytest.approx(expected.scalars, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+class OwnAttention(nn.Module):
+    """A user's block around torch's own function, with separate projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def own_attention() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(OwnAttention(), OwnAttention()), torch.randn(2, 9, 16)
+
+
+def trained_with_split_heads(rank: int) -> dict[str, Any]:
+    """The error without `HeadParallel`, and the records with it."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from attnscale.distributed import HeadParallel
+
+    model, x = own_attention()
+    mesh = init_device_mesh("cpu", (2,))
+    split = {f"*.{name}": ColwiseParallel() for name in "qkv"} | {"*.o": RowwiseParallel()}
+    parallelize_module(model, mesh, split)
+    with pytest.raises(ArgumentError) as unsaid:
+        Monitor(model, every=1, alerts=None)
+    parallelize_module(model, mesh, {"*": HeadParallel()})
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        model(x).square().sum().backward()
+        return {"unsaid": str(unsaid.value), "records": [record.as_dict() for record in monitor.step(0)]}
+
+
+def test_heads_of_torchs_function_under_tensor_parallelism_keep_their_numbers(tmp_path):
+    first, second = on_ranks(trained_with_split_heads, tmp_path, 2)
+    assert "HeadParallel" in first["unsaid"]
+    assert first["records"] == second["records"]
+    model, x = own_attention()
+    with Monitor(model, every=1, rows=None, alerts=None) as monitor:
+        model(x).square().sum().backward()
+        whole = monitor.step(0)
+    assert [(r.layer, r.head) for r in whole] == [(layer, head) for layer in "01" for head in range(4)]
+    for content, expected in zip(first["records"], whole, strict=True):
+        found = Record.from_dict(content)
+        assert (found.layer, found.head) == (expected.layer, expected.head)
+        for phase in ("forward", "backward"):
+            for name, summary in getattr(expected, phase).items():
+                assert tuple(getattr(found, phase)[name]) == pytest.approx(tuple(summary), rel=1e-4, abs=1e-5), name
