@@ -325,6 +325,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             attnscale=attnscale.__version__,
             torch=torch.__version__,
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            limits={} if self.limits is None else vars(self.limits),
         )
 
     def _guard(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:

@@ -166,20 +166,26 @@ def _quantities(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "shown": key.statistic if phase == key.phase else "mean",
             "main": MAIN.index(quantity) if quantity in MAIN and phase == key.phase else None,
             "term": explanation(quantity.name),
-            "limit": _limit(quantity.name),
+            "limit": _limit(quantity.name, runs),
         }
         described.append({**quantity._asdict(), **more})
     return described
 
 
-def _limit(name: str) -> dict[str, Any] | None:
-    """Return the limit that is drawn in the curves of a quantity."""
+def _limit(name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
+    """Return the limit that is drawn in the curves of a quantity, None if it has none or the runs have several.
+
+    Files of older versions do not name their limits: they had the defaults.
+    """
     if name == "criticality":
         return {"value": 1.0, "text": "r = 1", "always": True}
     if name not in LIMITS:
         return None
     threshold, words = LIMITS[name]
-    value = getattr(Thresholds(), threshold)
+    limits = [run.header.get("limits") for run in runs]
+    value, *others = [(vars(Thresholds()) if own is None else own).get(threshold) for own in limits]
+    if any(other != value for other in others) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
     return {"value": value, "text": f"{words} {value:g}", "always": False}
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from browser_page import NOTES, Dom, browser, notes, opened
 
+from attnscale import Monitor, ScaledDotProductAttention
 from attnscale.cli import main
-from attnscale.diagnostics import Event, Record, Summary
+from attnscale.diagnostics import Event, JsonlSink, Record, Summary, Thresholds
 from attnscale.diagnostics.events import CAUSES
 from attnscale.diagnostics.records.record import STATISTICS
 from attnscale.diagnostics.records.report import Report
@@ -402,6 +403,32 @@ def test_several_runs_share_axes_and_each_has_its_verdict(tmp_path: Path, open_p
     assert words.index("second.jsonl") < words.index("Entropy collapse")
     assert len(dom.all("button", "bar")) == 2
     assert len(dom.all("canvas")) == 2 * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "drawn"),
+    [
+        ([Thresholds(collapsed=0.7)], 0.7),
+        ([Thresholds(collapsed=None)], None),
+        ([None], None),
+        ([Thresholds(collapsed=0.7), Thresholds(collapsed=0.7)], 0.7),
+        ([Thresholds(collapsed=0.7), Thresholds()], None),
+    ],
+    ids=["its own", "disabled", "no events", "the same", "two different ones"],
+)
+def test_curves_show_the_limits_of_the_run(
+    tmp_path: Path, limits: list[Thresholds | None], drawn: float | None
+) -> None:
+    paths = []
+    for number, of_run in enumerate(limits):
+        paths.append(tmp_path / f"{number}.jsonl")
+        attention, q = ScaledDotProductAttention(), torch.randn(1, 2, 6, 4)
+        with Monitor(attention, every=1, sinks=[JsonlSink(paths[-1])], alerts=of_run) as monitor:
+            attention(q, q, q)
+            monitor.step(0)
+    content = json.loads(build_page(*map(read_run, paths)).split('id="content">')[1].split("</script>")[0])
+    (w_max,) = (one for one in content["quantities"] if (one["phase"], one["name"]) == ("forward", "w_max"))
+    assert (w_max["limit"] or {"value": None})["value"] == drawn
 
 
 def test_nothing_in_the_page_comes_from_elsewhere(page: str) -> None:

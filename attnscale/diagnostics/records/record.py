@@ -132,6 +132,7 @@ class RunInfo:
         rows: number of sampled rows per attention call. None means all rows.
         attnscale, torch: versions.
         started: date and time of the first report, ISO 8601 with time zone.
+        limits: the thresholds of events; empty without events, None in files of older versions.
         format: version of the file format.
 
     Example:
@@ -149,16 +150,18 @@ class RunInfo:
     attnscale: str
     torch: str
     started: str
+    limits: Mapping[str, float | None] | None = None
     format: int = FORMAT
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
-        return asdict(self)
+        return {**asdict(self), "limits": None if self.limits is None else to_json(self.limits)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunInfo:
         """Inverse of `as_dict`. Unknown fields are ignored. Raises TypeError if a field is missing."""
-        return cls(**_known(cls, content))
+        limits = content.get("limits")
+        return cls(**{**_known(cls, content), "limits": None if limits is None else from_json(limits)})
 
 
 class Progress(NamedTuple):
