@@ -6,39 +6,47 @@ from typing import Any, NoReturn
 
 import pytest
 import transformers
-from packaging.version import Version
 
-INSTALLED = Version(transformers.__version__)
+from attnscale._util.versions import release
 
-# From this release on, every model type of the tests exists: a missing name is a mistake, not a reason to skip.
-COMPLETE = Version("5.22")
+INSTALLED = transformers.__version__
 
 
-def is_before(release: str) -> bool:
+def is_before(version: str) -> bool:
     """Whether the installed transformers is older than a release."""
-    return Version(release) > INSTALLED
+    return release(INSTALLED) < release(version)
 
 
-def since(release: str, what: str) -> pytest.MarkDecorator:
+# Since 5.22, every model type of the tests exists: a missing name is a mistake, not a reason to skip.
+MAY_LACK_MODELS = is_before("5.22")
+
+
+def since(version: str, what: str) -> pytest.MarkDecorator:
     """Mark of a test of something that transformers does since a release."""
-    return pytest.mark.skipif(is_before(release), reason=_reason(release, what))
+    return pytest.mark.skipif(is_before(version), reason=_reason(version, what))
 
 
-def skip_before(release: str, what: str) -> None:
+def skip_before(version: str, what: str) -> None:
     """Skip the running test of something that transformers does since a release."""
-    if is_before(release):
-        pytest.skip(_reason(release, what))
+    if is_before(version):
+        pytest.skip(_reason(version, what))
 
 
-def _reason(release: str, what: str) -> str:
-    return f"transformers {INSTALLED} is installed; since {release}, {what}"
+def skip_without_type(model_type: str) -> None:
+    """Skip the running test of a model type that an older release lacks."""
+    if MAY_LACK_MODELS and model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {INSTALLED} has no model type {model_type}")
+
+
+def _reason(version: str, what: str) -> str:
+    return f"transformers {INSTALLED} is installed; since {version}, {what}"
 
 
 class _Names:
     """The names of transformers. Calling a class that an older release lacks skips the running test."""
 
     def __getattr__(self, name: str) -> Any:
-        if INSTALLED >= COMPLETE or hasattr(transformers, name):
+        if not MAY_LACK_MODELS or hasattr(transformers, name):
             return getattr(transformers, name)
 
         def skip(*args: Any, **kwargs: Any) -> NoReturn:
@@ -48,9 +56,3 @@ class _Names:
 
 
 models = _Names()
-
-
-def skip_without_type(model_type: str) -> None:
-    """Skip the running test of a model type that an older release lacks."""
-    if INSTALLED < COMPLETE and model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {INSTALLED} has no model type {model_type}")

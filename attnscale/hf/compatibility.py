@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import transformers
-from packaging.version import Version
 from torch import nn
 
+from attnscale._util.versions import release
 from attnscale.policies.record import NAME
 
 _IMPLEMENTATION = "attn_implementation"
 
 # Before 5.4, `PreTrainedConfig.from_dict` replaces the implementation of config.json by that of its caller, or None.
-DROPS_IMPLEMENTATION: Final = Version(transformers.__version__) < Version("5.4")
+DROPS_IMPLEMENTATION: Final = release(transformers.__version__) < release("5.4")
 
 
 def keep_implementation(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
