@@ -8,10 +8,10 @@ CONSTRAINTS := scripts/constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real lint types bench provoke resources figures theory format wheel docs hub-kernel clean
+.PHONY: help setup demo experiments test test-real test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## create .venv with all development tools
 
@@ -41,6 +41,10 @@ test: lint types  ## run lint, type checks, doctests and tests
 test-real: $(INSTALLED)  ## run the tests that need a real model (SmolLM2-135M)
 	$(PY) scripts/smollm2.py
 	$(VENV)/bin/pytest tests/real
+
+# The first run downloads the releases with pip into .cache/versions, 4 GB in all.
+test-versions: $(INSTALLED)  ## run the tests of attnscale.hf with the oldest and newest transformers; takes 10 minutes
+	$(PY) -m scripts.versions
 
 lint: $(INSTALLED)  ## check rules and formatting with ruff
 	$(PY) -m ruff check .

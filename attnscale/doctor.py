@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from attnscale._util.files import cache_folder
-from attnscale._util.optional import version_of
+from attnscale._util.optional import NOT_INSTALLED, version_of
+from attnscale._util.versions import PYTHON, TRANSFORMERS
 from attnscale.attention import scaled_dot_product_attention
 from attnscale.backends import trust
 from attnscale.backends.dispatch import BACKENDS, check_kernels
@@ -38,6 +39,8 @@ class Diagnosis(NamedTuple):
 def doctor() -> Diagnosis:
     """Return versions, devices and the error of every backend on a small attention call, against fp64.
 
+    A version of Python or transformers outside the supported range is reported with that range.
+
     If the Triton kernels are available, the check that enables them for "auto" is repeated on every GPU.
 
     Returns:
@@ -47,8 +50,8 @@ def doctor() -> Diagnosis:
         >>> print(doctor())  # doctest: +ELLIPSIS
         version...attnscale...
     """
-    findings = [Finding("version", "python", platform.python_version())]
-    findings += [Finding("version", package, version_of(package)) for package in _PACKAGES]
+    versions = {"python": platform.python_version()} | {package: version_of(package) for package in _PACKAGES}
+    findings = [Finding("version", package, _judged(package, version)) for package, version in versions.items()]
     findings += [Finding("device", "cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
     for index in range(torch.cuda.device_count()):
         findings.append(Finding("device", f"cuda:{index}", torch.cuda.get_device_name(index)))
@@ -57,6 +60,14 @@ def doctor() -> Diagnosis:
     findings += [Finding("backend", name, _self_check(name)) for name in BACKENDS if name != "triton"]
     findings.append(Finding("backend", "triton", why_unavailable() or _self_check("triton")))
     return Diagnosis((*findings, *_trust()))
+
+
+def _judged(package: str, version: str) -> str:
+    """Return a version, and the supported range of its package if the version is outside of it."""
+    supported = {"python": PYTHON, "transformers": TRANSFORMERS}.get(package)
+    if supported is None or version == NOT_INSTALLED or supported.covers(version):
+        return version
+    return f"{version}, outside the supported range {supported.oldest} to {supported.newest}"
 
 
 def _trust() -> list[Finding]:

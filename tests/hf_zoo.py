@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from hf_releases import skip_before, skip_without_type
 from torch import Tensor, nn
 
 import attnscale
@@ -284,6 +285,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 # Non-attention parts of these types compute in fp32: complex rotations, the decay of linear attention.
 _ROUNDS = frozenset({"deepseek_v2", "minimax"})
 
+_ROUTED = "{} dispatches through AttentionInterface"
+# First release in which a type can be tested, and what older ones lack.
+_SINCE = {
+    "dbrx": ("5.15", "DBRX models run with these settings"),
+    "diffllama": ("5.13", _ROUTED),
+    "modernbert": ("5.1", _ROUTED),
+    "mt5": ("5.15", _ROUTED),
+    "nemotron": ("5.13", _ROUTED),
+    "t5": ("5.15", _ROUTED),
+    "umt5": ("5.15", _ROUTED),
+}
+
 
 @dataclass(frozen=True)
 class Species:
@@ -334,6 +347,10 @@ TRANSLATORS = [name for name, species in ZOO.items() if species.family == "encod
 @functools.cache
 def _built(name: str) -> nn.Module:
     species = ZOO[name]
+    skip_without_type(name)
+    if name in _SINCE:
+        release, what = _SINCE[name]
+        skip_before(release, what.format(name))
     config = transformers.AutoConfig.for_model(name, **copy.deepcopy(dict(species.settings)))
     torch.manual_seed(0)
     # The other expert implementations do not support fp64.

@@ -10,6 +10,8 @@ from typing import Any
 
 from attnscale.errors import MissingDependencyError
 
+NOT_INSTALLED = "not installed"
+
 
 def need(module: str, what: str, extra: str) -> Any:
     """Import a module of an optional package, or raise an error with the install command of the extra.
@@ -48,4 +50,4 @@ def version_of(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED

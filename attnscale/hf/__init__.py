@@ -4,12 +4,18 @@ Usage, file layout and import order: README.md in this folder.
 """
 
 from attnscale._util.optional import install_command
+from attnscale._util.versions import TRANSFORMERS, release
 from attnscale.errors import MissingDependencyError
 
 try:
-    import transformers as _transformers  # noqa: F401
+    import transformers as _transformers
 except ImportError as error:
     raise MissingDependencyError(f"attnscale.hf needs transformers: {install_command('hf')}") from error
+if release(_transformers.__version__) < release(TRANSFORMERS.oldest):
+    raise MissingDependencyError(
+        f"attnscale.hf needs transformers {TRANSFORMERS.oldest} or newer, and {_transformers.__version__} is "
+        f"installed: {install_command('hf')}"
+    )
 
 from attnscale.diagnostics import add_finder
 from attnscale.hf.attach import attach, register

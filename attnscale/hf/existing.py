@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, read_forward
+from attnscale.hf.compatibility import why_fixed
 from attnscale.hf.sites import Undo
 
 _ROTARY = {"yarn": "YaRN", "longrope": "LongRoPE"}
@@ -26,11 +27,15 @@ _BY_LENGTH = ("short_mscale", "long_mscale")
 
 @dataclass(frozen=True, eq=False)
 class Existing:
-    """A built-in factor on the logits of one layer; `switch_off()` returns the callback that restores it."""
+    """A built-in factor on the logits of one layer; `switch_off()` returns the callback that restores it.
+
+    `fixed` is the reason why the factor cannot be disabled, or None.
+    """
 
     name: str
     effect: str
     switch_off: Callable[[], Undo]
+    fixed: str | None = None
 
     @property
     def description(self) -> str:
@@ -74,7 +79,8 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
     if beta and "llama_4_scaling_beta" in read_forward(module).text:
         effect = f"logits × 1 + {beta:g}·ln(1 + ⌊position/{parameters.get('original_max_position_embeddings')}⌋)"
         # These modules use positions for nothing else, and the factor of position 0 is 1.
-        yield Existing("Mistral", effect, partial(_change_argument, module, "position_ids", torch.zeros_like))
+        switch_off = partial(_change_argument, module, "position_ids", torch.zeros_like)
+        yield Existing("Mistral", effect, switch_off, why_fixed(module))
     learned = getattr(module, "softmax_scaling", None)
     # Untrained, the factor is 1.
     if learned is not None and (learned.scale.is_meta or learned.scale.any() or (learned.bias != 1).any()):

@@ -16,7 +16,7 @@ from attnscale.hf import selection
 from attnscale.hf.attach import described_policies
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
-from attnscale.hf.existing import find_existing
+from attnscale.hf.existing import Existing, find_existing
 from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
 from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import MonitoredSite, is_called, site_of
@@ -168,12 +168,12 @@ def inspect(
     pending = described_policies(model) if is_pending(model) and record_of(model) is not None else {}
     judged = []
     for layer in found:
-        existing = tuple(one.description for one in find_existing(model, layer))
+        existing = find_existing(model, layer)
         if layer.path in chosen:
             verdict, detail = _judge(layer, found, existing, plan, on_existing, lengths, pending.get(layer.path))
         else:
             verdict, detail = "left alone", _why_not(layer, layers, cross, towers)
-        judged.append(LayerInspection(layer, existing, verdict, detail))
+        judged.append(LayerInspection(layer, tuple(one.description for one in existing), verdict, detail))
     selected = [layer.facts for layer in judged if layer.verdict == "selected"]
     policies = {} if plan is None else build_policies(plan, selected)
     cautions = tuple(selection.find_cautions(model, selected, policies))
@@ -201,7 +201,7 @@ def _why_not(layer: AttentionLayer, layers: Layers, cross: bool, towers: str) ->
 def _judge(
     layer: AttentionLayer,
     every: Sequence[AttentionLayer],
-    existing: tuple[str, ...],
+    existing: Sequence[Existing],
     plan: Plan | None,
     on_existing: OnExisting,
     lengths: Sequence[int],
@@ -229,6 +229,9 @@ def _judge(
         return "refused", f"{reason}; call handle.remove() and pass one plan"
     if existing and on_existing == "raise":
         return "refused", "already scaled; on_existing='compose' multiplies on top, 'replace' disables it"
+    fixed = [one.fixed for one in existing if one.fixed is not None]
+    if fixed and on_existing == "replace":
+        return "refused", f"already scaled; {fixed[0]}"
     try:
         policy = build_policies(plan, [layer])[layer.path]
     except ArgumentError as error:

@@ -22,7 +22,6 @@ from attnscale.errors import ArgumentError, AttnScaleWarning, reject
 from attnscale.hf import selection
 from attnscale.hf.attention_layers import AttentionLayer, name_layers, reject_model, routed_layers, transformers_model
 from attnscale.hf.config_record import configs_of, release, save_implementation, switch
-from attnscale.hf.existing import find_existing
 from attnscale.hf.plan import Plan, build_policies, read_plan
 from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import SDPA, Site, remove_site, site_of
@@ -209,7 +208,7 @@ def install(
     record = write_record(by_inner_path(policies, model), on_existing)
     switched: list[PreTrainedConfig] = []
     # Find all of them before disabling any: layers share the module that applies the factor.
-    existing = {layer.path: find_existing(model, layer) if on_existing == "replace" else [] for layer in chosen}
+    existing = {layer.path: selection.replaceable(model, layer) if on_existing == "replace" else [] for layer in chosen}
     try:
         for layer in chosen:
             site = _make_site(policies[layer.path], layer.module, override, on_existing)

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback, TrainerState
 from transformers import trainer as transformers_trainer
 from transformers.integrations.peft import PeftAdapterMixin
 
@@ -34,6 +34,7 @@ from attnscale.errors import ArgumentError, AttnScaleWarning
 from attnscale.hf.attach import attach, current_record, described_policies, is_learned
 from attnscale.hf.attention_layers import routed_layers, transformers_model
 from attnscale.hf.checkpoint import ADAPTER_CONFIG, MODEL_CONFIG, Record, StoredFiles, located, read_adapter
+from attnscale.hf.compatibility import DROPS_IMPLEMENTATION, keep_implementation, loading_info
 from attnscale.hf.config_record import is_pending, locate_in, record_of, recorded_on_existing
 from attnscale.hf.sites import MonitoredSite, Site, is_called, site_of
 from attnscale.policies.record import DESCRIPTION, NAME, ON_EXISTING, is_of_policy, read_modules, split_name
@@ -46,6 +47,8 @@ def keep_policies() -> None:
     _wrap(PreTrainedModel, "save_pretrained", _save_model)
     _wrap(PreTrainedModel, "from_pretrained", _load_model)
     _wrap(PreTrainedModel, "_load_pretrained_model", _load_weights)
+    if DROPS_IMPLEMENTATION:
+        _wrap(PreTrainedConfig, "from_dict", _read_config)
     _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
     _wrap(transformers_trainer.Trainer, "train", _train)
     _wrap(TrainerState, "save_to_json", _save_state)
@@ -201,16 +204,21 @@ def _load_model(stock: Method, kind: type[PreTrainedModel], /, *args: Any, **kwa
     return result
 
 
+def _read_config(stock: Method, kind: type[PreTrainedConfig], /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """`PreTrainedConfig.from_dict`: keeps the implementation that config.json names."""
+    return stock(kind, config_dict, **keep_implementation(config_dict, kwargs))
+
+
 def _load_weights(stock: Method, /, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel._load_pretrained_model`: drops tensors that are read later from the unexpected keys.
 
     These are the policy descriptions in an adapter and, during `attnscale.hf.load`, all tensors of policies.
     """
-    info, *rest = stock(*args, **kwargs)
-    every = state.HF_READ_LATER.get()
+    result = stock(*args, **kwargs)
+    info, every = loading_info(result), state.HF_READ_LATER.get()
     later = {key for key in info.unexpected_keys if split_name(key)[1] == DESCRIPTION or (every and is_of_policy(key))}
     info.unexpected_keys -= later
-    return info, *rest
+    return result
 
 
 def _load_adapter(stock: Method, model: Any, /, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:

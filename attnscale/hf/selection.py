@@ -12,7 +12,7 @@ from attnscale._util.checks import read_int
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, reject_model, transformers_model
-from attnscale.hf.existing import find_existing
+from attnscale.hf.existing import Existing, find_existing
 from attnscale.hf.plan import beta_at_end
 from attnscale.hf.sites import MonitoredSite, site_of
 from attnscale.policies import LengthPolicy, Policy
@@ -160,6 +160,15 @@ def refuse_existing(model: nn.Module, chosen: Sequence[AttentionLayer], on_exist
         description = find_existing(model, scaled[0])[0].description
         advice = "pass on_existing='compose' to multiply by β on top, or 'replace' to disable it"
         reject_model(model, f"already scales its logits ({description}); {advice}", scaled)
+
+
+def replaceable(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
+    """Return the built-in length scaling of a layer; raise if it cannot be disabled."""
+    found = find_existing(model, layer)
+    for existing in found:
+        if existing.fixed is not None:
+            reject_model(model, f"already scales its logits ({existing.description}); {existing.fixed}", [layer])
+    return found
 
 
 def reject_model_without_attention(model: nn.Module) -> NoReturn:

@@ -12,6 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from hf_releases import since
 from hf_zoo import ZOO, answer, reading
 from tiny_models import llama, logits
 
@@ -93,6 +94,7 @@ def test_a_plain_load_of_what_was_learned_refuses_to_run_without_it(tmp_path):
         logits(load(tmp_path))
 
 
+@since("5.4", "from_pretrained reads attn_implementation from config.json")
 def test_a_plain_load_without_attnscale_fails_by_name(tmp_path, monkeypatch):
     """transformers refuses an implementation that nobody registered."""
     from transformers import AttentionInterface

@@ -8,9 +8,8 @@ import re
 import pytest
 import torch
 import transformers
+from hf_releases import models, skip_before
 from tiny_models import TOKENS, build, llama
-from transformers.models.beam import modeling_beam
-from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextModel
 
 import attnscale
 import attnscale.hf
@@ -59,8 +58,8 @@ def yarn(**settings):
 
 
 def deepseek(**parameters):
-    config = transformers.DeepseekV3Config(**SMALL | LATENT, rope_parameters=yarn(**parameters))
-    return build(transformers.DeepseekV3ForCausalLM, config)
+    config = models.DeepseekV3Config(**SMALL | LATENT, rope_parameters=yarn(**parameters))
+    return build(models.DeepseekV3ForCausalLM, config)
 
 
 def phi3(attention_factor=None):
@@ -72,11 +71,12 @@ def phi3(attention_factor=None):
         attention_factor=attention_factor,
         original_max_position_embeddings=8,
     )
-    config = transformers.Phi3Config(**SMALL, original_max_position_embeddings=8, rope_parameters=parameters)
-    return build(transformers.Phi3ForCausalLM, config)
+    config = models.Phi3Config(**SMALL, original_max_position_embeddings=8, rope_parameters=parameters)
+    return build(models.Phi3ForCausalLM, config)
 
 
 def phimoe(short=1.5, long=1.25):
+    skip_before("5.5", "PhiMoE accepts and runs these settings")
     parameters = rope(
         "longrope",
         short_factor=[1.0] * 4,
@@ -85,12 +85,12 @@ def phimoe(short=1.5, long=1.25):
         long_mscale=long,
         original_max_position_embeddings=8,
     )
-    config = transformers.PhimoeConfig(**SMALL, rope_parameters=parameters, num_local_experts=2)
-    return build(transformers.PhimoeForCausalLM, config).float()  # its experts have no fp64
+    config = models.PhimoeConfig(**SMALL, rope_parameters=parameters, num_local_experts=2)
+    return build(models.PhimoeForCausalLM, config).float()  # its experts have no fp64
 
 
 def llama4(tuned=True):
-    config = transformers.Llama4TextConfig(
+    config = models.Llama4TextConfig(
         **SMALL,
         head_dim=8,
         intermediate_size_mlp=48,
@@ -101,23 +101,24 @@ def llama4(tuned=True):
         floor_scale=4,
         attn_scale=0.5,
     )
-    return build(transformers.Llama4ForCausalLM, config)
+    return build(models.Llama4ForCausalLM, config)
 
 
 def ministral3(beta=0.5):
+    skip_before("5.4", "the scaling of Ministral 3 can be disabled")
     parameters = yarn(llama_4_scaling_beta=beta, original_max_position_embeddings=4, attention_factor=1.0)
-    config = transformers.Ministral3Config(**SMALL, head_dim=8, rope_parameters=parameters)
-    return build(transformers.Ministral3ForCausalLM, config)
+    config = models.Ministral3Config(**SMALL, head_dim=8, rope_parameters=parameters)
+    return build(models.Ministral3ForCausalLM, config)
 
 
 def mistral4(beta=0.5):
     parameters = yarn(llama_4_scaling_beta=beta, original_max_position_embeddings=4, attention_factor=1.0)
-    config = transformers.Mistral4Config(**SMALL | LATENT, rope_parameters=parameters)
-    return build(transformers.Mistral4ForCausalLM, config)
+    config = models.Mistral4Config(**SMALL | LATENT, rope_parameters=parameters)
+    return build(models.Mistral4ForCausalLM, config)
 
 
 def inkling(floor=4):
-    config = transformers.InklingTextConfig(
+    config = models.InklingTextConfig(
         **SMALL,
         head_dim=8,
         swa_num_attention_heads=4,
@@ -131,22 +132,22 @@ def inkling(floor=4):
         layer_types=["hybrid_sliding", "hybrid"],
         mlp_layer_types=["dense", "dense"],
     )
-    return build(transformers.InklingForCausalLM, config)
+    return build(models.InklingForCausalLM, config)
 
 
 def beam():
-    config = transformers.BeamConfig(
+    config = models.BeamConfig(
         **SMALL,
         head_dim=8,
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
         mlp_layer_types=["dense", "dense"],
     )
-    return build(transformers.BeamForCausalLM, config)
+    return build(models.BeamForCausalLM, config)
 
 
 def mistral_large4(identity=False):
-    config = transformers.MistralLarge4TextConfig(
+    config = models.MistralLarge4TextConfig(
         **SMALL | LATENT,
         head_dim=8,
         index_topk=64,
@@ -155,7 +156,7 @@ def mistral_large4(identity=False):
         no_rope_layers=[1, 0],
         mlp_layer_types=["dense", "dense"],
     )
-    model = build(MistralLarge4TextModel, config)
+    model = build(models.MistralLarge4TextModel, config)
     for layer in model.layers:
         torch.nn.init.uniform_(layer.self_attn.softmax_scaling.scale, *((0.0, 0.0) if identity else (0.3, 0.6)))
         torch.nn.init.constant_(layer.self_attn.softmax_scaling.bias, 1.0 if identity else 0.25)
@@ -163,19 +164,20 @@ def mistral_large4(identity=False):
 
 
 def smollm3(**parameters):
-    config = transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 0], rope_parameters=yarn(**parameters))
-    return build(transformers.SmolLM3ForCausalLM, config)
+    config = models.SmolLM3Config(**SMALL, no_rope_layers=[1, 0], rope_parameters=yarn(**parameters))
+    return build(models.SmolLM3ForCausalLM, config)
 
 
 def gemma3(full):
-    config = transformers.Gemma3TextConfig(
+    skip_before("5.9", "Gemma 3 accepts rope parameters by layer type that differ in kind")
+    config = models.Gemma3TextConfig(
         **SMALL,
         head_dim=8,
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={"sliding_attention": rope("default"), "full_attention": full},
     )
-    return build(transformers.Gemma3ForCausalLM, config)
+    return build(models.Gemma3ForCausalLM, config)
 
 
 # With the factor, without it, and the layers that have it.
@@ -245,6 +247,8 @@ def test_switched_off_is_the_model_without_it(case):
 
 def test_beam_has_no_setting_for_it(monkeypatch):
     model = beam()
+    from transformers.models.beam import modeling_beam  # missing in releases without Beam, where `beam` skips
+
     before, found = answer(model), found_in(model)
     assert sorted(found) == [1]
     restore = switch_off(found)

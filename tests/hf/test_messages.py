@@ -11,6 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 import torch
+from hf_releases import since
 from tiny_models import TOKENS, bloom, build, deepseek_sparse, llama, logits
 
 from attnscale import ArgumentError, ArgumentTypeError
@@ -111,7 +112,7 @@ def test_layers_are_not_advised_where_none_would_remain(build, helps):
 
 
 @pytest.mark.parametrize(("towers", "number"), [("text", 2), ("all", 4)])
-@pytest.mark.parametrize("build", [clip, llava])
+@pytest.mark.parametrize("build", [pytest.param(clip, marks=since("5.6", "the towers of CLIP are models")), llava])
 def test_a_model_of_two_towers_is_proven_tower_by_tower(build, towers, number):
     with apply(build(), "log", reference_length=8, towers=towers) as handle:
         assert len(handle.policies) == number

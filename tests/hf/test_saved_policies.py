@@ -6,6 +6,7 @@ Loading without the policy warns or raises, also if attnscale is not imported.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import shutil
@@ -16,6 +17,7 @@ import textwrap
 import pytest
 import torch
 import transformers
+from hf_releases import is_before
 from huggingface_hub import HfApi, constants
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -285,9 +287,17 @@ def uploads(tmp_path, monkeypatch):
             shutil.copy(operation.path_or_fileobj, file)
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: type("Url", (), {"repo_id": repo_id}))
-    monkeypatch.setattr(HfApi, "create_commit", receive)
+    answer_for_the_hub(monkeypatch, "create_repo", lambda self, repo_id, **_: type("Url", (), {"repo_id": repo_id}))
+    answer_for_the_hub(monkeypatch, "create_commit", receive)
     return target
+
+
+def answer_for_the_hub(monkeypatch, name, method):
+    """Replace a method of HfApi, and the function that transformers imports instead before 5.12."""
+    monkeypatch.setattr(HfApi, name, method)
+    for module in (transformers.utils.hub, transformers.modeling_utils):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, functools.partial(method, None))
 
 
 def test_what_is_pushed_to_the_hub_has_the_policy(base, uploads):
@@ -337,6 +347,7 @@ STOCK = """
     import attnscale.hf
 
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21
     tokens, *answers = torch.load(expected)
     with torch.no_grad():
         found = [attnscale.hf.load(path).model(input_ids=tokens).logits for path in (adapter, learned, merged)]
@@ -365,7 +376,11 @@ def test_another_process_is_warned_or_refused_without_attnscale_and_gets_the_sam
     outcomes = json.loads(done.stdout.splitlines()[-1])
     for name in ("adapter", "learned", "by name"):
         assert any("'attnscale'" in message for message in outcomes[name]), (name, outcomes[name])
-    refused = {"merged": "ValueError", "resume": "TypeError", "resume adapter": "TypeError"}
+    refused = {"resume": "TypeError", "resume adapter": "TypeError"}
+    if is_before("5.4"):
+        assert outcomes["merged"] == []  # these releases ignore the implementation in config.json: β = 1
+    else:
+        refused["merged"] = "ValueError"
     for name, kind in refused.items():
         assert outcomes[name].startswith(kind), (name, outcomes[name])
         assert "attnscale" in outcomes[name]
@@ -497,9 +512,9 @@ def test_a_model_whose_saving_fails_leaves_the_policies_of_the_weights_that_are_
 def test_an_upload_that_fails_leaves_the_config_of_the_weights_that_were_written(base, tmp_path, uploads, monkeypatch):
     model, _ = applied(stock(base))
     stock(base).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(HfApi, "create_commit", fail)
+    answer_for_the_hub(monkeypatch, "create_commit", fail)
     with pytest.raises(Full):
-        model.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="someone/model")
+        model.save_pretrained(str(tmp_path / "model"), push_to_hub=True, repo_id="someone/model")
     assert torch.equal(logits(stock(tmp_path / "model")), logits(model))
 
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from hf_releases import is_before, skip_before
 from hf_zoo import EAGER, ZOO, answer, apply_log, left_padding, reading
 
 import attnscale
@@ -14,6 +15,8 @@ STOCK_IS_SDPA = sorted(ZOO.keys() - EAGER)
 
 # Stock computes the share of its sinks in fp32.
 STOCK_ROUNDS = {"granite_swa"}
+
+SOFTCAPPED = {"gemma2", "t5gemma", "vaultgemma"}
 
 # transformers scripts functions of GPT-BigCode when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -46,6 +49,8 @@ def test_constant_is_stock_to_the_bit(name):
 @pytest.mark.usefixtures("softmax_in_fp64")
 def test_constant_is_stock_where_stock_is_eager(name):
     model, options = ZOO[name].build(), ZOO[name].options
+    if name in SOFTCAPPED and is_before("5.21"):
+        model.set_attn_implementation("eager")  # these releases select "sdpa", which ignores the softcap
     assert model.config._attn_implementation == "eager"
     inputs = reading(model)
     stock = answer(model, **inputs)
@@ -74,6 +79,8 @@ def test_apply_acts_and_remove_leaves_no_trace(name):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_saved_model_comes_back_with_what_its_policy_learned(name, tmp_path):
+    if name == "apertus":
+        skip_before("5.1", "from_pretrained loads Apertus models")
     model = ZOO[name].build()
     inputs = reading(model)
     fresh = answer(model, **inputs)
