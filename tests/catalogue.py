@@ -64,6 +64,14 @@ def build(name: str) -> Policy:
     return build_policy(name, **ARGUMENTS[name])
 
 
+def started(name: str) -> Policy:
+    """A policy of the catalogue whose parameters are not at zero, where some gradients vanish."""
+    policy = build(name)
+    for index, parameter in enumerate(policy.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+    return policy
+
+
 def temperature(policy: Policy, n: int | Tensor) -> Tensor:
     """β, with queries of ones for policies that read queries, and H = Λ = ln n for those that read scores."""
     if policy.name in ADAPTIVE:

@@ -313,7 +313,8 @@ class QueryPolicy(LengthPolicy):
         if query.dim() < 3 or query.shape[-3] != heads or query.shape[-1] != self.head_dim:
             raise ArgumentError(
                 f"query of shape {list(query.shape)} is not accepted: expected [B, {heads}, Tq, {self.head_dim}], the "
-                f"heads of this {getattr(self, 'name', type(self).__name__)} policy"
+                f"heads of this {getattr(self, 'name', type(self).__name__)} policy (heads distributed over processes "
+                "require attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
             )
         visible, position = read_lengths(n, positions)
         for lengths in (visible, position):

@@ -355,6 +355,12 @@ class DualChunk(FormulaPolicy):
     prompt_length: int | None = length(None, least=1)
     coefficient: float = positive(0.1)
 
+    @property
+    def uniform(self) -> float | None:
+        if self.prompt_length is None:
+            return None
+        return 1 + self.coefficient * _ln_ratio(self.prompt_length / self.original_length)
+
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
         request = position + 1 if self.prompt_length is None else torch.full_like(position, self.prompt_length)
         return 1 + self.coefficient * torch.log((real(request) / self.original_length).clamp(min=1.0))
