@@ -152,8 +152,8 @@ class ASEntmax(QueryPolicy):
 class Selective(QueryPolicy):
     """Selective self-attention (arXiv:2411.12892): tanh(w·gelu(x)) + 1 + σ(α)·ln n, per head and token.
 
-    x is the query vector [D] of the head, which shares the projection of the temperature with the query as in the paper;
-    w [H, D] starts at zero and α [H] at σ(α) = `strength`. The released code has the position term only, with
+    x is the query vector [D] of the head: the temperature shares its projection with the query, as in the paper. w, of
+    shape [H, D], starts at zero and α [H] at σ(α) = `strength`. The released code has the position term only, with
     exp(−exp b) in place of σ(α). β is [B, H, Tq] for queries [B, H, Tq, D] and may be negative. Left out: the second
     temperature, on the values.
 
@@ -254,29 +254,28 @@ class QASSMax(QueryPolicy):
     hidden: int = length(64, least=1)
 
     def validate(self) -> None:
-        shapes = {"base_in": (self.hidden, 1), "base_in_bias": (self.hidden,)}
-        shapes |= {"base_out": (self.num_heads, self.hidden), "base_out_bias": (self.num_heads,)}
-        shapes |= {"gate_in": (self.hidden, self.head_dim), "gate_in_bias": (self.hidden,)}
-        shapes |= {"gate_out": (1, self.hidden), "gate_out_bias": (1,)}
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.base_in, self.base_in_bias = _layer(self.hidden, 1)
+        self.base_out, self.base_out_bias = _layer(self.num_heads, self.hidden)
+        self.gate_in, self.gate_in_bias = _layer(self.hidden, self.head_dim)
+        self.gate_out, self.gate_out_bias = _layer(1, self.hidden)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Reset to the initial values, with β = 1: the same in every process, without torch's global random numbers."""
         generator = torch.Generator("cpu").manual_seed(0)
-        for name, inputs in (("base_in", 1), ("gate_in", self.head_dim)):
-            for parameter in (getattr(self, name), getattr(self, f"{name}_bias")):
-                start = torch.empty(parameter.shape, device="cpu").uniform_(-1, 1, generator=generator)
-                parameter.copy_(start / math.sqrt(inputs))
+        for parameter in (self.base_in, self.base_in_bias, self.gate_in, self.gate_in_bias):
+            inputs = 1 if parameter is self.base_in or parameter is self.base_in_bias else self.head_dim
+            start = torch.empty(parameter.shape, device="cpu").uniform_(-1, 1, generator=generator)
+            parameter.copy_(start / math.sqrt(inputs))
         for parameter in (self.base_out, self.gate_out, self.gate_out_bias):
             nn.init.zeros_(parameter)
         nn.init.ones_(self.base_out_bias)
 
     def from_query(self, q: Tensor, n: Tensor, position: Tensor) -> Tensor:
         with autocast_off(q.device):
-            gate = self._layer(F.gelu(self._layer(q, "gate_in")), "gate_out")[..., 0]
+            hidden = F.gelu(self._linear(q, self.gate_in, self.gate_in_bias))
+            gate = self._linear(hidden, self.gate_out, self.gate_out_bias)[..., 0]
             return self._base(torch.log(real(n)).to(q.dtype)) * (1 + torch.tanh(gate))
 
     def _base(self, log: Tensor) -> Tensor:
@@ -284,14 +283,18 @@ class QASSMax(QueryPolicy):
         weight, bias = (local(parameter).to(log.dtype) for parameter in (self.base_out, self.base_out_bias))
         is_shared = log.dim() < 2 or log.shape[-2] == 1
         log = log.reshape(*log.shape[:-2], -1) if is_shared else log
-        hidden = F.gelu(self._layer(log[..., None], "base_in"))  # [..., Tq, hidden]
+        hidden = F.gelu(self._linear(log[..., None], self.base_in, self.base_in_bias))  # [..., Tq, hidden]
         if is_shared:
             return F.linear(hidden, weight, bias).movedim(-1, -2)
         return (hidden * weight[:, None]).sum(-1) + bias[:, None]
 
-    def _layer(self, x: Tensor, name: str) -> Tensor:
-        weight, bias = (self.shared(getattr(self, part)).to(x.dtype) for part in (name, f"{name}_bias"))
-        return F.linear(x, weight, bias)
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, self.shared(weight).to(x.dtype), self.shared(bias).to(x.dtype))
+
+
+def _layer(outputs: int, inputs: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return the weight and bias of a linear layer, without values."""
+    return nn.Parameter(torch.empty(outputs, inputs)), nn.Parameter(torch.empty(outputs))
 
 
 def _dot(x: Tensor, w: Tensor) -> Tensor:

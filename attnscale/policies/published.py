@@ -332,10 +332,10 @@ class Beam(FormulaPolicy):
 class DualChunk(FormulaPolicy):
     """Dual chunk attention (Qwen2.5-1M): max(1, 1 + 0.1·ln(N / L0)), N the length of the request so far.
 
-    By default N is pos + 1 of the row, as in the original's decoding, so that prefill and decoding agree. The original's
-    prefill gives every row of a prompt the N of the whole prompt, so there a token has another β than when it is decoded
-    again: `prompt_length` sets that N, and β is then the same for every row. β has the shape of n. Uses the position, n − 1 if
-    unknown. Left out: the remapping of positions in chunks.
+    In the original, prefill and decoding differ by definition: prefill gives every row of a prompt the N of the whole
+    prompt, decoding the N reached so far. By default N is pos + 1 of the row, as in decoding, so that both agree here.
+    `prompt_length` sets the N of a prefill, and β is then the same for every row. β has the shape of n. Uses the
+    position, n − 1 if unknown. Left out: the remapping of positions in chunks.
 
     Args:
         original_length: The trained length L0.

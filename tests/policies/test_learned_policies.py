@@ -304,7 +304,8 @@ def test_every_parameter_is_trained_and_nothing_else_is_stored(name: str) -> Non
     assert set(policy.state_dict()) == set(parameters)
     assert all(parameter.requires_grad for parameter in parameters.values())
     by_head = {name: tensor for name, tensor in parameters.items() if name not in policy.shared_tensors}
-    assert by_head and all(parameter.shape[0] == policy.num_heads for parameter in by_head.values())
+    assert by_head
+    assert all(parameter.shape[0] == policy.num_heads for parameter in by_head.values())
     assert set(policy.shared_tensors) <= set(parameters)
     assert policy.uniform is None
     assert policy.longest_beta() > 0

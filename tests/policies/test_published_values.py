@@ -13,7 +13,8 @@ import torch
 
 from attnscale.policies import build_policy
 
-# Follow the position. qwen, llama4, inkling, ssmax, beam and dual_chunk use pos + 1; mistral, grok2, hypenet and swan use pos.
+# Follow the position. qwen, llama4, inkling, ssmax, beam and dual_chunk use pos + 1; mistral, grok2, hypenet and swan
+# use pos.
 BY_POSITION = (
     """
 position  qwen-2048            qwen-8192            llama4               mistral-16384        mistral-8192

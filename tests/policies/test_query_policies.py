@@ -182,7 +182,7 @@ def test_a_state_dict_of_asentmax_has_the_names_of_earlier_versions() -> None:
 @query_policies
 def test_wrong_queries_and_lengths_are_refused(name: str) -> None:
     policy = build_policy(name, num_heads=2, head_dim=4)
-    with pytest.raises(TypeError, match="query=None .* \\[B, H, Tq, D\\]"):
+    with pytest.raises(TypeError, match=r"query=None .* \[B, H, Tq, D\]"):
         policy(5)
     with pytest.raises(ArgumentError, match=rf"\[1, 3, 5, 4\] .* \[B, 2, Tq, 4\], the heads of this {name} policy"):
         policy(5, query=torch.zeros(1, 3, 5, 4))

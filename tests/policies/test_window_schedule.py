@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -16,7 +17,7 @@ from attnscale.policies import set_window
 
 def attn_scale(windows: list[int], start: float = 1.0) -> float:
     """The running scale of modded-nanogpt over a sequence of windows."""
-    for old, new in zip(windows, windows[1:], strict=False):
+    for old, new in itertools.pairwise(windows):
         start *= 0.2 * math.log(new / old) + 1
     return start
 
