@@ -370,7 +370,8 @@ class DualChunk(FormulaPolicy):
 class Pippo(FormulaPolicy):
     """Pippo (arXiv:2502.07785), multi-view diffusion: √(1.4·ln n / ln 444).
 
-    β has the shape of n; it is √1.4 at the trained length.
+    β has the shape of n; it is √1.4 at the trained length. The released code takes the tokens of its training views as
+    the trained length, for example 12288 at 512 × 512 pixels.
 
     Args:
         reference_length: The trained length 444.
