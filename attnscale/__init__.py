@@ -21,7 +21,7 @@ from attnscale.convert import convert
 from attnscale.doctor import doctor
 from attnscale.errors import ArgumentError, ArgumentTypeError, AttnScaleError, AttnScaleWarning, BackendError
 from attnscale.patch_torch import patch_torch
-from attnscale.policies import LengthPolicy, Policy, build_policy, register_policy
+from attnscale.policies import LengthPolicy, Policy, QueryPolicy, build_policy, register_policy
 from attnscale.softmax import SoftmaxOutput, softmax
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_statistics
 from attnscale.statistics.gaps import accumulation_scale
@@ -44,6 +44,7 @@ __all__ = [
     "MultiheadAttention",
     "Policy",
     "QKClip",
+    "QueryPolicy",
     "RowStats",
     "ScaledDotProductAttention",
     "SoftmaxOutput",

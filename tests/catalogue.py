@@ -30,10 +30,18 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "longrope": {"factor": 32, "original_length": 4096},
     "drope": {"factor": 4},
+    "beam": {},
+    "dual_chunk": {"original_length": 4096},
+    "pippo": {},
     "su_entropy": {},
     "infoscale": {"head_dim": 64, "reference_length": 2048},
     "lumina": {"reference_length": 2048},
+    "head_scale": {"num_heads": 4},
     "asentmax": {"num_heads": 4, "head_dim": 16},
+    "selective": {"num_heads": 4, "head_dim": 16},
+    "moondream": {"num_heads": 4, "head_dim": 16},
+    "qassmax": {"num_heads": 4, "head_dim": 16},
+    "window_schedule": {"window": 384},
     "rem": {},
     "simplex": {"rho": 0.5},
     "sphere": {"head_dim": 64},
@@ -42,16 +50,26 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "per_head": {"num_heads": 4, "heads": {"1-2": "log"}},
 }
 
-LEARNED = ("ssmax", "asentmax")
+BY_QUERY = ("asentmax", "selective", "moondream", "qassmax")
+LEARNED = ("ssmax", "head_scale", *BY_QUERY)
 ADAPTIVE = ("gap_adaptive", "entropy_adaptive")
 MIXED = ("per_head",)
-FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED + ADAPTIVE + MIXED)
-BY_LENGTH = FIXED + LEARNED + MIXED
+SCHEDULED = ("window_schedule",)
+FIXED = tuple(name for name in ARGUMENTS if name not in LEARNED + ADAPTIVE + MIXED + SCHEDULED)
+BY_LENGTH = FIXED + LEARNED + MIXED + SCHEDULED
 
 
 def build(name: str) -> Policy:
     """Build a policy by name with the arguments of the catalogue."""
     return build_policy(name, **ARGUMENTS[name])
+
+
+def started(name: str) -> Policy:
+    """A policy of the catalogue whose parameters are not at zero, where some gradients vanish."""
+    policy = build(name)
+    for index, parameter in enumerate(policy.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+    return policy
 
 
 def temperature(policy: Policy, n: int | Tensor) -> Tensor:

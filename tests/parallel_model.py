@@ -20,6 +20,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "log": {"name": "log", "reference_length": 8},
     "ssmax": {"name": "ssmax", "num_heads": HEADS, "reference_length": 8},
     "gap_adaptive": {"name": "gap_adaptive", "scope": "head", "num_heads": HEADS, "momentum": 0.5},
+    "asentmax": {"name": "asentmax", "num_heads": HEADS, "head_dim": WIDTH // HEADS},
+    "qassmax": {"name": "qassmax", "num_heads": HEADS, "head_dim": WIDTH // HEADS, "hidden": 6},
+    "window_schedule": {"name": "window_schedule", "window": 4},
     # The learned heads 1-2 span two processes; the default policy has no parameters.
     "per_head": {"name": "per_head", "num_heads": HEADS, "default": "log", "heads": {"1-2": {"name": "ssmax"}}},
 }

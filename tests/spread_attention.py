@@ -28,6 +28,7 @@ RULES: dict[str, dict[str, Any]] = {
 POLICIES: dict[str, dict[str, Any]] = {
     "ssmax": {"name": "ssmax", "num_heads": HEADS},
     "asentmax": {"name": "asentmax", "num_heads": HEADS, "head_dim": DIM},
+    "qassmax": {"name": "qassmax", "num_heads": HEADS, "head_dim": DIM, "hidden": 6},
     "gap_adaptive": {"name": "gap_adaptive"},
     "gap_adaptive through": {"name": "gap_adaptive", "exact": True, "gradient": "through"},
     "entropy_adaptive": {"name": "entropy_adaptive"},

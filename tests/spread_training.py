@@ -52,15 +52,40 @@ def messages(rank: int, mesh: Any) -> dict:
     return found
 
 
+BY_QUERY = [(mode, policy) for policy in ("asentmax", "qassmax") for mode in ("tp", "fsdp2")]
+BY_QUERY += [("tp", "window_schedule")]
+
+
+def train_by_query(mode: str, policy: str) -> dict[str, Any]:
+    """Training with parameters away from their initial values, where some gradients vanish; a window that grows."""
+    run = Run(mode, policy, packed=False)
+    for parameter in run.model.block.attention.policy.parameters():
+        values = torch.linspace(-0.5, 0.7, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+        with torch.no_grad():
+            parameter.copy_(placed_like(values, parameter))
+    if policy == "window_schedule":
+        attnscale.policies.set_window(run.model, 8)
+    return run.train(5, monitored=False)
+
+
+def placed_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return values
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
+
+
 def tensor_parallel(rank: int) -> dict:
     """Training with a policy per head and DTensor queries, and the message for a plan without `HeadParallel`."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     found: dict[str, Any] = {"per_head": Run("tp", "per_head", packed=False).train(5)}
+    found |= {case: train_by_query(*case) for case in BY_QUERY}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = {"qkv": ColwiseParallel(), "o": RowwiseParallel()}
-    for policy in ("ssmax", "gap_adaptive", "per_head", "log"):
+    for policy in ("ssmax", "gap_adaptive", "per_head", "asentmax", "qassmax", "log"):
         model = build(policy)
         parallelize_module(model.block, mesh, plan)
         try:

@@ -57,6 +57,11 @@ class OwnHeads(OfOneRun):
         found: Tensor = _OwnHeads.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
+    def shared(self, x: Tensor) -> Tensor:
+        """Return a tensor used by the heads of all processes; its gradient is summed over the processes."""
+        found: Tensor = _Shared.apply(x, self)  # type: ignore[no-untyped-call]
+        return found
+
     def range_of(self, heads: int) -> slice:
         """Return the local range out of `heads` heads."""
         return slice(self.part * heads // self.parts, (self.part + 1) * heads // self.parts)
@@ -75,6 +80,19 @@ class _OwnHeads(torch.autograd.Function):
         whole = gradient.new_zeros(ctx.shape)
         whole[..., ctx.own.range_of(ctx.shape[-2]), :] = gradient
         return _sum(whole, ctx.own.group), None
+
+
+class _Shared(torch.autograd.Function):
+    """The identity, whose gradient is the sum of the gradients of all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: OwnHeads) -> Tensor:
+        ctx.own = own
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient.contiguous(), ctx.own.group), None
 
 
 def sum_over_rows(x: Tensor, rows: RowGroup | None, number: Callable[[], int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, distributed, nn
@@ -81,7 +82,8 @@ class HeadParallel(ParallelStyle):
     """Tensor parallelism of a `ScaledDotProductAttention`: heads are split evenly over the processes, in order.
 
     Per-head parameters and running estimates of the policy become DTensors sharded with the heads. Those of `per_head`
-    are replicated, since the range of one of its policies may span processes. A monitor reports heads by their index in
+    are replicated, since the range of one of its policies may span processes, and so are those without a head axis
+    (`LengthPolicy.shared_tensors`). A monitor reports heads by their index in
     the whole module. `rows` is the mesh of processes with different rows, for running estimates; None selects all
     dimensions of the root mesh except those of the tensor-parallel mesh.
 
@@ -111,9 +113,11 @@ class HeadParallel(ParallelStyle):
             _check_heads(policy.num_heads, size)
             _distribute(policy, device_mesh, Replicate())
         elif isinstance(policy, nn.Module):
-            for tensor in (*policy.parameters(), *policy.buffers()):
-                _check_heads(tensor.shape[0], size)
-            _distribute(policy, device_mesh, Shard(0))
+            shared = getattr(policy, "shared_tensors", ())
+            for name, tensor in (*policy.named_parameters(), *policy.named_buffers()):
+                if name not in shared:
+                    _check_heads(tensor.shape[0], size)
+            _distribute(policy, device_mesh, Shard(0), shared)
         attention.register_forward_pre_hook(_local_inputs)
         share_rows(attention, _others(device_mesh) if self.rows is None else self.rows)
         return module
@@ -130,11 +134,12 @@ def _check_heads(heads: int, size: int) -> None:
         reject("heads", heads, f"a multiple of the {size} processes")
 
 
-def _distribute(policy: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Convert the parameters and buffers of a policy and its submodules to DTensors."""
-    for part in policy.modules():
+def _distribute(policy: nn.Module, mesh: DeviceMesh, placement: Placement, shared: Collection[str] = ()) -> None:
+    """Convert the parameters and buffers of a policy and its submodules to DTensors; `shared` ones are replicated."""
+    for path, part in policy.named_modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            placed: Tensor = distribute_tensor(tensor.detach(), mesh, [placement])
+            is_shared = (f"{path}.{name}" if path else name) in shared
+            placed: Tensor = distribute_tensor(tensor.detach(), mesh, [Replicate() if is_shared else placement])
             if isinstance(tensor, nn.Parameter):
                 part.register_parameter(name, nn.Parameter(placed, requires_grad=tensor.requires_grad))
             else:

@@ -1,12 +1,14 @@
-"""Built-in length or position scaling of a model: detected per layer, and disabled on request.
+"""Built-in length or position scaling of a model: detected per layer, named, and disabled on request.
 
 Supported: YaRN, LongRoPE, Llama 4, Ministral 3, Mistral 4, Mistral Large 4, DeepSeek, Inkling and Beam.
+`tests/hf/test_scaling_sources.py` reads the sources of the installed transformers for others.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnscale.errors import ArgumentError
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, read_forward
 from attnscale.hf.compatibility import why_fixed
 from attnscale.hf.sites import Undo
+from attnscale.policies import build_policy
 
 _ROTARY = {"yarn": "YaRN", "longrope": "LongRoPE"}
 _ROTATION = "position_embeddings"
@@ -29,17 +33,22 @@ _BY_LENGTH = ("short_mscale", "long_mscale")
 class Existing:
     """A built-in factor on the logits of one layer; `switch_off()` returns the callback that restores it.
 
-    `fixed` is the reason why the factor cannot be disabled, or None.
+    `law` is the policy that gives the same factor, as plain data without learned values; None if there is none. `fixed`
+    is the reason why the factor cannot be disabled, or None.
     """
 
     name: str
     effect: str
     switch_off: Callable[[], Undo]
+    law: dict[str, Any] | None = None
     fixed: str | None = None
 
     @property
     def description(self) -> str:
-        return f"{self.name}: {self.effect}"
+        if self.law is None:
+            return f"{self.name}: {self.effect}"
+        fields = ", ".join(f"{key}={value!r}" for key, value in self.law.items() if key != "name")
+        return f"{self.name}: {self.effect}; policy {self.law['name']}({fields})"
 
 
 def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
@@ -53,10 +62,12 @@ def find_existing(model: nn.Module, layer: AttentionLayer) -> list[Existing]:
         effect = f"logits × {short**2:.4g} ({short:.4g}²) for short inputs, × {long**2:.4g} ({long:.4g}²) for long ones"
     else:
         effect = f"logits × {short**2:.4g} = attention_scaling² ({short:.4g}²)"
+    law = None if len(rotary.factors) > 1 else _uniform_law(rotary.kind, rotary.parameters, short**2)
     if layer.head_dim and 0 < rotary.dims < layer.head_dim:
         effect += f" in {rotary.dims} of {layer.head_dim} dimensions"
+        law = None
     switch_off = partial(_switch_off_rotary, model, layer, rotary)
-    return [Existing(_ROTARY.get(rotary.kind, rotary.kind), effect, switch_off), *_known_rules(layer)]
+    return [Existing(_ROTARY.get(rotary.kind, rotary.kind), effect, switch_off, law), *_known_rules(layer)]
 
 
 def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
@@ -70,31 +81,54 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
         factor = scaling / plain
         if scaling != plain:
             effect = f"logits × {factor:.4g} = mscale² ({factor**0.5:.4g}²) in module.scaling"
-            yield Existing("DeepSeek mscale", effect, partial(_set_attribute, module, "scaling", plain))
+            law = _uniform_law("deepseek", parameters, factor)
+            yield Existing("DeepSeek mscale", effect, partial(_set_attribute, module, "scaling", plain), law)
     if getattr(module, "attn_temperature_tuning", False) and not layer.rope:
         effect = f"logits × 1 + {module.attn_scale:g}·ln(1 + ⌊(position + 1)/{module.floor_scale:g}⌋)"
-        yield Existing("Llama 4", effect, partial(_set_attribute, module, "attn_temperature_tuning", False))
+        law = {"name": "llama4", "floor_length": int(module.floor_scale), "coefficient": float(module.attn_scale)}
+        yield Existing("Llama 4", effect, partial(_set_attribute, module, "attn_temperature_tuning", False), law)
     # Ministral 3 and Mistral 4: Llama 4's rule, on every layer and without the + 1.
     beta = parameters.get("llama_4_scaling_beta")
     if beta and "llama_4_scaling_beta" in read_forward(module).text:
-        effect = f"logits × 1 + {beta:g}·ln(1 + ⌊position/{parameters.get('original_max_position_embeddings')}⌋)"
+        floor = parameters.get("original_max_position_embeddings")
+        effect = f"logits × 1 + {beta:g}·ln(1 + ⌊position/{floor}⌋)"
+        law = {"name": "mistral", "floor_length": floor, "coefficient": float(beta)}
         # These modules use positions for nothing else, and the factor of position 0 is 1.
         switch_off = partial(_change_argument, module, "position_ids", torch.zeros_like)
-        yield Existing("Mistral", effect, switch_off, why_fixed(module))
+        yield Existing("Mistral", effect, switch_off, law, why_fixed(module))
     learned = getattr(module, "softmax_scaling", None)
     # Untrained, the factor is 1.
     if learned is not None and (learned.scale.is_meta or learned.scale.any() or (learned.bias != 1).any()):
         effect = "logits × s·ln(position + 1) + b, both learned per head"
-        yield Existing("Mistral Large 4", effect, partial(_return_first_argument, learned))
+        law = {"name": "ssmax", "bias": True}
+        yield Existing("Mistral Large 4", effect, partial(_return_first_argument, learned), law)
     floor = getattr(layer.config, "log_scaling_n_floor", None)
     if floor is not None and not getattr(module, "is_sliding", True):
         effect = f"logits × 1 + {layer.config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"
+        law = {"name": "inkling", "floor_length": int(floor), "coefficient": float(layer.config.log_scaling_alpha)}
         # `forward` uses this attribute only to skip the scaling in sliding layers.
-        yield Existing("Inkling", effect, partial(_set_attribute, module, "is_sliding", True))
+        yield Existing("Inkling", effect, partial(_set_attribute, module, "is_sliding", True), law)
     # Beam computes the factor once and passes it to its layers without rotary embedding.
     if not layer.rope and layer.routed and _takes_argument(module, _FACTOR):
         effect = "logits × (1 + (position + 1)/2048)^0.1"
-        yield Existing("Beam", effect, partial(_change_argument, module, _FACTOR, _none))
+        yield Existing("Beam", effect, partial(_change_argument, module, _FACTOR, _none), {"name": "beam"})
+
+
+def _uniform_law(kind: str, parameters: dict[str, Any], factor: float) -> dict[str, Any] | None:
+    """Return the policy yarn, longrope or deepseek with the settings of a config, if it gives this factor."""
+    settings = {
+        "yarn": {"factor": "factor"},
+        "longrope": {"factor": "factor", "original_length": "original_max_position_embeddings"},
+        "deepseek": {"factor": "factor", "mscale": "mscale_all_dim"},
+    }.get(kind, {})
+    law = {"name": kind} | {field: parameters.get(key) for field, key in settings.items()}
+    if not settings or None in law.values():
+        return None
+    try:
+        beta = build_policy(law).uniform
+    except ArgumentError:  # settings that the policy does not accept
+        return None
+    return law if beta is not None and math.isclose(beta, factor, rel_tol=1e-6) else None
 
 
 def _none(value: object) -> None:
@@ -109,13 +143,13 @@ class _Rotary:
     name: str
     kind: str
     dims: int
+    parameters: dict[str, Any]
 
     @property
     def factors(self) -> tuple[float, ...]:
         """The factor on cos and sin: one number, or two, for short and for long inputs."""
-        parameters = _rope_parameters(self.owner)
         if self.kind != "default" and "long_mscale" in read_forward(self.owner).text:
-            return tuple(float(parameters[name]) for name in _BY_LENGTH)
+            return tuple(float(self.parameters[name]) for name in _BY_LENGTH)
         return (float(getattr(self.owner, self.name)),)
 
 
@@ -139,7 +173,9 @@ def _find_rotary(model: nn.Module, layer: AttentionLayer) -> _Rotary | None:
                     own = types.get(kind, "default") if isinstance(types, dict) else types
                     frequencies = getattr(owner, f"{prefix}inv_freq", None)
                     dims = 2 * frequencies.numel() if isinstance(frequencies, Tensor) else 0
-                    return _Rotary(owner, f"{prefix}{_FACTOR}", str(own), dims)
+                    parameters = _rope_parameters(owner)
+                    parameters = parameters.get(str(kind), parameters) if isinstance(types, dict) else parameters
+                    return _Rotary(owner, f"{prefix}{_FACTOR}", str(own), dims, parameters)
         if not path:
             return None
         path = path.rpartition(".")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -212,15 +212,6 @@ class GapAdaptive(ScorePolicy):
     def share(self, group: ProcessGroup | None) -> None:
         """Reduce the running estimate over a process group instead of all processes; None disables the reduction."""
         self._rows = RowGroup(group)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GapAdaptive:
-        """Keep the dtype of the running estimate when the model is moved: differences of means need fp64."""
-        kept = self._buffers.get("sums")
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = self._buffers.get("sums")
-        if kept is not None and moved is not None and moved.dtype != kept.dtype:
-            self._buffers["sums"] = kept.to(moved.device)
-        return self
 
 
 @contextmanager

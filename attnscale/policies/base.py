@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from attnscale._util.checks import plain_numbers, read_int
 from attnscale._util.files import write_yaml
-from attnscale._util.processes import OwnHeads
+from attnscale._util.processes import OwnHeads, local
 from attnscale._util.tracing import is_watched
 from attnscale.call.torch_arguments import refuse_context_parallel
 from attnscale.errors import ArgumentError, BackendError, FrozenPolicyError, reject, reject_type
+from attnscale.policies.fields import length
 from attnscale.statistics import RowStats, StatsRequest
 
 # Policies with a non-finite β at this length are rejected on construction.
@@ -72,6 +73,7 @@ class LengthPolicy(nn.Module):
     name: ClassVar[str]
     needs_query: ClassVar[bool] = False
     uses_position: ClassVar[bool] = False  # whether `formula` reads the position
+    shared_tensors: ClassVar[tuple[str, ...]] = ()  # parameters and buffers without a head axis
     own_heads: OwnHeads | None = dataclasses.field(init=False, default=None)  # set by `keep`
 
     def __post_init__(self) -> None:
@@ -143,6 +145,16 @@ class LengthPolicy(nn.Module):
     def keep(self, own: OwnHeads) -> None:
         """Set the heads of a layer that this process holds: β covers these, and statistics carry their numbers."""
         self.own_heads = own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LengthPolicy:
+        """Keep the dtype of buffers when the model is moved or cast: running estimates and products need fp64."""
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as plain data for `build_policy`."""
@@ -262,6 +274,62 @@ def _is_negative(n: int | Tensor) -> bool:
 
 def _has_float64(x: Tensor) -> bool:
     return x.device.type != "mps"
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class QueryPolicy(LengthPolicy):
+    """Base class of policies that read the row's own query. Subclasses implement `from_query`.
+
+    The query is the one passed to attention, in transformers models after the rotary embedding. A row's β depends on no
+    other row and on no key, so that prefill, decoding and sequences split over processes agree, and its gradient
+    reaches both the parameters and the query. Parameters have the heads as their first axis, except those named in
+    `shared_tensors`, which are read with `shared`; `attnscale.distributed.HeadParallel` can then split the heads.
+
+    Args:
+        num_heads: The number of heads H.
+        head_dim: The head dimension D.
+
+    Example:
+        >>> class Norm(QueryPolicy):
+        ...     def from_query(self, q, n, position):
+        ...         return q.norm(dim=-1)
+        >>> Norm(num_heads=2, head_dim=4)(7, query=torch.ones(1, 2, 3, 4))[0, 0]
+        tensor([2., 2., 2.])
+    """
+
+    needs_query: ClassVar[bool] = True
+    num_heads: int = length(least=1)
+    head_dim: int = length(least=1)
+
+    def from_query(self, q: Tensor, n: Tensor, position: Tensor) -> Tensor:
+        """Return β [B, H, Tq] for queries [B, H, Tq, D], in fp32 or fp64, and n ≥ 1 and positions [..., Tq]."""
+        raise NotImplementedError
+
+    def forward(self, n: int | Tensor, *, positions: Tensor | None = None, query: Tensor | None = None) -> Tensor:
+        """Return β [B, H, Tq] for n (or positions) [..., Tq] and queries [B, H, Tq, D]."""
+        if not isinstance(query, Tensor):
+            reject_type("query", query, "the queries, a tensor [B, H, Tq, D]")
+        heads = self.num_heads if self.own_heads is None else self.num_heads // self.own_heads.parts
+        if query.dim() < 3 or query.shape[-3] != heads or query.shape[-1] != self.head_dim:
+            raise ArgumentError(
+                f"query of shape {list(query.shape)} is not accepted: expected [B, {heads}, Tq, {self.head_dim}], the "
+                f"heads of this {getattr(self, 'name', type(self).__name__)} policy (heads distributed over processes "
+                "require attnscale.distributed.HeadParallel() in the plan of parallelize_module)"
+            )
+        visible, position = read_lengths(n, positions)
+        for lengths in (visible, position):
+            if lengths.dim() and lengths.shape[-1] not in (1, query.shape[-2]):
+                accepted = f"a shape that broadcasts with {query.shape[-2]} query rows"
+                reject("n or positions", list(lengths.shape), accepted)
+        x = query.to(torch.promote_types(query.dtype, torch.float32))
+        return self.from_query(x, visible, position).to(self.dtype)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return a tensor that all heads share; its gradient is summed over the processes that hold the heads."""
+        return local(x) if self.own_heads is None else self.own_heads.shared(local(x))
+
+    def longest_beta(self) -> float:
+        return 1.0  # depends on the query
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

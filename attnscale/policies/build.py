@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from attnscale._util import state
 from attnscale._util.files import read_yaml
 from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.policies import adaptive, laws, learned, per_head, published
+from attnscale.policies import adaptive, laws, learned, per_head, published, schedule
 from attnscale.policies.base import LengthPolicy, Policy
 
 # All classes that define a name, in definition order.
 POLICIES: dict[str, type[LengthPolicy]] = {
     kind.name: kind
-    for module in (laws, published, learned, adaptive, per_head)
+    for module in (laws, published, learned, schedule, adaptive, per_head)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, LengthPolicy) and "name" in vars(kind)
 }

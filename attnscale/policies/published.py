@@ -304,6 +304,94 @@ class Inkling(FormulaPolicy):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
+class Beam(FormulaPolicy):
+    """Beam, NoPE layers: (1 + (pos + 1) / 2048)^0.1.
+
+    β has the shape of n. Uses the position, n − 1 if unknown.
+
+    Args:
+        reference_length: The length 2048.
+        exponent: The exponent 0.1.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("beam")(8192)
+        tensor(1.1746)
+    """
+
+    name = "beam"
+    uses_position = True
+    reference_length: int = length(2048, least=1)
+    exponent: float = positive(0.1)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return torch.exp(self.exponent * torch.log1p(real(position + 1) / self.reference_length))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DualChunk(FormulaPolicy):
+    """Dual chunk attention (Qwen2.5-1M): max(1, 1 + 0.1·ln(N / L0)), N the length of the request so far.
+
+    In the original, prefill and decoding differ by definition: prefill gives every row of a prompt the N of the whole
+    prompt, decoding the N reached so far. By default N is pos + 1 of the row, as in decoding, so that both agree here.
+    `prompt_length` sets the N of a prefill, and β is then the same for every row. β has the shape of n. Uses the
+    position, n − 1 if unknown. Left out: the remapping of positions in chunks.
+
+    Args:
+        original_length: The trained length L0.
+        prompt_length: The length N of the prompt, for the original's prefill; None for N = pos + 1.
+        coefficient: The factor 0.1 of the logarithm.
+
+    Example:
+        >>> import torch
+        >>> from attnscale import build_policy
+        >>> build_policy("dual_chunk", original_length=262144)(torch.tensor([262_144, 1_048_576]))
+        tensor([1.0000, 1.1386])
+    """
+
+    name = "dual_chunk"
+    uses_position = True
+    original_length: int = length()
+    prompt_length: int | None = length(None, least=1)
+    coefficient: float = positive(0.1)
+
+    @property
+    def uniform(self) -> float | None:
+        if self.prompt_length is None:
+            return None
+        return 1 + self.coefficient * _ln_ratio(self.prompt_length / self.original_length)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        request = position + 1 if self.prompt_length is None else torch.full_like(position, self.prompt_length)
+        return 1 + self.coefficient * torch.log((real(request) / self.original_length).clamp(min=1.0))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Pippo(FormulaPolicy):
+    """Pippo (arXiv:2502.07785), multi-view diffusion: √(1.4·ln n / ln 444).
+
+    β has the shape of n; it is √1.4 at the trained length. The released code takes the tokens of its training views as
+    the trained length, for example 12288 at 512 × 512 pixels.
+
+    Args:
+        reference_length: The trained length 444.
+        growth: The factor 1.4.
+
+    Example:
+        >>> from attnscale import build_policy
+        >>> build_policy("pippo")(8192)
+        tensor(1.4386)
+    """
+
+    name = "pippo"
+    reference_length: int = length(444)
+    growth: float = positive(1.4)
+
+    def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        return (self.growth * ln(n) / math.log(self.reference_length)).sqrt()
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class SuEntropy(FormulaPolicy):
     """Entropy-invariant attention (Su, 2021): ln n / ln 512.
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 import attnscale
 from attnscale.policies import POLICIES
-from attnscale.policies.base import ScorePolicy
+from attnscale.policies.base import QueryPolicy, ScorePolicy
 from attnscale.policies.laws import LengthLaw
-from attnscale.policies.learned import ASEntmax
 from attnscale.statistics import row_statistics
 from scripts.docs.sources import ROOT
 
@@ -29,6 +28,16 @@ LENGTHS = torch.unique(torch.logspace(0, 20, 241, base=2).long())
 SHOWN = (128, 2048, 8192, 65536, 2**20)
 SCORE_LENGTHS = [2**power for power in range(1, 15)]
 SCORE_ROWS = 64
+
+# The quantity that the lines of a query policy differ in, the parameter that sets it, and the parameter's value where
+# the quantity is 1, for queries of ones. Everything else has its initial value.
+GELU_OF_ONE = float(torch.nn.functional.gelu(torch.ones(())))
+BY_QUERY = {
+    "asentmax": ("w_γ·x", "w_gamma", 1 / 64),
+    "selective": ("w·gelu(x)", "w", 1 / 64 / GELU_OF_ONE),
+    "moondream": ("α", "alpha", 1.0),
+    "qassmax": ("gate(x)", "gate_out_bias", 1.0),
+}
 
 # Grey and colours that are readable on a white and on a dark page.
 INK = "#808790"
@@ -58,7 +67,7 @@ def curves_of(name: str) -> list[Curve]:
     policy = build(name)
     if isinstance(policy, ScorePolicy):
         return [_on_gaussian_scores(policy)]
-    if isinstance(policy, ASEntmax):
+    if isinstance(policy, QueryPolicy):
         return list(_by_query(policy))
     if isinstance(policy, LengthLaw):
         given = {key: value for key, value in policy.to_dict().items() if key not in ("reference_length", "floor")}
@@ -66,7 +75,7 @@ def curves_of(name: str) -> list[Curve]:
         forms["max(1, f(n)/f(L))"] = {"reference_length": 2048, "floor": True}
         return [Curve(label, LENGTHS, attnscale.build_policy(given, **form)(LENGTHS)) for label, form in forms.items()]
     with torch.no_grad():
-        beta = policy(LENGTHS[None]) if name in ("per_head", "ssmax") else policy(LENGTHS)
+        beta = policy(LENGTHS[None]) if hasattr(policy, "num_heads") else policy(LENGTHS)
     rows = torch.unique_consecutive(beta.reshape(-1, LENGTHS.numel()), dim=0)  # heads with the same β are one line
     labels = [""] if len(rows) == 1 else ["heads 0-1", "the other heads"]
     return [Curve(label, LENGTHS, row) for label, row in zip(labels, rows, strict=True)]
@@ -84,13 +93,13 @@ def _on_gaussian_scores(policy: ScorePolicy) -> Curve:
 
 
 @torch.no_grad()
-def _by_query(policy: ASEntmax) -> Iterator[Curve]:
-    """β for three values of w_γ·x, with w_β·x = 0."""
-    for product in (0.0, 0.25, 0.5):
-        policy.w_gamma.fill_(product / policy.head_dim)
-        query = torch.ones(1, policy.num_heads, LENGTHS.numel(), policy.head_dim)
-        yield Curve(f"w_γ·x = {product:g}", LENGTHS, policy(LENGTHS, query=query)[0, 0])
-    policy.reset_parameters()
+def _by_query(policy: QueryPolicy) -> Iterator[Curve]:
+    """β for three values of a quantity that the policy computes from the query or learns."""
+    label, parameter, unit = BY_QUERY[policy.name]
+    query = torch.ones(1, policy.num_heads, LENGTHS.numel(), policy.head_dim)
+    for value in (0.0, 0.25, 0.5):
+        getattr(policy, parameter).fill_(value * unit)
+        yield Curve(f"{label} = {value:g}", LENGTHS, policy(LENGTHS, query=query)[0, 0])
 
 
 def draw(curves: list[Curve]) -> str:
@@ -134,7 +143,7 @@ def draw(curves: list[Curve]) -> str:
 def beta_at(name: str, n: int) -> str:
     """β at n keys for the overview; empty where it depends on more than n."""
     policy = build(name)
-    if isinstance(policy, (ScorePolicy, ASEntmax)):
+    if isinstance(policy, (ScorePolicy, QueryPolicy)):
         return "–"
     with torch.no_grad():
         beta = policy(torch.tensor([n]))
@@ -165,8 +174,8 @@ def _prose(kind: type) -> list[str]:
 def _caption(kind: type) -> list[str]:
     if issubclass(kind, ScorePolicy):
         text = "β depends on the scores of the row. Example: independent N(0, 1) scores, 64 rows for each n, seed 0."
-    elif issubclass(kind, ASEntmax):
-        text = "β depends on the query x. Examples: w_β·x = 0 and three values of w_γ·x; 0 is the initial value."
+    elif issubclass(kind, QueryPolicy):
+        text = f"β depends on the query x. Examples: three values of {BY_QUERY[kind.name][0]}; 0 is the initial value."
     elif issubclass(kind, LengthLaw):
         text = "The three forms of the law, with L = 2048."
     else:

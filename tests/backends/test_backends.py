@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from catalogue import LEARNED, started
 from oracle import differentiate, tensors, visibility
 
 from attnscale import (
@@ -178,11 +179,10 @@ def test_weights_are_those_the_output_is_made_of():
 
 def test_learned_temperatures_get_the_gradient_of_the_oracle():
     q, k, v = tensors((2, 4, 9, 16), (2, 4, 9, 16))
-    for name in ("ssmax", "asentmax"):
+    for name in LEARNED:
         gradients = []
         for backend in ("sdpa", "reference"):
-            shape = {"num_heads": 4} | ({"head_dim": 16} if name == "asentmax" else {})
-            policy = build_policy(name, **shape)
+            policy = started(name)
             scaled_dot_product_attention(
                 q, k, v, is_causal=True, policy=policy, backend=backend
             ).square().sum().backward()

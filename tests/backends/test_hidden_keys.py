@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from catalogue import BY_QUERY
 from oracle import tensors, visibility
 from torch import nn
 
@@ -18,11 +19,11 @@ PADDED = torch.tensor([[False] * ROWS, [False] * 4 + [True] * 2])
 FLOAT_PADDING = torch.zeros(2, ROWS, dtype=torch.float64).masked_fill(PADDED, -math.inf)
 backends = pytest.mark.parametrize("backend", ["sdpa", "blockwise", "reference"])
 own_backends = pytest.mark.parametrize("backend", ["blockwise", "reference"])
-learned = pytest.mark.parametrize("name", ["ssmax", "asentmax"])
+learned = pytest.mark.parametrize("name", ["ssmax", *BY_QUERY])
 
 
 def learning(name: str) -> attnscale.policies.Policy:
-    return build_policy(name, num_heads=2, **({"head_dim": 8} if name == "asentmax" else {})).double()
+    return build_policy(name, num_heads=2, **({"head_dim": 8} if name in BY_QUERY else {})).double()
 
 
 def module() -> attnscale.MultiheadAttention:

@@ -22,7 +22,8 @@ SHORT = ARGUMENTS | {
     "hypenet": {"a": 5},
     "swan": {"a": 5},
     "ssmax": {"num_heads": 4, "reference_length": 4},
-    "asentmax": {"num_heads": 4, "head_dim": 16},
+    "beam": {"reference_length": 4, "exponent": 0.5},
+    "dual_chunk": {"original_length": 4, "coefficient": 0.5},
 }
 TOKENS = 40
 

@@ -27,7 +27,17 @@ from spread_attention import (
     masks,
     places,
 )
-from spread_training import SHARDED, checkpoints, half_precision, messages, safetensors, skipped_layers, tensor_parallel
+from spread_training import (
+    BY_QUERY,
+    SHARDED,
+    checkpoints,
+    half_precision,
+    messages,
+    safetensors,
+    skipped_layers,
+    tensor_parallel,
+    train_by_query,
+)
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -168,11 +178,24 @@ def test_a_policy_per_head_is_that_of_one_process_where_heads_are_spread(ranks):
         assert_same(records, others, tolerance=1e-5)
 
 
+@pytest.mark.parametrize(("mode", "policy"), BY_QUERY)
+def test_a_temperature_from_the_query_is_trained_as_in_one_process(mode, policy, ranks):
+    expected = train_by_query("alone", policy)
+    for rank in ranks:
+        found = rank["tensor parallel"][mode, policy]
+        for part in ("first", "state"):
+            for name, value in expected[part].items():
+                torch.testing.assert_close(found[part][name], value, rtol=0, atol=1e-10, msg=name)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-10)
+    gradients = [value for name, value in expected["first"].items() if "policy" in name]
+    assert all((gradient != 0).any() for gradient in gradients)
+
+
 def test_heads_that_are_spread_unsaid_are_right_or_refused_with_what_to_pass(ranks):
     right = build("log")(batch(0)[0], torch.arange(16)).detach()
     for rank in ranks:
         found = rank["tensor parallel"]
-        for policy in ("ssmax", "gap_adaptive", "per_head"):
+        for policy in ("ssmax", "gap_adaptive", "per_head", "asentmax", "qassmax"):
             assert "attnscale.distributed.HeadParallel() in the plan" in found[policy, "unsaid"]
         torch.testing.assert_close(found["log", "unsaid"], right, rtol=0, atol=1e-10)
         said, taps = found["monitor"]

@@ -271,24 +271,83 @@ def test_ordinary_models_have_none():
 
 
 @pytest.mark.parametrize(
-    ("model", "layer", "description"),
+    ("model", "layer", "effect", "law"),
     [
-        (CASES["YaRN"][0], 0, "YaRN: logits × 1.459 = attention_scaling² (1.208²)"),
-        (CASES["LongRoPE"][0], 1, "LongRoPE: logits × 2 = attention_scaling² (1.414²)"),
-        (phimoe, 0, "LongRoPE: logits × 2.25 (1.5²) for short inputs, × 1.562 (1.25²) for long ones"),
-        (CASES["MLA"][0], 0, "DeepSeek mscale: logits × 1.459 = mscale² (1.208²) in module.scaling"),
-        (deepseek, 0, "YaRN: logits × 1.459 = attention_scaling² (1.208²) in 8 of 16 dimensions"),
-        (llama4, 1, "Llama 4: logits × 1 + 0.5·ln(1 + ⌊(position + 1)/4⌋)"),
-        (mistral4, 1, "Mistral: logits × 1 + 0.5·ln(1 + ⌊position/4⌋)"),
-        (mistral_large4, 1, "Mistral Large 4: logits × s·ln(position + 1) + b, both learned per head"),
-        (inkling, 1, "Inkling: logits × 1 + 0.5·ln max(1, (position + 1)/4)"),
-        (beam, 1, "Beam: logits × (1 + (position + 1)/2048)^0.1"),
+        (CASES["YaRN"][0], 0, "YaRN: logits × 1.459 = attention_scaling² (1.208²)", "yarn(factor=8.0)"),
+        (
+            CASES["LongRoPE"][0],
+            1,
+            "LongRoPE: logits × 2 = attention_scaling² (1.414²)",
+            "longrope(factor=8.0, original_length=8)",
+        ),
+        (phimoe, 0, "LongRoPE: logits × 2.25 (1.5²) for short inputs, × 1.562 (1.25²) for long ones", None),
+        (
+            CASES["MLA"][0],
+            0,
+            "DeepSeek mscale: logits × 1.459 = mscale² (1.208²) in module.scaling",
+            "deepseek(factor=8.0, mscale=1.0)",
+        ),
+        (deepseek, 0, "YaRN: logits × 1.459 = attention_scaling² (1.208²) in 8 of 16 dimensions", None),
+        (
+            lambda: llama(rope_parameters=yarn(attention_factor=1.5)),
+            0,
+            "YaRN: logits × 2.25 = attention_scaling² (1.5²)",
+            None,
+        ),
+        (
+            llama4,
+            1,
+            "Llama 4: logits × 1 + 0.5·ln(1 + ⌊(position + 1)/4⌋)",
+            "llama4(floor_length=4, coefficient=0.5)",
+        ),
+        (mistral4, 1, "Mistral: logits × 1 + 0.5·ln(1 + ⌊position/4⌋)", "mistral(floor_length=4, coefficient=0.5)"),
+        (
+            mistral_large4,
+            1,
+            "Mistral Large 4: logits × s·ln(position + 1) + b, both learned per head",
+            "ssmax(bias=True)",
+        ),
+        (
+            inkling,
+            1,
+            "Inkling: logits × 1 + 0.5·ln max(1, (position + 1)/4)",
+            "inkling(floor_length=4, coefficient=0.5)",
+        ),
+        (beam, 1, "Beam: logits × (1 + (position + 1)/2048)^0.1", "beam()"),
     ],
 )
-def test_it_is_described_with_its_numbers(model, layer, description):
+def test_it_is_described_with_its_numbers_and_its_policy(model, layer, effect, law):
     (existing,) = found_in(model())[layer]
-    assert existing.description == description
-    assert description.startswith(existing.name)
+    assert existing.description == effect + ("" if law is None else f"; policy {law}")
+    assert effect.startswith(existing.name)
+
+
+@pytest.mark.parametrize("case", ["YaRN", "LongRoPE", "MLA", "Llama 4", "Ministral 3", "Mistral 4", "Inkling", "Beam"])
+def test_the_named_policy_is_the_scaling_it_replaces(case):
+    model = (CASES | {"Beam": (beam,)})[case][0]()
+    before, found = answer(model), found_in(model)
+    (law,) = [existing.law for existing in found[max(found)]]
+    with attnscale.hf.apply(model, law, layers=sorted(found), on_existing="replace"):
+        # transformers computes the factor in fp32
+        torch.testing.assert_close(answer(model), before, rtol=0, atol=2e-5)
+    with attnscale.hf.apply(model, "constant", layers=sorted(found), on_existing="replace"):
+        assert (answer(model) - before).abs().max() > 1e-4
+
+
+def test_the_learned_scaling_of_mistral_large_4_is_ssmax_with_its_values():
+    (existing,) = found_in(model := mistral_large4())[1]
+    learned = model.layers[1].self_attn.softmax_scaling
+    policy = attnscale.build_policy(existing.law, num_heads=4).double()
+    with torch.no_grad():
+        policy.s.copy_(learned.scale)
+        policy.b.copy_(learned.bias)
+    query, position = torch.randn(2, 4, 11, 8, dtype=torch.float64), torch.arange(11).expand(2, -1)
+    scaled = learned(query, position, head_dim_first=True)
+    found = query * policy(position[:, None] + 1)[..., None]
+    # transformers takes the logarithm in fp32. Of a single key the policy takes ln 2: its weight is 1 in any case.
+    torch.testing.assert_close(found[:, :, 1:], scaled[:, :, 1:], rtol=1e-6, atol=1e-6)
+    with pytest.raises(attnscale.ArgumentError, match="selects its own keys"):
+        attnscale.hf.apply(model, "log")
 
 
 def test_one_layer_alone_can_do_without_what_it_shares():

@@ -129,7 +129,7 @@ def test_positions_count_where_a_window_hides_them():
 )
 def test_scaling_that_is_there_already(on_existing, then):
     (refused,) = lines(inspect(yarn(), "log", reference_length=8192))
-    assert refused[-2] == "YaRN: logits × 1.459 = attention_scaling² (1.208²)"
+    assert refused[-2] == "YaRN: logits × 1.459 = attention_scaling² (1.208²); policy yarn(factor=8.0)"
     assert refused[-1] == ("refused: already scaled; on_existing='compose' multiplies on top, 'replace' disables it")
     (selected,) = lines(inspect(yarn(), "log", reference_length=8192, on_existing=on_existing))
     assert selected[-1] == f"selected: β = 0.7692, 1, 1.231, {then}"

@@ -1,4 +1,4 @@
-"""ssmax and asentmax: formula, head axis, initial values, gradients and module behaviour."""
+"""Learned policies: head axis, initial values, gradients and module behaviour; the formulas of ssmax and asentmax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from catalogue import LEARNED, build, temperature
+from catalogue import BY_QUERY, LEARNED, build, temperature
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -303,7 +303,10 @@ def test_every_parameter_is_trained_and_nothing_else_is_stored(name: str) -> Non
     parameters = dict(policy.named_parameters())
     assert set(policy.state_dict()) == set(parameters)
     assert all(parameter.requires_grad for parameter in parameters.values())
-    assert all(parameter.shape[0] == policy.num_heads for parameter in parameters.values())
+    by_head = {name: tensor for name, tensor in parameters.items() if name not in policy.shared_tensors}
+    assert by_head
+    assert all(parameter.shape[0] == policy.num_heads for parameter in by_head.values())
+    assert set(policy.shared_tensors) <= set(parameters)
     assert policy.uniform is None
     assert policy.longest_beta() > 0
 
@@ -314,7 +317,8 @@ def test_a_few_steps_of_gradient_descent_bring_beta_nearer_to_a_target(name: str
     n = torch.tensor([4, 64, 1024, 16_384])
     query = queries(8, 4, 4, 16) if policy.needs_query else None
     target = 0.5 * torch.log(n.float())
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
+    rate = {"head_scale": 0.1, "selective": 0.3, "qassmax": 1e-3}.get(name, 1e-2)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=rate)
     losses = []
     for _ in range(8):
         optimizer.zero_grad()
@@ -327,8 +331,9 @@ def test_a_few_steps_of_gradient_descent_bring_beta_nearer_to_a_target(name: str
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_autocast_does_not_touch_the_precision_of_asentmax() -> None:
-    policy = build("asentmax")
+@pytest.mark.parametrize("name", BY_QUERY)
+def test_autocast_does_not_touch_the_precision_of_a_query_policy(name: str) -> None:
+    policy = build(name)
     generator = torch.Generator().manual_seed(0)
     for parameter in policy.parameters():
         torch.nn.init.normal_(parameter, generator=generator)

@@ -13,7 +13,8 @@ import torch
 
 from attnscale.policies import build_policy
 
-# Follow the position. qwen, llama4, inkling and ssmax use pos + 1; mistral, grok2, hypenet and swan use pos.
+# Follow the position. qwen, llama4, inkling, ssmax, beam and dual_chunk use pos + 1; mistral, grok2, hypenet and swan
+# use pos.
 BY_POSITION = (
     """
 position  qwen-2048            qwen-8192            llama4               mistral-16384        mistral-8192
@@ -52,6 +53,25 @@ position  grok2                inkling              hypenet              swan   
 128000    1.6965784284662087   1.0000007812469483   1.8929084500604404   1.703529903433083    5.8798966776856184
 128001    1.6965795555673067   1.0000015624877931   1.8929097022827468   1.7035310256366969   5.8799005838898426
 1048576   2.0                  1.2103159021971014   2.2307794981032096   2.0070046304679935   6.9314722824363839
+""",
+    """
+position  beam                 dual_chunk
+0         1.0000488173994806   1
+1         1.0000976133611797   1
+1023      1.0413797439924106   1
+1024      1.0414136381079566   1
+1025      1.0414475222982705   1
+8190      1.17460747169578     1
+8191      1.174618943088019    1
+8192      1.1746304134720745   1.0000122062862526
+8193      1.1746418828481335   1.0000244110827527
+16383     1.2457309396155173   1.0693147180559945
+16384     1.2457376979734129   1.0693208213853626
+16385     1.2457444560013364   1.0693269243422471
+127999    1.5145282291871653   1.2748872195622465
+128000    1.5145293937748472   1.2748880008091948
+128001    1.5145305583544697   1.2748887820500396
+1048576   1.8664303067997605   1.4852031217593479
 """,
 )
 
@@ -95,8 +115,28 @@ position  rem                  simplex              sphere
 128001    4.8497012625067299   23.51960233555937    2.6416706410893911
 1048576   5.2655378765844554   27.725889129745536   2.8240668534195998
 """,
+    """
+position  pippo
+0         0.3989886289378332
+1         0.3989886289378332
+1023      1.2617128279513209
+1024      1.2618016616705351
+1025      1.2618904025204358
+8190      1.4385642151962824
+8191      1.4385739599624329
+8192      1.4385837034731116
+8193      1.4385934457286346
+16383     1.4928787507040508
+16384     1.492883445396736
+16385     1.4928881397881442
+127999    1.6434159171505888
+128000    1.6434164630421155
+128001    1.6434170089291961
+1048576   1.7843314544836478
+""",
 )
 
+DUAL_CHUNK = {"name": "dual_chunk", "original_length": 8192}
 PRESETS = {
     "qwen-2048": {"name": "qwen"},
     "qwen-8192": {"name": "qwen", "reference_length": 8192},
@@ -108,6 +148,9 @@ PRESETS = {
     "hypenet": {"name": "hypenet"},
     "swan": {"name": "swan", "a": 1000},
     "ssmax": {"name": "ssmax", "num_heads": 1, "init": 0.5},  # 0.5 is exact in fp32, 1/ln 2048 is not
+    "beam": {"name": "beam"},
+    "dual_chunk": DUAL_CHUNK,
+    "pippo": {"name": "pippo"},
     "su_entropy": {"name": "su_entropy"},
     "infoscale": {"name": "infoscale", "head_dim": 64, "reference_length": 2048},
     "lumina": {"name": "lumina", "reference_length": 2048},
@@ -126,6 +169,8 @@ UNIFORM = {
     "deepseek-0.707": ({"name": "deepseek", "mscale": 0.707}, 1.5896261651208735109),
     "longrope": ({"name": "longrope", "factor": 32, "original_length": 4096}, 1.4166666666666666667),
     "drope-0.412": ({"name": "drope", "factor": 4}, 1.571153276781394935),
+    "dual_chunk-prefill": (DUAL_CHUNK | {"prompt_length": 128_000}, 1.2748872195622465),
+    "dual_chunk-short": (DUAL_CHUNK | {"prompt_length": 8192}, 1.0),
     "drope-0.103": ({"name": "drope", "factor": 4, "coefficient": 0.103}, 1.1427883191953487337),
 }
 
