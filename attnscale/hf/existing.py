@@ -106,8 +106,9 @@ def _known_rules(layer: AttentionLayer) -> Iterator[Existing]:
     if floor is not None and not getattr(module, "is_sliding", True):
         effect = f"logits × 1 + {layer.config.log_scaling_alpha:g}·ln max(1, (position + 1)/{floor:g})"
         law = {"name": "inkling", "floor_length": int(floor), "coefficient": float(layer.config.log_scaling_alpha)}
-        # `forward` uses this attribute only to skip the scaling in sliding layers.
-        yield Existing("Inkling", effect, partial(_set_attribute, module, "is_sliding", True), law)
+        # `forward` uses this attribute only to skip the scaling in sliding layers; that of Inkling 2 does not use it.
+        fixed = None if "is_sliding" in read_forward(module).text else "attnscale cannot disable it in this model"
+        yield Existing("Inkling", effect, partial(_set_attribute, module, "is_sliding", True), law, fixed)
     # Beam computes the factor once and passes it to its layers without rotary embedding.
     if not layer.rope and layer.routed and _takes_argument(module, _FACTOR):
         effect = "logits × (1 + (position + 1)/2048)^0.1"

@@ -161,6 +161,10 @@ def attend_at_site(
             raise ArgumentError(
                 f"{type(module).__name__} selects its own keys (argument {name!r}); attnscale does not support this"
             )
+    if arguments.get("sinks") is not None:  # Inkling 2; others pass one sink per head as s_aux
+        raise ArgumentError(
+            f"{type(module).__name__} has an attention sink per token (argument 'sinks'); this is unsupported"
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mesh = _split_over(site, query)
     if mesh is not None:

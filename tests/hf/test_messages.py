@@ -168,3 +168,10 @@ def test_a_model_of_two_towers_loads_by_name(tmp_path):
     for loaded in (named, later):
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=tokens, pixel_values=pixels).logits, expected)
+
+
+def test_sinks_of_every_token_are_refused_instead_of_ignored():
+    model = llama()
+    apply(model, "constant")
+    with pytest.raises(ArgumentError, match="LlamaAttention has an attention sink per token"):
+        model(TOKENS, sinks=torch.zeros(2, 4, TOKENS.shape[1], 1))
