@@ -189,23 +189,22 @@ class ServedPolicies:
 
     def __init__(self, model: nn.Module, record: Mapping[str, Any], vllm_config: Any) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-        from vllm.model_executor.models.utils import PPMissingLayer
 
         self.name = type(model).__name__
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise _refuse(self.name, "pipeline parallelism has not been tested", "use --tensor-parallel-size")
         self.length: int = vllm_config.model_config.max_model_len
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         modules = dict(model.named_modules())
-        elsewhere = tuple(f"{path}." for path, module in modules.items() if isinstance(module, PPMissingLayer))
-        recorded = [path for path in read_modules(record) if not path.startswith(elsewhere)]
+        recorded = read_modules(record)
         found = locate(recorded, modules, "model")
+        self.record = record
         self.layers: dict[str, Any] = {}  # recorded path → `Attention`
         for path in recorded:
             if path not in found:
                 raise _refuse(self.name, f"vLLM's implementation has no module {path}", _TRANSFORMERS)
             self.layers[path] = self._install(path, modules[found[path]], _is_of_transformers(model))
-        entries = read_modules(record)
-        self.record = {"modules": {path: entries[path] for path in recorded}}
         self.shapes = {
             path: LayerShape(attention.num_heads * self.ranks, attention.head_size)
             for path, attention in self.layers.items()
@@ -247,7 +246,7 @@ class ServedPolicies:
         inner = {name: child for name, child in module.named_children() if isinstance(child, AttentionLayerBase)}
         if len(inner) != 1:
             raise _refuse(self.name, f"{where} has {len(inner)} attention layers of vLLM, not one", advice)
-        ((name, attention),) = inner.items()
+        (attention,) = inner.values()
         if type(attention) is not Attention or attention.attn_type != "decoder":
             reason = f"{where} uses {type(attention).__name__} of type {getattr(attention, 'attn_type', 'unknown')!r}"
             raise _refuse(self.name, reason, advice)
