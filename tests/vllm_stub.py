@@ -1,4 +1,4 @@
-"""A stand-in for the parts of vLLM that the plugin uses: configs, the registry, and a model with two attention layers."""
+"""A stand-in for the parts of vLLM that the plugin uses: configs, registry, and a model with two attention layers."""
 
 from __future__ import annotations
 

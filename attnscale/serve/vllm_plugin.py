@@ -258,12 +258,13 @@ class ServedPolicies:
             raise _refuse(self.name, f"{where} adds ALiBi to the logits")
         parameters = list(inspect.signature(module.forward).parameters)
         argument = "position_ids" if transformers else "positions"
+        missing = _refuse(self.name, f"{where} does not receive positions", advice)
         if not transformers and argument not in parameters:
-            raise _refuse(self.name, f"{where} does not receive positions", advice)
+            raise missing
         index = parameters.index(argument) if argument in parameters else len(parameters)
         attention.__class__ = _scaled_attention(type(attention))
         # Of the instance: vLLM's transformers backend replaces the forward of instances.
-        module.forward = _with_positions(module.forward, attention, argument, index)
+        module.forward = _with_positions(module.forward, attention, argument, index, missing)
         return attention
 
 
@@ -291,11 +292,18 @@ def _scaled_attention(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, _POSITIONS: None} | names)
 
 
-def _with_positions(stock: Callable[..., Any], attention: Any, argument: str, index: int) -> Callable[..., Any]:
-    """Return the `forward` of an attention module that hands its positions to its `Attention`."""
+def _with_positions(
+    stock: Callable[..., Any], attention: Any, argument: str, index: int, missing: BackendError
+) -> Callable[..., Any]:
+    """Return the `forward` of an attention module that hands its positions to its `Attention`.
+
+    `missing` is raised in vLLM's first forward pass if the module gets no positions.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        positions = kwargs[argument] if argument in kwargs else args[index]
+        positions = kwargs[argument] if argument in kwargs else args[index] if index < len(args) else None
+        if positions is None:
+            raise missing
         setattr(attention, _POSITIONS, positions.reshape(-1))
         output = stock(*args, **kwargs)
         setattr(attention, _POSITIONS, None)

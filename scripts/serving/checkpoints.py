@@ -19,7 +19,7 @@ LAYERS, HEADS = 2, 4
 
 STOCK = "stock"
 
-_SHAPE = {
+_SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 96,

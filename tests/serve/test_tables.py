@@ -100,7 +100,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_module_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="'model.layers.7.self_attn', which this model does not have"):
+    with pytest.raises(ArgumentError, match=r"'model.layers.7.self_attn', which this model does not have"):
         layer_policies({"modules": {"model.layers.7.self_attn": {"name": "log"}}}, SHAPES, {})
 
 
