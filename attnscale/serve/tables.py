@@ -121,7 +121,7 @@ def beta_table(policy: LengthPolicy, length: int, window: int | None = None) -> 
     visible = (positions + 1).clamp(max=length if window is None else window)
     with torch.no_grad():
         beta = check_has_table(policy)(visible, positions=positions).to(torch.float32)
-    table = beta.reshape(-1, length).T.contiguous()  # [length, H|1]
+    table: Tensor = beta.reshape(-1, length).T.contiguous()  # [length, H|1]
     if not bool(torch.isfinite(table).all()):
         raise ArgumentError(f"policy {policy!r} is not accepted: its β is not finite below {length} positions")
     return table

