@@ -196,15 +196,16 @@ class ServedPolicies:
         self.length: int = vllm_config.model_config.max_model_len
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        modules = dict(model.named_modules())
+        modules, transformers = dict(model.named_modules()), _is_of_transformers(model)
         recorded = read_modules(record)
         found = locate(recorded, modules, "model")
         self.record = record
         self.layers: dict[str, Any] = {}  # recorded path → `Attention`
         for path in recorded:
             if path not in found:
-                raise _refuse(self.name, f"vLLM's implementation has no module {path}", _TRANSFORMERS)
-            self.layers[path] = self._install(path, modules[found[path]], _is_of_transformers(model))
+                advice = _ELSEWHERE if transformers else _TRANSFORMERS
+                raise _refuse(self.name, f"vLLM's implementation has no module {path}", advice)
+            self.layers[path] = self._install(path, modules[found[path]], transformers)
         self.shapes = {
             path: LayerShape(attention.num_heads * self.ranks, attention.head_size)
             for path, attention in self.layers.items()
@@ -258,7 +259,7 @@ class ServedPolicies:
             raise _refuse(self.name, f"{where} adds ALiBi to the logits")
         parameters = list(inspect.signature(module.forward).parameters)
         argument = "position_ids" if transformers else "positions"
-        missing = _refuse(self.name, f"{where} does not receive positions", advice)
+        missing = _refuse(self.name, f"{where} does not receive positions")
         if not transformers and argument not in parameters:
             raise missing
         index = parameters.index(argument) if argument in parameters else len(parameters)

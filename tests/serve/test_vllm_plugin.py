@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,7 +172,7 @@ def changed(**values: Any) -> stub.Attention:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda: stub.GPT2Attention(stub.Attention()), "GPT2Attention. does not receive positions.*--model-impl"),
+        (lambda: stub.GPT2Attention(stub.Attention()), "GPT2Attention. does not receive positions; run it"),
         (lambda: stub.LlamaAttention(stub.MLAAttention()), "uses MLAAttention"),
         (lambda: stub.LlamaAttention(nn.Identity()), "has 0 attention layers"),
         (lambda: stub.LlamaAttention(changed(attn_type="encoder_only")), "'encoder_only'"),
@@ -238,3 +241,10 @@ def test_the_plugin_imports_neither_transformers_nor_attnscale_hf() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert finished.stdout.strip() == "[]"
+
+
+def test_vllm_finds_the_plugin_through_its_entry_point() -> None:
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'\[project.entry-points."vllm.general_plugins"\]\nattnscale = "(.+):(.+)"', text)
+    assert found is not None
+    assert getattr(importlib.import_module(found[1]), found[2]) is vllm_plugin.register

@@ -61,11 +61,19 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
     assert "(MLA)" in error
 
 
-@pytest.mark.parametrize("backend", ["vllm", "transformers"])
-def test_attention_modules_without_positions_are_refused(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("vllm", "GPT2Attention) does not receive positions; run it with transformers"),
+        ("transformers", "has no module transformer.h.0.attn; run it with transformers"),
+    ],
+)
+def test_attention_modules_without_a_known_place_for_beta_are_refused(
+    backend: str, reason: str, tmp_path: Path
+) -> None:
     config = transformers.GPT2Config(vocab_size=96, n_embd=128, n_layer=2, n_head=4, n_positions=512)
     error = start(saved(transformers.GPT2LMHeadModel(config), LOG, tmp_path), model_impl=backend)
-    assert "GPT2Attention) does not receive positions" in error
+    assert reason in error
 
 
 def test_without_the_plugin_the_exported_name_is_refused_and_with_it_served(tmp_path: Path) -> None:
