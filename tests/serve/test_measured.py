@@ -46,5 +46,5 @@ def test_the_page_shows_the_real_model() -> None:
         if row["model"].startswith("SmolLM2"):
             length = row["mode"].split()[1]
             without = shown(float(row["limit"]) / 2)
-            beta_1 = f"{float(row['at_beta_1']):.1f}"
+            beta_1 = f"{float(row['at_beta_1']):.3g}"
             assert f"| {length} | {shown(float(row['difference']))} | {without} | {beta_1} |" in PAGE
