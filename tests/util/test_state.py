@@ -62,6 +62,9 @@ ATTACHED = {
     "hf: setattr(state, NAME)": "the record of policies travels with the Trainer's state",
     "hf: setattr(owner, name)": "wraps a method of transformers, once; or changes a module, with its undo",
     "hf: setattr(wrapped, NAME)": "marks a wrapped method, so that it is wrapped once",
+    "serve: setattr(owner, name)": "wraps a method of vLLM, once",
+    "serve: setattr(wrapped, NAME)": "marks a wrapped method, so that it is wrapped once",
+    "serve: setattr(attention, _POSITIONS)": "the positions of a call, until it returns",
     "hf: setattr(rotary.owner, rotary.name)": "a factor of the model that a policy replaces, with its undo",
 }  # fmt: skip
 
