@@ -20,6 +20,7 @@ from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 if TYPE_CHECKING:
     from attnscale_kernels.launch import Forward
 
+OUTPUT = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
 FEW_ROWS = 16  # up to this number of queries, keys are split over programs, as one program per head is too few
 
 
@@ -50,27 +51,27 @@ class TritonBackend:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        return _launch(call).out
+        return _launch(call, OUTPUT).out
 
     def run_bounded(self, call: AttentionCall) -> Attended:
-        found = _launch(call)
+        found = _launch(call, OUTPUT)
         return Attended(found.out, found.max_logit.detach(), exact=True)
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        found = _launch(call, entropy=request.entropy, winner=request.winner)
-        return AttentionOutput(found.out, _statistics(call, request, found))
+        return AttentionOutput((found := _launch(call, request)).out, _statistics(call, request, found))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        found = _launch(call, entropy=request.entropy, winner=request.winner) if request.softmax else None
+        found = _launch(call, request) if request.softmax else None
         return _statistics(call, request, found)
 
 
-def _launch(call: AttentionCall, *, entropy: bool = False, winner: bool = False) -> Forward:
+def _launch(call: AttentionCall, request: StatsRequest) -> Forward:
     from attnscale_kernels.decode.op import decode_attention
     from attnscale_kernels.flash.op import flash_attention
 
     beta = call.beta if isinstance(call.beta, Tensor) else call.row_beta()
     arguments = call.query, call.key, call.value, beta, visibility_of(call)
+    entropy, winner = request.entropy, request.winner
     if call.query.shape[2] <= FEW_ROWS and call.dropout_p == 0.0 and not _needs_gradient(call):
         return decode_attention(
             *arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy, winner=winner
@@ -86,6 +87,7 @@ def _launch(call: AttentionCall, *, entropy: bool = False, winner: bool = False)
         seed=seed,
         entropy=entropy,
         winner=winner,
+        differentiable=request.differentiable,
     )
 
 

@@ -2,6 +2,9 @@
 
 With w = 2^(y·c − lse) and Δ = ⟨dO, O⟩ per row, the gradient of the logits ℓ = β·s is dℓ = w·(dP − Δ). Then dβ = Σ dℓ·s,
 which is scale·⟨q, dℓ·K⟩ where s is linear in q, and dq = scale·β·dℓ·K.
+
+Gradients of row statistics: that of the lse is part of Δ, that of the entropy adds −w·slope·log2 w, and that of the
+largest logit adds `push` in the slot of the winner.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ def flash_backward_rows_kernel(
     out,  # [B, H, Tq, DV]
     beta,  # [B|1, H|1, Tq] fp32
     lse_ptr,  # [B, H, Tq] fp32
+    shift_ptr,  # [B, H, Tq] fp32, added to Δ
     rows_ptr,  # [B, H, Tq, 4] fp32
     heads,
     queries,
@@ -67,6 +71,8 @@ def flash_backward_rows_kernel(
     delta = tl.sum(do * load_rows(out, batch, head, rows, queries, dv, DV).to(tl.float32), axis=1)
     row_beta = load_beta(beta, batch, head, rows, exists)
     row_at = head_index.to(tl.int64) * queries + rows
+    if shift_ptr is not None:
+        delta += tl.load(shift_ptr + row_at, mask=exists, other=0.0)
     lse = tl.load(lse_ptr + row_at, mask=exists, other=0.0)
     lse = tl.where(lse == -float("inf"), 1e30, lse)  # row without visible keys: every weight 2^(y − ∞) is 0
     at = rows_ptr + row_at * 4
@@ -93,6 +99,14 @@ def _row_numbers(at, exists, EDGE: tl.constexpr):
 
 
 @triton.jit
+def _row_number(ptr, at, exists, other, EDGE: tl.constexpr):
+    """Load one number per row; `other` for rows past the end."""
+    if EDGE:
+        return tl.load(ptr + at, mask=exists, other=other)
+    return tl.load(ptr + at)
+
+
+@triton.jit
 def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -103,6 +117,9 @@ def flash_backward_query_kernel(
     grad_q,  # [B, H, Tq, D]
     rows_ptr,  # [B, H, Tq, 4] fp32
     seed_ptr,  # int64
+    slope_ptr,  # [B, H, Tq] fp32
+    push_ptr,  # [B, H, Tq] fp32
+    winner_ptr,  # [B, H, Tq] int32
     dbeta_ptr,  # [B, H, Tq] fp32
     rule,
     heads,
@@ -132,6 +149,11 @@ def flash_backward_query_kernel(
     do = load_rows(grad_out, batch, head, rows, queries, dv, DV, ALIGN)
     row_at = head_index.to(tl.int64) * queries + rows
     c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
+    if slope_ptr is not None:
+        slope_of_entropy = _row_number(slope_ptr, row_at, exists, 0.0, True)
+    if push_ptr is not None:
+        push = _row_number(push_ptr, row_at, exists, 0.0, True)
+        winner = _row_number(winner_ptr, row_at, exists, -1, True)
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
@@ -190,9 +212,13 @@ def flash_backward_query_kernel(
             if seed_ptr is not None:
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
             change = difference(dp, delta[:, None], PAIRS)
+            if slope_ptr is not None:
+                change = product_less(x, -slope_of_entropy[:, None], -change, PAIRS)
             if phase == 3:
                 change = tl.where(seen, change, 0.0)  # 0·∞ or 0·NaN, if a value is not finite
             dlogit = product(p, change, PAIRS)
+            if push_ptr is not None:
+                dlogit += tl.where(slots[None, :] == winner[:, None], push[:, None], 0.0)
             if dbeta_ptr is not None and not LINEAR:
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:
@@ -219,6 +245,9 @@ def flash_backward_key_kernel(
     grad_v,  # [B, Hkv, Tk, DV]
     rows_ptr,  # [B, H, Tq, 4] fp32
     seed_ptr,  # int64
+    slope_ptr,  # [B, H, Tq] fp32
+    push_ptr,  # [B, H, Tq] fp32
+    winner_ptr,  # [B, H, Tq] int32
     rule,
     heads,
     group,
@@ -287,6 +316,13 @@ def flash_backward_key_kernel(
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
+                if slope_ptr is not None:
+                    row_at = head_index * queries + row
+                    slope_of_entropy = beta * _row_number(slope_ptr, row_at, exists, 0.0, phase != 1)
+                if push_ptr is not None:
+                    row_at = head_index * queries + row
+                    push = beta * _row_number(push_ptr, row_at, exists, 0.0, phase != 1)
+                    winner = _row_number(winner_ptr, row_at, exists, -1, phase != 1)
                 if rule.bias_ptr is not None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # [keys, rows]: the following products take the weights in this layout, and a transposition costs more.
@@ -315,11 +351,16 @@ def flash_backward_key_kernel(
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
                 dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)
                 change = dp * beta[None, :] - (beta * delta)[None, :]
+                if slope_ptr is not None:
+                    change -= slope_of_entropy[None, :] * x
                 if softcap is not None:
                     change *= slope
                 if phase != 1:
                     change = tl.where(seen, change, 0.0)  # 0·NaN, if a value is not finite
                 dscore = p * change
+                if push_ptr is not None:
+                    pushed = tl.where(slots[:, None] == winner[None, :], push[None, :], 0.0)
+                    dscore += pushed if softcap is None else pushed * slope
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
     store_block(grad_k, batch, kv_head, tile * BLOCK_N, keys, d, D, dk * scale, ALIGN)
