@@ -14,6 +14,7 @@ from attnscale.call.tap import Attended
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality, largest_weight
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.rows.attend import measure_statistics
+from attnscale.statistics.rows.gradients import with_winner_gradients
 from attnscale_kernels import Visibility, interpreting, why_unavailable
 from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 
@@ -100,7 +101,7 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
     """Return the requested statistics. Kernels provide `found`, gap counts and Λ brackets of minimum rank 2."""
     from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
-    call, stats = call.detached(), RowStats.counted(call, with_sink=request.softmax)
+    undetached, call, stats = call, call.detached(), RowStats.counted(call, with_sink=request.softmax)
     asked: dict[str, Any] = {}
     if found is not None:
         given = {"lse": found.lse, "max_logit": found.max_logit, "entropy": found.entropy, "winner": found.winner}
@@ -117,7 +118,7 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
     elif request.accumulation is not None:  # not supported by the kernels
         measured = measure_statistics(call, replace(request.gaps_alone(), gap_thresholds=None))
         asked |= {"accumulation": measured.accumulation, "criticality": measured.criticality}
-    return stats._replace(**asked)
+    return with_winner_gradients(stats._replace(**asked), request, undetached)
 
 
 def visibility_of(call: AttentionCall) -> Visibility:

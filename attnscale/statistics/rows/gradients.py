@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from attnscale._util.schema import operator_schema
+from attnscale.call.attention_call import AttentionCall
 from attnscale.statistics.request import StatsRequest
-from attnscale.statistics.rows.measures import RowMeasures
+from attnscale.statistics.row_stats import RowStats, finite
+from attnscale.statistics.rows.measures import RowMeasures, scores_at
 
 
 class RowTerms(NamedTuple):
@@ -52,6 +54,24 @@ def row_terms(request: StatsRequest, gradients: RowMeasures, measures: RowMeasur
     if "max_logit" not in asked and "w_max" not in asked:
         return RowTerms(shift, slope)
     return RowTerms(shift, slope, push.masked_fill(unseen, 0.0), measures.winner)
+
+
+def with_winner_gradients(stats: RowStats, request: StatsRequest, call: AttentionCall) -> RowStats:
+    """The statistics with gradients of `max_logit` and `w_max` through the winner's score, for kernels without them.
+
+    `stats` must contain the winner, and the lse with its gradient. Values are unchanged: zeros are added.
+    """
+    winner = stats.winner
+    if winner is None or {"max_logit", "w_max"}.isdisjoint(request.with_gradients):
+        return stats
+    slots, usable = winner.clamp(min=0)[..., None], (winner >= 0)[..., None]
+    logit = (scores_at(call, slots, usable)[..., 0] * call.row_beta()).masked_fill(winner < 0, 0.0)
+    push, lse = logit - logit.detach(), finite(stats.lse)
+    if stats.max_logit is not None:
+        stats = stats._replace(max_logit=stats.max_logit.detach() + push)
+    if stats.w_max is not None:
+        stats = stats._replace(w_max=stats.w_max.detach() * torch.exp(push - (lse - lse.detach())))
+    return stats
 
 
 def add_push(dlogits: Tensor, push: Tensor, winner: Tensor, left: int) -> None:

@@ -3,8 +3,9 @@
 With w = 2^(y·c − lse) and Δ = ⟨dO, O⟩ per row, the gradient of the logits ℓ = β·s is dℓ = w·(dP − Δ). Then dβ = Σ dℓ·s,
 which is scale·⟨q, dℓ·K⟩ where s is linear in q, and dq = scale·β·dℓ·K.
 
-Gradients of row statistics: that of the lse is part of Δ, that of the entropy adds −w·slope·log2 w, and that of the
-largest logit adds `push` in the slot of the winner.
+Gradients of row statistics: that of the lse is part of Δ, that of the entropy adds −w·slope·log2 w. That of the largest
+logit concerns one key per row, and a comparison with every slot would take up to 7 instructions per score: it is computed
+outside of the kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..device import (
     difference,
     keep,
     keep_by_slot,
+    less_product,
     product,
     product_less,
     program_rows,
@@ -99,14 +101,6 @@ def _row_numbers(at, exists, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _row_number(ptr, at, exists, other, EDGE: tl.constexpr):
-    """Load one number per row; `other` for rows past the end."""
-    if EDGE:
-        return tl.load(ptr + at, mask=exists, other=other)
-    return tl.load(ptr + at)
-
-
-@triton.jit
 def flash_backward_query_kernel(
     q,  # [B, H, Tq, D]
     k,  # [B, Hkv, Tk, D]
@@ -118,8 +112,6 @@ def flash_backward_query_kernel(
     rows_ptr,  # [B, H, Tq, 4] fp32
     seed_ptr,  # int64
     slope_ptr,  # [B, H, Tq] fp32
-    push_ptr,  # [B, H, Tq] fp32
-    winner_ptr,  # [B, H, Tq] int32
     dbeta_ptr,  # [B, H, Tq] fp32
     rule,
     heads,
@@ -150,10 +142,7 @@ def flash_backward_query_kernel(
     row_at = head_index.to(tl.int64) * queries + rows
     c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
     if slope_ptr is not None:
-        slope_of_entropy = _row_number(slope_ptr, row_at, exists, 0.0, True)
-    if push_ptr is not None:
-        push = _row_number(push_ptr, row_at, exists, 0.0, True)
-        winner = _row_number(winner_ptr, row_at, exists, -1, True)
+        slope_of_entropy = tl.load(slope_ptr + row_at, mask=exists, other=0.0)
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
@@ -213,12 +202,10 @@ def flash_backward_query_kernel(
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
             change = difference(dp, delta[:, None], PAIRS)
             if slope_ptr is not None:
-                change = product_less(x, -slope_of_entropy[:, None], -change, PAIRS)
+                change = less_product(change, x, slope_of_entropy[:, None], PAIRS)
             if phase == 3:
                 change = tl.where(seen, change, 0.0)  # 0·∞ or 0·NaN, if a value is not finite
             dlogit = product(p, change, PAIRS)
-            if push_ptr is not None:
-                dlogit += tl.where(slots[None, :] == winner[:, None], push[:, None], 0.0)
             if dbeta_ptr is not None and not LINEAR:
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:
@@ -245,9 +232,7 @@ def flash_backward_key_kernel(
     grad_v,  # [B, Hkv, Tk, DV]
     rows_ptr,  # [B, H, Tq, 4] fp32
     seed_ptr,  # int64
-    slope_ptr,  # [B, H, Tq] fp32
-    push_ptr,  # [B, H, Tq] fp32
-    winner_ptr,  # [B, H, Tq] int32
+    slope_ptr,  # [B, H, Tq] fp32, times β
     rule,
     heads,
     group,
@@ -317,12 +302,8 @@ def flash_backward_key_kernel(
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
                 if slope_ptr is not None:
-                    row_at = head_index * queries + row
-                    slope_of_entropy = beta * _row_number(slope_ptr, row_at, exists, 0.0, phase != 1)
-                if push_ptr is not None:
-                    row_at = head_index * queries + row
-                    push = beta * _row_number(push_ptr, row_at, exists, 0.0, phase != 1)
-                    winner = _row_number(winner_ptr, row_at, exists, -1, phase != 1)
+                    slope_at = slope_ptr + head_index * queries + row
+                    slope_of_entropy = tl.load(slope_at, mask=exists, other=0.0) if phase != 1 else tl.load(slope_at)
                 if rule.bias_ptr is not None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # [keys, rows]: the following products take the weights in this layout, and a transposition costs more.
@@ -358,9 +339,6 @@ def flash_backward_key_kernel(
                 if phase != 1:
                     change = tl.where(seen, change, 0.0)  # 0·NaN, if a value is not finite
                 dscore = p * change
-                if push_ptr is not None:
-                    pushed = tl.where(slots[:, None] == winner[None, :], push[None, :], 0.0)
-                    dscore += pushed if softcap is None else pushed * slope
                 dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
     store_block(grad_k, batch, kv_head, tile * BLOCK_N, keys, d, D, dk * scale, ALIGN)

@@ -43,8 +43,6 @@ class StatisticsGradients(NamedTuple):
 
     shift: Tensor | None = None  # fp32, added to Δ
     slope: Tensor | None = None  # fp32, gradient of the entropy
-    push: Tensor | None = None  # fp32, gradient of the largest logit
-    winner: Tensor | None = None  # slot of the largest logit; required with `push`
 
 
 NO_GRADIENTS = StatisticsGradients()
@@ -191,13 +189,12 @@ def backward_launches(
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = probability("dropout_p", dropout_p)
     dropout, capped = dropout_p > 0.0, softcap is not None
-    shift, slope, push, winner = (None if x is None else x.contiguous() for x in of_stats)
+    shift, slope = (None if x is None else x.contiguous() for x in of_stats)
     slope = None if slope is None else slope / LOG2E
-    winner = None if winner is None else winner.to(torch.int32)
     signature = (
         "backward", layout(gradient), layout(query), layout(key), layout(value), layout(beta), layout(out), layout(lse),
         seed is not None and layout(seed), dropout, visibility.layout(), capped, dbeta, query_tile, key_tile,
-        layout(shift), layout(slope), layout(push), layout(winner), assumed_resources(), multiplies_in_tf32(),
+        layout(shift), layout(slope), assumed_resources(), multiplies_in_tf32(),
     )  # fmt: skip
     plan: BackwardPlan | None = state.LAUNCHES.get(signature)
     if plan is None:
@@ -214,8 +211,9 @@ def backward_launches(
     result = Backward(of_query, of_key, of_value, of_beta, None)
     if plan is None:
         made = backward_plan(
-            query, key, value, gradient, result[:3], visibility, capped, dropout, dbeta, query_tile, key_tile
-        )
+            query, key, value, gradient, result[:3], visibility, capped, dropout, dbeta, slope is not None,
+            query_tile, key_tile,
+        )  # fmt: skip
         plan = remember(signature, made)
     query_tile, key_tile, key_block, value_block, rule = plan[:5]
     query_side = key_side = rule
@@ -242,9 +240,6 @@ def backward_launches(
         "grad_out": per_row["grad_out"],
         "rows_ptr": rows,
         "seed_ptr": _seed(seed, dropout_p),
-        "slope_ptr": slope,
-        "push_ptr": push,
-        "winner_ptr": winner,
         "dropout_p": dropout_p,
     }
     to_query = {
@@ -252,10 +247,17 @@ def backward_launches(
         "k_box": None if key_block is None else box(key, key_block),
         "v_box": None if value_block is None else box(value, value_block),
         "grad_q": view(of_query),
+        "slope_ptr": slope,
         "dbeta_ptr": of_beta,
         "rule": query_side,
     }
-    to_key = {**shared, "grad_k": view(of_key), "grad_v": view(of_value), "rule": key_side}
+    to_key = {
+        **shared,
+        "grad_k": view(of_key),
+        "grad_v": view(of_value),
+        "slope_ptr": None if slope is None else slope * beta,
+        "rule": key_side,
+    }
     return (
         *before,
         plan.rows.launch(batch * heads * cdiv(queries, ROWS), per_row),

@@ -50,7 +50,7 @@ def flash_attention(
         seed: int64 scalar on the device of the query.
         entropy: Also return the entropy of each row.
         winner: Also return the slot of the largest logit of each row.
-        differentiable: lse, entropy and, together with `winner`, the largest logit carry gradients.
+        differentiable: lse and entropy carry gradients. That of the largest logit follows from the winner's slot.
 
     Returns:
         A `Forward` with the output [B, H, Tq, DV] and the statistics of each row. Rows without a visible key give zeros
@@ -105,9 +105,7 @@ def flash_attention(
     out, lse, top, disorder, slots = flash_forward_op(*flat, entropy, winner, differentiable)
     if not differentiable:
         lse, disorder = lse.detach(), disorder.detach()
-    if not (differentiable and winner):
-        top = top.detach()
-    return Forward(out, lse, top, disorder if entropy else None, slots.detach() if winner else None)
+    return Forward(out, lse, top.detach(), disorder if entropy else None, slots.detach() if winner else None)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -140,8 +138,8 @@ def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 flash_backward_op = operator(
     "flash_backward",
-    f"({FLAT_ATTENTION}, Tensor gradient, Tensor out, Tensor lse, bool dbeta, Tensor? shift, Tensor? slope, "
-    "Tensor? push, Tensor? winner) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({FLAT_ATTENTION}, Tensor gradient, Tensor out, Tensor lse, bool dbeta, Tensor? shift, Tensor? slope)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(_gradients)
 
 
@@ -164,7 +162,7 @@ NO_GRADIENT_OF_MASK = (
 
 
 def _save(ctx: Any, flat: FlatAttention, out: Tensor, lse: Tensor, *stats: Tensor) -> None:
-    """Save the call, its output and lse. `stats` are largest logit, entropy and winner, if they carry gradients."""
+    """Save the call, its output and lse. `stats` are largest logit and entropy, if statistics carry gradients."""
     held = flat._asdict()
     ctx.save_for_backward(*map(held.pop, TENSORS), out, lse, *stats)
     ctx.constants = held
@@ -180,7 +178,7 @@ def _differentiate(
     saved = ctx.saved_tensors
     tensors, (out, lse, *stats) = saved[: len(TENSORS)], saved[len(TENSORS) :]
     gradient = torch.zeros_like(out) if gradient is None else gradient
-    terms = _terms(of_stats, lse, *stats) if stats else NO_GRADIENTS
+    terms = _terms(*of_stats, lse, *stats) if stats else NO_GRADIENTS
     flat = FlatAttention(**ctx.constants, **dict(zip(TENSORS, tensors, strict=True)))
     beta, sinks = flat.beta, flat.sinks
     given = [gradient, flat.query, flat.key, flat.value, beta]
@@ -195,23 +193,17 @@ def _differentiate(
 
 
 def _terms(
-    of_stats: tuple[Tensor | None, ...], lse: Tensor, top: Tensor, entropy: Tensor, winner: Tensor
+    dlse: Tensor | None, dentropy: Tensor | None, lse: Tensor, top: Tensor, entropy: Tensor
 ) -> StatisticsGradients:
-    """Return the terms of the backward pass, given the gradients of lse, largest logit and entropy.
+    """Return the terms of the backward pass: dℓ = w·(dP − Δ − shift − slope·ln w), shift = dH·H − dlse, slope = dH.
 
-    dℓ_j = w_j·(dP_j − Δ − shift − slope·ln w_j) + push·[j = winner]. Rows without visible keys contribute nothing; the
-    lse of a row with a sink alone depends on the sink.
+    Rows without visible keys contribute nothing; the lse of a row with a sink alone depends on the sink.
     """
-    dlse, dtop, dentropy = of_stats
-    unseen = top == -torch.inf
     shift = None if dlse is None else -dlse
-    slope = None if dentropy is None else dentropy.masked_fill(unseen, 0.0)
+    slope = None if dentropy is None else dentropy.masked_fill(top == -torch.inf, 0.0)
     if slope is not None:
         shift = slope * entropy if shift is None else shift + slope * entropy
-    shift = None if shift is None else shift.masked_fill(lse == -torch.inf, 0.0)
-    if dtop is None:
-        return StatisticsGradients(shift, slope)
-    return StatisticsGradients(shift, slope, dtop.masked_fill(unseen, 0.0), winner)
+    return StatisticsGradients(None if shift is None else shift.masked_fill(lse == -torch.inf, 0.0), slope)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -219,14 +211,16 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     if ctx.needs_input_grad[flat._fields.index("mask")]:
         raise RuntimeError(NO_GRADIENT_OF_MASK)
     *_, differentiable = others
-    _save(ctx, flat, *output[: len(output) if differentiable else 2])
+    out, lse, top, disorder, slots = output
+    _save(ctx, flat, out, lse, *((top, disorder) if differentiable else ()))
     ctx.others = len(others)
-    ctx.mark_non_differentiable(*output[-1 if differentiable else 1 :])
+    ctx.mark_non_differentiable(top, slots, *(() if differentiable else (lse, disorder)))
 
 
 def _backward(ctx: Any, gradient: Tensor | None, *of_stats: Tensor | None) -> tuple[Tensor | None, ...]:
+    dlse, _, dentropy, _ = of_stats
     needs_beta = ctx.needs_input_grad[FlatAttention._fields.index("beta")]
-    found = _differentiate(ctx, gradient, *of_stats[:-1], needs_beta=needs_beta)
+    found = _differentiate(ctx, gradient, dlse, dentropy, needs_beta=needs_beta)
     return *FlatAttention.gradients(**found), *(None,) * ctx.others
 
 
