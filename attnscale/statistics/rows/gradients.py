@@ -35,7 +35,9 @@ class RowTerms(NamedTuple):
 ROW_TERMS = operator_schema(RowTerms)
 
 
-def row_terms(request: StatsRequest, gradients: RowMeasures, measures: RowMeasures) -> RowTerms:
+def row_terms(
+    request: StatsRequest, gradients: RowMeasures | RowStats, measures: RowMeasures | RowStats
+) -> RowTerms:
     """The terms from the upstream gradients of the requested statistics. Rows without keys contribute nothing."""
     asked = request.with_gradients
     if not asked:
@@ -51,7 +53,7 @@ def row_terms(request: StatsRequest, gradients: RowMeasures, measures: RowMeasur
     shift = shift.masked_fill(measures.lse == -math.inf, 0.0)
     unseen = measures.max_logit == -math.inf
     slope = None if slope is None else slope.masked_fill(unseen, 0.0)
-    if "max_logit" not in asked and "w_max" not in asked:
+    if measures.winner is None or {"max_logit", "w_max"}.isdisjoint(asked):
         return RowTerms(shift, slope)
     return RowTerms(shift, slope, push.masked_fill(unseen, 0.0), measures.winner)
 
