@@ -114,6 +114,17 @@ def measure(
     return AttentionOutput(output, stats if known is None else with_known_gaps(stats, known, call.row_beta().detach()))
 
 
+def statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """Return the requested softmax statistics without the output, by the backend that "auto" would choose for them."""
+    backend = choose(call, "auto", request).name
+    # One column of the values is the least that kernels take; it has no gradient.
+    call = replace(call.autocast(), value=call.value[..., :1].detach(), dropout_p=0.0)
+    if _is_sampled(call, request):
+        return measure_sampled_rows(call, request)
+    stats = MEASURING[backend].statistics(call, request.with_lse())
+    return add_call_shares(stats, request, call).only(request)
+
+
 def with_known_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:
     """Add known gap counts and Λ of all rows to statistics of all or sampled rows; `beta` is the β of all rows."""
     if stats.rows is not None:

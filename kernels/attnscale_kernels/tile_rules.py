@@ -116,9 +116,7 @@ TILES: dict[str, tuple[TileRow, ...]] = {
             2, 64, "amd !padded !dropout !busy !entropy", Tile(32, 128, 4, 1, 256), "30.9, two blocks at 256 registers"
         ),
         TileRow(2, 64, "amd", Tile(32, 128, 4, 1), "at 256 registers 136 bytes spill with softcap"),
-        TileRow(
-            2, 128, "amd !padded !dropout !busy !bounded !entropy", Tile(32, 128, 4, 1), "39.2; with 16 rows 45.6"
-        ),
+        TileRow(2, 128, "amd !padded !dropout !busy !bounded", Tile(32, 128, 4, 1), "39.2; with 16 rows 45.6"),
         TileRow(2, 128, "amd dropout", Tile(16, 128, 4, 1), "32 rows spill 48 bytes; two stages take 486 registers"),
         TileRow(2, 128, "amd", Tile(16, 128, 4, 2), "32 rows spill 128 bytes with bounds"),
         TileRow(2, 256, "amd", Tile(16, 64, 4, 1), "73.5; 32 rows spill 672 bytes"),
