@@ -172,6 +172,9 @@ def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Ten
         True
     """
     rows = min(rows, queries)
+    if torch.compiler.is_compiling():
+        drawn: Tensor = draw_rows(queries, rows, str(seed), device)
+        return drawn
     found: Tensor = state.SAMPLED_ROWS.recall(
         (queries, rows, seed), device, lambda: _draw_rows(queries, rows, seed, device)
     )
@@ -189,3 +192,17 @@ def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tens
     turn = torch.randint(max(queries, 1), (1,), generator=generator, device="cpu")
     chosen = (edges[:-1] + (draw * width).to(torch.int64) + turn) % max(queries, 1)
     return chosen.sort().values.to(device)
+
+
+# torch.compile cannot trace a generator. The seed is a string, because it may exceed 63 bits.
+draw_rows = torch.library.custom_op(
+    "attnscale::draw_rows",
+    lambda queries, rows, seed, device: _draw_rows(queries, rows, int(seed), device),
+    mutates_args=(),
+    schema="(SymInt queries, SymInt rows, str seed, Device device) -> Tensor",
+)
+
+
+@draw_rows.register_fake
+def _(queries: int, rows: int, seed: str, device: torch.device) -> Tensor:
+    return torch.empty(rows, dtype=torch.int64, device=device)
