@@ -16,7 +16,7 @@ from attnscale._util.checks import read_int, read_number
 from attnscale._util.handles import Removable
 from attnscale.backends import dispatch
 from attnscale.call.attention_call import AttentionCall
-from attnscale.call.tap import Listener, Run, Tap
+from attnscale.call.tap import Run, Tap
 from attnscale.diagnostics.monitor import find_attention
 from attnscale.diagnostics.padding import padding_rows
 from attnscale.errors import ArgumentError, BackendError, reject
@@ -32,8 +32,8 @@ class AttentionLoss(Removable):
 
     The parts, each a mean over the attention calls of the forward pass:
 
-    - `entropy` × (h − target)², `entropy` × max(0, floor − h)²: h is the mean of entropy / ln n over the rows of a head,
-      1 for uniform attention and 0 for one key per row. The mean over heads counts.
+    - `entropy` × (h − target)², `entropy` × max(0, floor − h)²: h is the mean of entropy / ln n over the rows of a
+      head, 1 for uniform attention and 0 for one key per row. The mean over heads counts.
     - `z` × lse², the mean over rows and heads.
     - `hinge` × max(0, m − bound)²: m is the largest logit of a head over all rows. The mean over heads counts.
 
@@ -109,13 +109,13 @@ class AttentionLoss(Removable):
                 reject(
                     "model",
                     type(model).__name__,
-                    "a model with attnscale attention: call attnscale.convert(model, 'constant') or attnscale.hf.apply, "
-                    "or use attnscale.ScaledDotProductAttention in its forward method",
+                    "a model with attnscale attention: call attnscale.convert(model, 'constant') or "
+                    "attnscale.hf.apply, or use attnscale.ScaledDotProductAttention in its forward method",
                 )
             for path, module in found.items():
                 _refuse_split(path, module)
             for module in found.values():
-                tap = _LossTap(self, module.tap)
+                tap = _LossTap(self, vars(module).get("tap"))
                 tap.attach(module)
                 undo.callback(tap.take_off, module)
             handle = model.register_forward_pre_hook(_NewPass(self), prepend=True)
@@ -206,7 +206,7 @@ class _LossTap(Tap):
 
     def __init__(self, loss: AttentionLoss, previous: Tap | None) -> None:
         super().__init__(_NO_LISTENER, self._report)
-        self._loss, self._previous, self._active = loss, previous, True
+        self._loss, self.previous, self._active = loss, previous, True
 
     @property
     def open(self) -> bool:
@@ -219,21 +219,15 @@ class _LossTap(Tap):
         return self._active
 
     def take_off(self, module: Any) -> None:
-        """Remove this tap from a module, and restore the previous one."""
+        """Remove this tap from a module. Compiled graphs that contain it stop collecting."""
         self._active = False
-        if vars(module).get("tap") is self:
-            self.detach(module)
-            if self._previous is not None:
-                self._previous.attach(module)
+        self.detach(module)
 
     def _report(self, tap_id: Tensor, call: AttentionCall, run: Run, measured: AttentionCall | None = None) -> Tensor:
         if measured is not None:
             raise BackendError(SPLIT)
-        previous = self._previous
-        if previous is not None and previous.tracking:
-            out = previous.report(previous.id, call, run)
-        else:
-            out = run(call).out
+        before = self.previous
+        out = run(call).out if before is None or not before.tracking else before.report(before.id, call, run)
         self._loss.collect(call)
         return out
 

@@ -226,7 +226,8 @@ def reduce_outputs(
 
 
 def _as_stats(floats: Tensor, lse: Tensor, winner: Tensor | None) -> RowStats:
-    return RowStats(lse, **dict(zip(DIFFERENTIABLE, floats.unbind(-1), strict=True)), winner=winner)
+    named: dict[str, Any] = dict(zip(DIFFERENTIABLE, floats.unbind(-1), strict=True))
+    return RowStats(lse, winner=winner, **named)
 
 
 class _RingAttention(torch.autograd.Function):

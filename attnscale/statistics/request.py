@@ -37,10 +37,10 @@ class StatsRequest:
         seed: seed of the sample.
         winner: the slot of the key with the largest weight.
         first_share: s for the total weight of the first s visible keys.
-        differentiable: `w_max`, `entropy`, `lse` and `max_logit` carry gradients to query, key, β, sinks and an additive
-            mask; all other statistics stay detached. Request only the statistics of the loss: the gradient of `lse` is
-            free, that of `entropy` takes one multiply-add per score, and `max_logit` and `w_max` need the slot of the
-            winner.
+        differentiable: `w_max`, `entropy`, `lse` and `max_logit` carry gradients to query, key, β, sinks and an
+            additive mask; all other statistics stay detached. Request only the statistics of the loss: the gradient of
+            `lse` is free, that of `entropy` takes one multiply-add per score, and `max_logit` and `w_max` need the slot
+            of the winner.
 
     Raises:
         ArgumentError: a value is not accepted.

@@ -1,7 +1,7 @@
 """Row statistics: definitions of the fields, and merging over disjoint keys.
 
-Statistics are in nats and cover visible keys only. They are detached unless the request is differentiable. They are taken
-after the temperature, except gap counts and Λ, which use raw scores s (after softcap and bias, before β).
+Statistics are in nats and cover visible keys only. They are detached unless the request is differentiable. They are
+taken after the temperature, except gap counts and Λ, which use raw scores s (after softcap and bias, before β).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def row_statistics(
     beta = beta.expand(scores.shape[:-1])
     mask = torch.ones((), dtype=torch.bool, device=scores.device) if mask is None else mask
     mask = mask.expand(scores.shape)
-    carried = _with_gradients(scores, beta, mask, sinks) if request.with_gradients else {}
+    carried: dict[str, Any] = _with_gradients(scores, beta, mask, sinks) if request.with_gradients else {}
     scores, beta = scores.detach(), beta.detach()
     known = RowStats(mask.sum(-1), with_sink=sinks is not None and request.softmax)
     if not scores.shape[-1]:  # reductions need at least one slot

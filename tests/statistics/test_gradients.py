@@ -1,4 +1,4 @@
-"""`StatsRequest(differentiable=True)`: gradients of row statistics, against fp64 autograd of the written-out formulas."""
+"""`StatsRequest(differentiable=True)`: gradients of row statistics, against fp64 autograd of the formulas."""
 
 from __future__ import annotations
 

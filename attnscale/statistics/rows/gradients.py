@@ -35,9 +35,7 @@ class RowTerms(NamedTuple):
 ROW_TERMS = operator_schema(RowTerms)
 
 
-def row_terms(
-    request: StatsRequest, gradients: RowMeasures | RowStats, measures: RowMeasures | RowStats
-) -> RowTerms:
+def row_terms(request: StatsRequest, gradients: RowMeasures | RowStats, measures: RowMeasures | RowStats) -> RowTerms:
     """The terms from the upstream gradients of the requested statistics. Rows without keys contribute nothing."""
     asked = request.with_gradients
     if not asked:

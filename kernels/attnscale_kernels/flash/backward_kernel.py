@@ -4,8 +4,8 @@ With w = 2^(y·c − lse) and Δ = ⟨dO, O⟩ per row, the gradient of the logi
 which is scale·⟨q, dℓ·K⟩ where s is linear in q, and dq = scale·β·dℓ·K.
 
 Gradients of row statistics: that of the lse is part of Δ, that of the entropy adds −w·slope·log2 w. That of the largest
-logit concerns one key per row, and a comparison with every slot would take up to 7 instructions per score: it is computed
-outside of the kernels.
+logit concerns one key per row, and a comparison with every slot would take up to 7 instructions per score: it is
+computed outside of the kernels.
 """
 
 from __future__ import annotations

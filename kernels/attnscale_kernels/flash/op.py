@@ -170,19 +170,24 @@ def _save(ctx: Any, flat: FlatAttention, out: Tensor, lse: Tensor, *stats: Tenso
 
 
 def _differentiate(
-    ctx: Any, gradient: Tensor | None, *of_stats: Tensor | None, needs_beta: bool
+    ctx: Any,
+    gradient: Tensor | None,
+    dlse: Tensor | None = None,
+    dentropy: Tensor | None = None,
+    *,
+    needs_beta: bool,
 ) -> dict[str, Tensor | None]:
     """Return the gradients of query, key, value, β and sinks, in their dtypes and shapes."""
-    if gradient is None and all(x is None for x in of_stats):
+    if gradient is None and dlse is None and dentropy is None:
         return {}
     saved = ctx.saved_tensors
     tensors, (out, lse, *stats) = saved[: len(TENSORS)], saved[len(TENSORS) :]
     gradient = torch.zeros_like(out) if gradient is None else gradient
-    terms = _terms(*of_stats, lse, *stats) if stats else NO_GRADIENTS
+    terms = _terms(dlse, dentropy, lse, *stats) if stats else NO_GRADIENTS
     flat = FlatAttention(**ctx.constants, **dict(zip(TENSORS, tensors, strict=True)))
     beta, sinks = flat.beta, flat.sinks
     given = [gradient, flat.query, flat.key, flat.value, beta]
-    given += [x for x in (sinks, *of_stats) if x is not None]
+    given += [x for x in (sinks, dlse, dentropy) if x is not None]
     refuse_others(*given)
     # The operator raises on double backward.
     differentiate = _gradients if is_eager(*given) and not torch.is_grad_enabled() else flash_backward_op
