@@ -107,7 +107,8 @@ def measure(
     """
     asked = request if known is None else replace(request, gap_thresholds=None, accumulation=None)
     if _is_sampled(call, request):
-        output, stats = run(call, chosen), _measure_sample(call.autocast(), asked)
+        stats = _measure_sample(call.autocast(), asked)
+        output = run(call, chosen)
     else:
         output, stats = MEASURING[chosen.name].measure(call.autocast(), asked.with_lse())
         stats = add_call_shares(stats, request, call.autocast()).only(request)

@@ -198,10 +198,10 @@ def charts(outcomes: Mapping[tuple[str, str], Sequence[Outcome]], seeds: int) ->
             series.append(Series(terms, style(place), line))
         each = [value for one in series for point in one.points for value in (point.low, point.high)]
         x = linear("step", [point.x for point in series[0].points], least=0)
+        title = f"Learning rate {RATES['too high']:g}, {seeds} seeds"
         if name == "entropy_share":
             marks, y = [Mark("floor", y=FLOOR)], linear("mean of entropy / ln n", [], least=0, most=1)
         else:
             marks, y = [Mark("bound", y=BOUND)], logarithmic("largest logit (log scale)", [v for v in each if v])
-        title = f"learning rate {RATES['too high']:g}: median and range of {seeds} seeds"
         found.append(Chart(title, series, x, y, marks))
     return found
