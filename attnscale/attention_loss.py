@@ -16,9 +16,9 @@ from attnscale._util.checks import read_int, read_number
 from attnscale._util.handles import Removable
 from attnscale.backends import dispatch
 from attnscale.call.attention_call import AttentionCall
+from attnscale.call.context import padding_rows
 from attnscale.call.tap import Run, Tap
 from attnscale.diagnostics.monitor import find_attention
-from attnscale.diagnostics.padding import padding_rows
 from attnscale.errors import ArgumentError, BackendError, reject
 from attnscale.statistics import RowStats, StatsRequest
 
