@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def provider(name: str) -> Callable[..., Tensor]:
 
 def with_statistic(name: str, *, differentiable: bool) -> Callable[..., Tensor]:
     """Return attention whose output has a row statistic added to it, with or without its gradient."""
-    asked = {other: other == name for other in DIFFERENTIABLE}
+    asked: dict[str, Any] = {other: other == name for other in DIFFERENTIABLE}
     request = StatsRequest(**asked, differentiable=differentiable)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:

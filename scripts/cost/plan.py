@@ -132,9 +132,9 @@ def cases(plan: Plan) -> Iterator[Case]:
         name = "stats_all_rows"
         yield _ratio(plan, "statistics", name, provider(name), length, "forward+backward", rounds)
         for name in ("lse", "entropy"):
-            pair = (with_statistic(name, differentiable=carried) for carried in (True, False))
+            carried, plain = (with_statistic(name, differentiable=flag) for flag in (True, False))
             shape = plan.heads, plan.head_dim, length, "forward+backward", rounds
-            yield TimeRatio("statistics", f"gradient_of_{name}", "time_ratio", *pair, *shape)
+            yield TimeRatio("statistics", f"gradient_of_{name}", "time_ratio", carried, plain, *shape)
     for length in plan.eager_lengths:
         shape = plan.heads, plan.head_dim, length, "forward", 3
         baseline = provider("stats_all_rows")

@@ -77,6 +77,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 OTHER_NAMES = {"Visibility", "interpreting", "why_unavailable"}
 
+FLAGS = ("entropy", "winner", "differentiable", "is_causal")
 GOOD: dict[str, Any] = {
     "query": normal(BATCH, HEADS, QUERIES, DIM),
     "key": normal(BATCH, KV_HEADS, KEYS, DIM),
@@ -90,6 +91,7 @@ GOOD: dict[str, Any] = {
     "seed": torch.tensor(7),
     "entropy": True,
     "winner": True,
+    "differentiable": False,
     "splits": 2,
     "thresholds": [0.5, math.inf],
     "r": 1.5,
@@ -251,7 +253,7 @@ def bad_values(name: str, argument: str, value: Any) -> Iterator[Bad]:
 def arguments_of(name: str) -> Iterator[tuple[str, str | None]]:
     """The arguments of an operator, and the fields of its visibility with their rule."""
     parameters = parameters_of(name)
-    yield from ((argument, None) for argument in parameters if argument not in ("entropy", "winner", "is_causal"))
+    yield from ((argument, None) for argument in parameters if argument not in FLAGS)
     if "visibility" in parameters:
         yield from ((field, rule) for rule, fields in FIELDS.items() for field in fields)
 
