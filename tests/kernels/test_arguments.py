@@ -503,12 +503,12 @@ def flash_operands(**changed: Any) -> FlatAttention:
 def refusing_operators() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Operator calls with one bad argument, by its name."""
     value, rows, out = GOOD["value"], normal(*ROWS), normal(*ROWS, VALUE_DIM)
-    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), False, False)
+    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), False, False, False)
     for bad in ("gradient", "out", "lse"):
         given_results = {"gradient": out, "out": out, "lse": rows}
         given_results[bad] = given_results[bad][:, :, :3]
         gradient, forward, lse = given_results.values()
-        yield bad, functools.partial(flash_backward_op, *flash_operands(), gradient, forward, lse, True)
+        yield bad, functools.partial(flash_backward_op, *flash_operands(), gradient, forward, lse, True, None, None)
     scores, beta = GOOD["scores"], GOOD["beta"]
     for bad in ("gradient", "weights", "scores"):
         matrices = {"gradient": scores, "weights": scores, "scores": scores} | {bad: scores[..., :3]}
