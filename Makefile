@@ -9,10 +9,10 @@ SERVING     := .cache/serving
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments test test-real test-serving test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
+.PHONY: help setup demo experiments attention-loss test test-real test-serving test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## create .venv with all development tools
 
@@ -77,6 +77,11 @@ experiments: $(INSTALLED)  ## train and evaluate the models of the README tables
 	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
 	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
 	$(PY) -m scripts.training configs/experiment/max_retrieval.yaml
+
+attention-loss: $(INSTALLED)  ## train with and without a loss on the attention; table and figure, takes minutes
+	$(PY) -m scripts.training configs/experiment/attention_loss.yaml
+	for file in attention_loss.csv attention_loss_summary.csv attention_loss.png; do \
+		cp runs/attention_loss/$$file .github/assets/$$file; done
 
 provoke: $(INSTALLED)  ## train healthy and damaged models under a monitor and write the table of events; takes 40 minutes
 	$(PY) scripts/smollm2.py

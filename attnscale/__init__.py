@@ -27,6 +27,7 @@ from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, row_st
 from attnscale.statistics.gaps import accumulation_scale
 
 if TYPE_CHECKING:
+    from attnscale.attention_loss import AttentionLoss
     from attnscale.diagnostics import Monitor, QKClip, observe
     from attnscale.module import MultiheadAttention, ScaledDotProductAttention
 
@@ -35,6 +36,7 @@ __version__ = "0.2.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "AttentionLoss",
     "AttentionOutput",
     "AttnScaleError",
     "AttnScaleWarning",
@@ -70,6 +72,7 @@ __all__ = [
 state.MODEL_PACKAGES["transformers.modeling_utils"] = "attnscale.hf"
 
 _LATER = {
+    "AttentionLoss": "attnscale.attention_loss",
     "Monitor": "attnscale.diagnostics",
     "MultiheadAttention": "attnscale.module",
     "QKClip": "attnscale.diagnostics",

@@ -167,8 +167,9 @@ def attention_with_stats(
 ) -> AttentionOutput:
     """`scaled_dot_product_attention` with statistics per query row.
 
-    The output carries gradients; the statistics are detached. Neither pass stores a Tq × Tk matrix. With
-    `StatsRequest(rows=R)` the output is computed as without statistics, and R sampled rows are measured separately.
+    The output carries gradients; so do the statistics of `StatsRequest(differentiable=True)`, otherwise they are
+    detached. Neither pass stores a Tq × Tk matrix. With `StatsRequest(rows=R)` the output is computed as without
+    statistics, and R sampled rows are measured separately.
 
     Args:
         query: [..., H, Tq, D].

@@ -23,7 +23,7 @@ class SoftmaxOutput(NamedTuple):
 
     Attributes:
         weights: [..., Tq, Tk], in the dtype of the scores; differentiable.
-        stats: `RowStats` with tensors [..., Tq]; detached.
+        stats: `RowStats` with tensors [..., Tq]; detached unless the request is differentiable.
 
     Example:
         >>> weights, stats = softmax(torch.tensor([[0.0, 0.0]]))
@@ -81,7 +81,7 @@ def softmax(
         raise ArgumentError(f"mask on {mask.device} is not accepted: expected the device of scores, {scores.device}")
     if backend not in ("auto", "torch", "triton"):
         reject("backend", backend, "'auto', 'torch' or 'triton'")
-    obstacle = None if backend == "torch" else _why_no_kernel(scores, beta, bias)
+    obstacle = None if backend == "torch" else _why_no_kernel(scores, beta, bias, request)
     if backend == "triton" and obstacle is not None:
         raise BackendError(f"backend='triton' cannot compute this softmax: {obstacle}")
     kernel = backend != "torch" and obstacle is None
@@ -127,10 +127,12 @@ def _seen(raw: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
     return seen if mask is None else seen & mask
 
 
-def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None) -> str | None:
+def _why_no_kernel(scores: Tensor, beta: Tensor, bias: Tensor | None, request: StatsRequest) -> str | None:
     reason = why_unavailable(scores.device, scores.dtype)
     if reason is not None:
         return reason
+    if request.with_gradients:
+        return "the statistics of the softmax kernel carry no gradients"
     derivative = other_derivative(scores, beta, bias)
     return None if derivative is None else f"triton kernels have a first-order backward pass only, no {derivative}"
 

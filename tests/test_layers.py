@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("module",),
     ("convert", "patch_torch", "distributed"),
     ("diagnostics",),
+    ("attention_loss",),
     ("hf",),
     ("theory", "lab", "serve"),
     ("report",),

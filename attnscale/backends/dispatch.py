@@ -107,11 +107,30 @@ def measure(
     """
     asked = request if known is None else replace(request, gap_thresholds=None, accumulation=None)
     if _is_sampled(call, request):
-        output, stats = run(call, chosen), measure_sampled_rows(call.autocast(), asked)
+        stats = _measure_sample(call.autocast(), asked)
+        output = run(call, chosen)
     else:
         output, stats = MEASURING[chosen.name].measure(call.autocast(), asked.with_lse())
         stats = add_call_shares(stats, request, call.autocast()).only(request)
     return AttentionOutput(output, stats if known is None else with_known_gaps(stats, known, call.row_beta().detach()))
+
+
+def statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
+    """Return the requested softmax statistics without the output, by the backend that "auto" would choose for them."""
+    backend = choose(call, "auto", request).name
+    # One column of the values is the least that kernels take; it has no gradient.
+    call = replace(call.autocast(), value=call.value[..., :1].detach(), dropout_p=0.0)
+    if _is_sampled(call, request):
+        return _measure_sample(call, request)
+    stats = MEASURING[backend].statistics(call, request.with_lse())
+    return add_call_shares(stats, request, call).only(request)
+
+
+def _measure_sample(call: AttentionCall, request: StatsRequest) -> RowStats:
+    derivative = _needs(call, request).derivative
+    if derivative is not None and request.with_gradients:
+        raise BackendError(f"StatsRequest(rows={request.rows}, differentiable=True): {no_derivative(derivative)}")
+    return measure_sampled_rows(call, request)
 
 
 def with_known_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:

@@ -38,7 +38,7 @@ class ReferenceBackend:
         return AttentionOutput(self.run(call), self.statistics(call, request))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        call = call.detached()
+        call = call if request.differentiable else call.detached()
         stats = row_statistics(raw_scores(call), call.row_beta(), call.context.dense(), request, sinks=call.sinks)
         known = RowStats.counted(call)
         return stats._replace(visible=known.visible, visible_given=known.visible_given)

@@ -14,12 +14,14 @@ from attnscale.call.tap import Attended
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, criticality, largest_weight
 from attnscale.statistics.gaps import Accumulation
 from attnscale.statistics.rows.attend import measure_statistics
+from attnscale.statistics.rows.gradients import with_winner_gradients
 from attnscale_kernels import Visibility, interpreting, why_unavailable
 from attnscale_kernels.arguments import FARTHEST, WIDEST_HEAD
 
 if TYPE_CHECKING:
     from attnscale_kernels.launch import Forward
 
+OUTPUT = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
 FEW_ROWS = 16  # up to this number of queries, keys are split over programs, as one program per head is too few
 
 
@@ -50,27 +52,27 @@ class TritonBackend:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        return _launch(call).out
+        return _launch(call, OUTPUT).out
 
     def run_bounded(self, call: AttentionCall) -> Attended:
-        found = _launch(call)
+        found = _launch(call, OUTPUT)
         return Attended(found.out, found.max_logit.detach(), exact=True)
 
     def measure(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
-        found = _launch(call, entropy=request.entropy, winner=request.winner)
-        return AttentionOutput(found.out, _statistics(call, request, found))
+        return AttentionOutput((found := _launch(call, request)).out, _statistics(call, request, found))
 
     def statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
-        found = _launch(call, entropy=request.entropy, winner=request.winner) if request.softmax else None
+        found = _launch(call, request) if request.softmax else None
         return _statistics(call, request, found)
 
 
-def _launch(call: AttentionCall, *, entropy: bool = False, winner: bool = False) -> Forward:
+def _launch(call: AttentionCall, request: StatsRequest) -> Forward:
     from attnscale_kernels.decode.op import decode_attention
     from attnscale_kernels.flash.op import flash_attention
 
     beta = call.beta if isinstance(call.beta, Tensor) else call.row_beta()
     arguments = call.query, call.key, call.value, beta, visibility_of(call)
+    entropy, winner = request.entropy, request.winner
     if call.query.shape[2] <= FEW_ROWS and call.dropout_p == 0.0 and not _needs_gradient(call):
         return decode_attention(
             *arguments, scale=call.scale, softcap=call.softcap, sinks=call.sinks, entropy=entropy, winner=winner
@@ -86,6 +88,7 @@ def _launch(call: AttentionCall, *, entropy: bool = False, winner: bool = False)
         seed=seed,
         entropy=entropy,
         winner=winner,
+        differentiable=request.differentiable,
     )
 
 
@@ -98,7 +101,7 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
     """Return the requested statistics. Kernels provide `found`, gap counts and Λ brackets of minimum rank 2."""
     from attnscale_kernels.gaps.op import accumulation_bracket, gap_counts
 
-    call, stats = call.detached(), RowStats.counted(call, with_sink=request.softmax)
+    undetached, call, stats = call, call.detached(), RowStats.counted(call, with_sink=request.softmax)
     asked: dict[str, Any] = {}
     if found is not None:
         given = {"lse": found.lse, "max_logit": found.max_logit, "entropy": found.entropy, "winner": found.winner}
@@ -115,7 +118,7 @@ def _statistics(call: AttentionCall, request: StatsRequest, found: Forward | Non
     elif request.accumulation is not None:  # not supported by the kernels
         measured = measure_statistics(call, replace(request.gaps_alone(), gap_thresholds=None))
         asked |= {"accumulation": measured.accumulation, "criticality": measured.criticality}
-    return stats._replace(**asked)
+    return with_winner_gradients(stats._replace(**asked), request, undetached)
 
 
 def visibility_of(call: AttentionCall) -> Visibility:

@@ -112,8 +112,11 @@ class Report(Protocol):
 class Tap(Uncopied):
     """Connects a module to a listener. `report` runs a call and reports it to the listener with the given tap id.
 
-    The id is a tensor, so modules with different taps share one compiled graph.
+    The id is a tensor, so modules with different taps share one compiled graph. A tap that is attached over another one
+    sets `previous` and passes calls on to it.
     """
+
+    previous: Tap | None = None
 
     def __init__(self, listener: Listener, report: Report) -> None:
         number = next(state.TAP_NUMBERS)
@@ -127,8 +130,17 @@ class Tap(Uncopied):
         module.tap = self
 
     def detach(self, module: Any) -> None:
-        """Remove this tap from a module. No-op if the module has another tap or none."""
-        if vars(module).get("tap") is self:
+        """Remove this tap from a module, also from beneath another one. No-op if the module does not have it."""
+        above, tap = None, vars(module).get("tap")
+        while tap is not None and tap is not self:
+            above, tap = tap, tap.previous
+        if tap is None:
+            return
+        if above is not None:
+            above.previous = self.previous
+        elif self.previous is not None:
+            module.tap = self.previous
+        else:
             del module.tap
 
     @property

@@ -27,7 +27,9 @@ from attnscale.distributed.shards import TokenShards, take_tokens
 from attnscale.errors import BackendError
 from attnscale.policies.base import ScorePolicy
 from attnscale.statistics import AttentionOutput, RowStats, StatsRequest, sample_rows
+from attnscale.statistics.request import DIFFERENTIABLE
 from attnscale.statistics.rows.attend import attend_rows, measure_statistics, rows_backward
+from attnscale.statistics.rows.gradients import RowTerms, row_terms
 
 BLOCKWISE = BlockwiseBackend()
 
@@ -56,32 +58,37 @@ class Ring:
 
     def measure(self, beta: float | Tensor, request: StatsRequest | None) -> AttentionOutput:
         """Return output and statistics of the local rows."""
-        call, rotation = replace(self._call, beta=beta), self._rotation
-        found: list[RowStats] = []
-        seeds = torch.randint(2**62, (rotation.shards.size,), device="cpu") if call.dropout_p > 0.0 else None
-        options = call, rotation, seeds, partial_request(request), found
-        tensors = call.query, call.key, call.value, call.row_beta(), call.sinks, call.bias
-        output: Tensor = _RingAttention.apply(*options, *tensors)  # type: ignore[no-untyped-call]
+        call = replace(self._call, beta=beta)
         if request is None:
-            return AttentionOutput(output, RowStats.counted(call))
+            return AttentionOutput(self._attend(call, partial_request(None)).output, RowStats.counted(call))
         queries = call.query.shape[2]
         if request.rows is not None and request.rows < queries:
+            output = self._attend(call, partial_request(None)).output
             rows = sample_rows(queries, request.rows, request.seed, output.device)
             return AttentionOutput(output, self._statistics(call.select(rows), request)._replace(rows=rows))
-        return AttentionOutput(output, self._finish(call, request, found[0]))
+        output, stats = self._attend(call, partial_request(request))
+        return AttentionOutput(output, self._finish(call, request, stats))
 
-    @torch.no_grad()
+    def _attend(self, call: AttentionCall, request: StatsRequest) -> AttentionOutput:
+        """Return output and merged statistics of some rows, which carry gradients if requested."""
+        found: list[RowStats] = []
+        rotation, dropout = self._rotation, call.dropout_p > 0.0
+        seeds = torch.randint(2**62, (rotation.shards.size,), device="cpu") if dropout else None
+        tensors = call.query, call.key, call.value, call.row_beta(), call.sinks, call.bias
+        output, floats = _RingAttention.apply(call, rotation, seeds, request, found, *tensors)  # type: ignore[no-untyped-call]
+        carried = dict(zip(DIFFERENTIABLE, floats.unbind(-1), strict=False))
+        return AttentionOutput(output, found[0]._replace(**{name: carried[name] for name in request.with_gradients}))
+
     def _statistics(self, call: AttentionCall, request: StatsRequest) -> RowStats:
         """Return the statistics without the output; only keys are passed around."""
-        call = call.detached()
-        stats = RowStats.counted(call)
-        if request.softmax:
-            stats = reduce_outputs(call, self._rotation, partial_request(request), values=False).stats
-        return self._finish(call, request, stats)
+        call = replace(call if request.differentiable else call.detached(), dropout_p=0.0, value=call.value[..., :0])
+        if not request.softmax:
+            return self._finish(call, request, RowStats.counted(call))
+        return self._finish(call, request, self._attend(call, partial_request(request)).stats)
 
     @torch.no_grad()
     def _finish(self, call: AttentionCall, request: StatsRequest, stats: RowStats) -> RowStats:
-        """Keep the requested statistics, and add those that need further passes of the keys."""
+        """Keep the requested statistics, and add those that need further passes of the keys, without gradients."""
         call, shards = call.detached(), self._rotation.keys
         stats = stats._replace(with_sink=call.sinks is not None and request.softmax)
         stats = add_shard_shares(call, request, shards, self._rotation.local_slots, stats).only(request)
@@ -128,6 +135,11 @@ class Rotation:
         places = self.places[source].expand(slots.shape[0], -1)
         found = places.gather(-1, slots.clamp(min=0).flatten(1)).view(slots.shape)
         return torch.where(slots < 0, slots, found)
+
+    def local_winner(self, source: int, winner: Tensor) -> Tensor:
+        """Convert slots [B, H, Tq] of the sequence to slots of a shard; −1 if they are not in the shard."""
+        local, held = self.local_slots(source, winner)
+        return torch.where(held, local, -1)
 
     def forward(self, call: AttentionCall, *, values: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield each rank with its keys and values (empty without `values`), local shard first."""
@@ -213,8 +225,16 @@ def reduce_outputs(
     return cast("AttentionOutput", total)  # a process group has at least one process
 
 
+def _as_stats(floats: Tensor, lse: Tensor, winner: Tensor | None) -> RowStats:
+    named: dict[str, Any] = dict(zip(DIFFERENTIABLE, floats.unbind(-1), strict=True))
+    return RowStats(lse, winner=winner, **named)
+
+
 class _RingAttention(torch.autograd.Function):
-    """Forward and backward pass of the ring; row statistics are appended to `found`."""
+    """Forward and backward pass of the ring, with the statistics that may carry gradients as a second output.
+
+    All statistics are appended to `found`.
+    """
 
     @staticmethod
     def forward(
@@ -225,25 +245,32 @@ class _RingAttention(torch.autograd.Function):
         request: StatsRequest,
         found: list[RowStats],
         *tensors: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         plain = replace(call.detached(), dropout_p=call.dropout_p)
-        total = reduce_outputs(plain, rotation, request, values=True, seeds=seeds)
+        total = reduce_outputs(plain, rotation, request, values=call.value.shape[-1] > 0, seeds=seeds)
         found.append(total.stats)
-        output = total.output.to(call.query.dtype)
-        ctx.call, ctx.rotation, ctx.seeds = plain, rotation, seeds
-        ctx.save_for_backward(*tensors, total.output, total.stats.lse)
-        return output
+        stats, nothing = total.stats, torch.zeros_like(total.stats.lse)
+        floats = (getattr(stats, name) for name in DIFFERENTIABLE) if request.differentiable else ()
+        packed = torch.stack([nothing if x is None else x for x in floats] or [nothing], dim=-1)
+        ctx.call, ctx.rotation, ctx.seeds, ctx.request = plain, rotation, seeds, request
+        ctx.save_for_backward(*tensors, total.output, stats.lse, packed, stats.winner)
+        if not request.differentiable:
+            ctx.mark_non_differentiable(packed)
+        return total.output.to(call.query.dtype), packed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, beta, sinks, bias, output, lse = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, of_stats: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, beta, sinks, bias, output, lse, packed, winner = ctx.saved_tensors
         call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
         rotation: Rotation = ctx.rotation
         wide = torch.promote_types(query.dtype, torch.float32)
         dquery, dbeta = (torch.zeros_like(x, dtype=wide) for x in (query, beta))
         dsinks: Tensor | None = None
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[-1] else None
+        terms = RowTerms()
+        if ctx.request.differentiable:
+            terms = row_terms(ctx.request, *(_as_stats(x, lse, winner) for x in (of_stats, packed)))
         # Gradients follow their shard one step behind, and one last step returns them to its rank.
         travelling = key.new_zeros(key.numel() + value.numel(), dtype=wide)
         for source, (its_key, its_value) in rotation.turn(key, value):
@@ -253,7 +280,8 @@ class _RingAttention(torch.autograd.Function):
             part = replace(part, query=query.to(wide), beta=beta.to(wide))
             seed = None if ctx.seeds is None else ctx.seeds[source]
             arguments = gradient.to(wide), output, lse, seed, False, dbias is not None
-            dq, dk, dv, db, of_mask, ds = rows_backward(*FlatCall.of(part), *arguments)
+            here = terms if winner is None else terms._replace(winner=rotation.local_winner(source, winner))
+            dq, dk, dv, db, of_mask, ds = rows_backward(*FlatCall.of(part), *here, *arguments)
             dquery += dq
             dbeta += db
             dsinks = dsinks if part.sinks is None else ds

@@ -97,9 +97,11 @@ class Ulysses:
         received = collectives.all_to_all_single_autograd(parts, None, None, self._shards.group)
         return torch.cat(received.unbind(0), dim=1)  # a copy: a view would still be an asynchronous tensor
 
-    @torch.no_grad()
     def _stats_of_rows(self, stats: RowStats) -> RowStats:
-        """Convert statistics [B, H/P, T] of the local heads to [B, H, L] of the local rows, with one collective."""
+        """Convert statistics [B, H/P, T] of the local heads to [B, H, L] of the local rows, with one collective.
+
+        Its backward pass returns the gradients of the statistics that carry them.
+        """
         moved = RowStats.counted(self._rows)._replace(with_sink=stats.with_sink)
         found, structure = tree_flatten(stats._replace(rows=None, places=None))
         tensors = [x for x in found if isinstance(x, Tensor)]
@@ -109,7 +111,8 @@ class Ulysses:
         columns = [x.reshape(*x.shape[:3], -1).to(torch.float64) for x in tensors]
         parts = torch.split(self._to_rows(torch.cat(columns, dim=-1)), [x.shape[-1] for x in columns], dim=-1)
         shaped = iter(
-            part.to(x.dtype).reshape(*part.shape[:3], *x.shape[3:]) for part, x in zip(parts, tensors, strict=True)
+            (part if x.requires_grad else part.detach()).to(x.dtype).reshape(*part.shape[:3], *x.shape[3:])
+            for part, x in zip(parts, tensors, strict=True)
         )
         values: RowStats = tree_unflatten([next(shaped) if isinstance(x, Tensor) else x for x in found], structure)
         return values._replace(visible=moved.visible, visible_given=moved.visible_given)

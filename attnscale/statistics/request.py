@@ -16,6 +16,8 @@ from attnscale.errors import reject, reject_type
 
 # Statistics of the softmax weights, computed in the forward pass.
 SOFTMAX = ("lse", "max_logit", "w_max", "entropy", "winner")
+# Those that can carry gradients.
+DIFFERENTIABLE = SOFTMAX[:-1]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class StatsRequest:
         seed: seed of the sample.
         winner: the slot of the key with the largest weight.
         first_share: s for the total weight of the first s visible keys.
+        differentiable: `w_max`, `entropy`, `lse` and `max_logit` carry gradients to query, key, β, sinks and an
+            additive mask; all other statistics stay detached. Request only the statistics of the loss: the gradient of
+            `lse` is free, that of `entropy` takes one multiply-add per score, and `max_logit` and `w_max` need the slot
+            of the winner.
 
     Raises:
         ArgumentError: a value is not accepted.
@@ -56,9 +62,10 @@ class StatsRequest:
     seed: int = 0
     winner: bool = False
     first_share: int | None = None
+    differentiable: bool = False
 
     def __post_init__(self) -> None:
-        for name in SOFTMAX:
+        for name in (*SOFTMAX, "differentiable"):
             check_flag(name, getattr(self, name))
         if self.first_share is not None:
             first_share = read_int("first_share", self.first_share, "an int >= 1 or None", least=1)
@@ -95,13 +102,23 @@ class StatsRequest:
         """Whether the request needs the gaps of raw scores."""
         return self.gap_thresholds is not None or self.accumulation is not None
 
+    @property
+    def with_gradients(self) -> tuple[str, ...]:
+        """Names of the requested statistics that carry gradients."""
+        return tuple(name for name in DIFFERENTIABLE if getattr(self, name)) if self.differentiable else ()
+
     def with_lse(self) -> StatsRequest:
-        """The request for one pass over all logits. It includes the lse, which `first_share` needs."""
-        return replace(self, lse=self.softmax, first_share=None)
+        """The request for one pass over all logits. It includes the lse, which `first_share` needs.
+
+        The gradient of the largest logit needs its slot.
+        """
+        winner = self.winner or not {"max_logit", "w_max"}.isdisjoint(self.with_gradients)
+        return replace(self, lse=self.softmax, winner=winner, first_share=None)
 
     def gaps_alone(self) -> StatsRequest:
         """The request without softmax statistics."""
-        return replace(self, w_max=False, entropy=False, lse=False, max_logit=False, winner=False, first_share=None)
+        nothing = dict.fromkeys((*SOFTMAX, "differentiable"), False)
+        return replace(self, **nothing, first_share=None)  # type: ignore[arg-type]
 
     def flat(self) -> tuple[Any, ...]:
         """Operator arguments for all rows of a call; `StatsRequest(*flat)` is the inverse."""
@@ -155,6 +172,9 @@ def sample_rows(queries: int, rows: int, seed: int, device: torch.device) -> Ten
         True
     """
     rows = min(rows, queries)
+    if torch.compiler.is_compiling():
+        drawn: Tensor = draw_rows(queries, rows, str(seed), device)
+        return drawn
     found: Tensor = state.SAMPLED_ROWS.recall(
         (queries, rows, seed), device, lambda: _draw_rows(queries, rows, seed, device)
     )
@@ -172,3 +192,17 @@ def _draw_rows(queries: int, rows: int, seed: int, device: torch.device) -> Tens
     turn = torch.randint(max(queries, 1), (1,), generator=generator, device="cpu")
     chosen = (edges[:-1] + (draw * width).to(torch.int64) + turn) % max(queries, 1)
     return chosen.sort().values.to(device)
+
+
+# torch.compile cannot trace a generator. The seed is a string, because it may exceed 63 bits.
+draw_rows = torch.library.custom_op(
+    "attnscale::draw_rows",
+    lambda queries, rows, seed, device: _draw_rows(queries, rows, int(seed), device),
+    mutates_args=(),
+    schema="(SymInt queries, SymInt rows, str seed, Device device) -> Tensor",
+)
+
+
+@draw_rows.register_fake
+def _(queries: int, rows: int, seed: str, device: torch.device) -> Tensor:
+    return torch.empty(rows, dtype=torch.int64, device=device)

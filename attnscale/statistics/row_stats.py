@@ -1,7 +1,7 @@
 """Row statistics: definitions of the fields, and merging over disjoint keys.
 
-Statistics are in nats, detached, and cover visible keys only. They are taken after the temperature, except gap counts
-and Λ, which use raw scores s (after softcap and bias, before β).
+Statistics are in nats and cover visible keys only. They are detached unless the request is differentiable. They are
+taken after the temperature, except gap counts and Λ, which use raw scores s (after softcap and bias, before β).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         output: [..., H, Tq, Dv]; differentiable.
-        stats: `RowStats`; detached.
+        stats: `RowStats`; detached, except the four statistics of `StatsRequest(differentiable=True)`.
 
     Example:
         >>> import attnscale
@@ -185,7 +185,8 @@ class AttentionOutput(NamedTuple):
     def merge(self, other: AttentionOutput) -> AttentionOutput:
         """Merge output and statistics of the same rows over disjoint sets of keys; see `RowStats.merge`.
 
-        Outputs are weighted by their shares of the softmax, which needs `lse` on both sides.
+        Outputs are weighted by their shares of the softmax, which needs `lse` on both sides. The gradient of the merged
+        output is that of attention over all keys if the statistics of both sides are differentiable.
 
         Args:
             other: the result for the same rows over other keys.
@@ -299,7 +300,8 @@ def _merge_entropy(*sides: tuple[Tensor, Tensor]) -> Tensor:
     """Entropy of the union: a side with share a contributes a·H_side − a·ln a."""
     total = torch.zeros_like(sides[0][1])
     for share, entropy in sides:
-        total = total + share * entropy + torch.special.entr(share)
+        log_share = torch.where(share == 0, 1.0, share).log()  # finite, also in the backward pass
+        total = total + share * (entropy - log_share)
     return total.clamp(min=0.0)  # rounding may push a share above 1 and the entropy below 0
 
 
@@ -334,15 +336,15 @@ class Shares(NamedTuple):
 def join_parts(first: SoftmaxPart, second: SoftmaxPart) -> Shares:
     """Join two parts over disjoint keys. In a row without keys both shares are 0."""
     (a, of_a), (b, of_b) = first.scaled(), second.scaled()
-    top = torch.maximum(a, b)
-    pivot = top.masked_fill(top == -math.inf, 0.0)
+    pivot = finite(torch.maximum(a, b).detach())
     of_a, of_b = of_a * torch.exp(a - pivot), of_b * torch.exp(b - pivot)
     total = of_a + of_b
     divisor = torch.where(total == 0, 1.0, total)
     w_max = None
     if first.max_logit is not None and second.max_logit is not None:
         w_max = torch.exp(torch.maximum(first.max_logit, second.max_logit) - pivot) / divisor
-    return Shares(of_a / divisor, of_b / divisor, top + total.log(), w_max)
+    lse = (pivot + divisor.log()).masked_fill(total == 0, -math.inf)
+    return Shares(of_a / divisor, of_b / divisor, lse, w_max)
 
 
 class Span(NamedTuple):

@@ -370,24 +370,38 @@ def difference(x, y, PAIRS: tl.constexpr):
 
 @triton.jit
 def product_less(x, y, z, PAIRS: tl.constexpr):
-    """x·y − z in fp32, with broadcasting; rounded once if PAIRS."""
+    """x·y − z in fp32, with broadcasting; rounded once if PAIRS. z is a number per row: it is negated."""
     if PAIRS:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b64 x, y, z;
-            mov.b64 x, {$2, $3};
-            mov.b64 y, {$4, $5};
-            mov.b64 z, {$6, $7};
-            fma.rn.f32x2 x, x, y, z;
-            mov.b64 {$0, $1}, x;
-            }""",
-            "=r,=r,r,r,r,r,r,r",
-            [x, y, -z],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
+        return _product_and(x, y, -z)
     return x * y - z
+
+
+@triton.jit
+def less_product(z, x, y, PAIRS: tl.constexpr):
+    """z − x·y in fp32, with broadcasting; rounded once if PAIRS. y is a number per row: it is negated."""
+    if PAIRS:
+        return _product_and(x, -y, z)
+    return z - x * y
+
+
+@triton.jit
+def _product_and(x, y, z):
+    """x·y + z as packed instructions."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b64 x, y, z;
+        mov.b64 x, {$2, $3};
+        mov.b64 y, {$4, $5};
+        mov.b64 z, {$6, $7};
+        fma.rn.f32x2 x, x, y, z;
+        mov.b64 {$0, $1}, x;
+        }""",
+        "=r,=r,r,r,r,r,r,r",
+        [x, y, z],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit

@@ -106,13 +106,15 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(2, 256, "", Tile(32, 32, 4, 2), "37.1; with one stage 56 bytes spill"),
     ),
     # dK and dV: two accumulators of n keys, steps of m rows. `busy`: a mask, a bias or softcap; `padded`: a head
-    # dimension is not a power of two; `bounded`: per-row bounds or padding.
+    # dimension is not a power of two; `bounded`: per-row bounds or padding; `entropy`: the entropy has a gradient.
     "dK dV": (
         TileRow(4, 128, "amd", Tile(32, 16, 4, 1), "small tile, as fp32 products are unrolled"),
         TileRow(4, 128, "", Tile(32, 16, 8, 1), "small tile, as fp32 products are unrolled"),
         TileRow(4, 256, "", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
         TileRow(2, 32, "amd", Tile(16, 128, 4, 1), "28.3, four blocks; with 32 rows 26.2, two"),
-        TileRow(2, 64, "amd !padded !dropout !busy", Tile(32, 128, 4, 1, 256), "30.9, two blocks at 256 registers"),
+        TileRow(
+            2, 64, "amd !padded !dropout !busy !entropy", Tile(32, 128, 4, 1, 256), "30.9, two blocks at 256 registers"
+        ),
         TileRow(2, 64, "amd", Tile(32, 128, 4, 1), "at 256 registers 136 bytes spill with softcap"),
         TileRow(2, 128, "amd !padded !dropout !busy !bounded", Tile(32, 128, 4, 1), "39.2; with 16 rows 45.6"),
         TileRow(2, 128, "amd dropout", Tile(16, 128, 4, 1), "32 rows spill 48 bytes; two stages take 486 registers"),
@@ -121,6 +123,7 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(2, 64, "tensor_memory dropout", Tile(32, 64, 4, 2, 168), "without a limit ptxas spills 8 bytes"),
         TileRow(2, 64, "tensor_memory", Tile(64, 64, 4, 2), "12.0, two blocks; 128 keys 11.4, but edges add 12 %"),
         TileRow(2, 128, "tensor_memory dropout", Tile(32, 128, 8, 2), "64 rows spill 8 bytes"),
+        TileRow(2, 128, "tensor_memory entropy", Tile(32, 128, 8, 2), "64 rows spill 72 bytes"),
         TileRow(2, 128, "tensor_memory", Tile(64, 128, 8, 2), "14.5; with 32 rows 20.9"),
         TileRow(2, 256, "tensor_memory", Tile(32, 64, 8, 1), "58.3; 64 rows spill 152 bytes"),
         TileRow(2, 64, "large dropout", Tile(32, 64, 4, 2), "64 rows and 128 keys spill 72 bytes"),

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from attnscale.attention import attention_with_stats, scaled_dot_product_attenti
 from attnscale.bench.rows import Row
 from attnscale.policies import build_policy
 from attnscale.statistics import StatsRequest
+from attnscale.statistics.request import DIFFERENTIABLE
 from scripts.cost.measuring import causal_step, interleaved_ratio, label, peak_bytes
 
 PROVIDERS = ("stats_all_rows", "stats_64_rows", "gap_adaptive")
@@ -32,6 +34,19 @@ def provider(name: str) -> Callable[..., Tensor]:
         return functools.partial(scaled_dot_product_attention, policy=build_policy("gap_adaptive"))
     request = StatsRequest(rows=64 if name == "stats_64_rows" else None)
     return lambda *qkv, **kwargs: attention_with_stats(*qkv, request=request, **kwargs).output
+
+
+def with_statistic(name: str, *, differentiable: bool) -> Callable[..., Tensor]:
+    """Return attention whose output has a row statistic added to it, with or without its gradient."""
+    asked: dict[str, Any] = {other: other == name for other in DIFFERENTIABLE}
+    request = StatsRequest(**asked, differentiable=differentiable)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        output, stats = attention_with_stats(query, key, value, is_causal=is_causal, request=request)
+        statistic: Tensor = getattr(stats, name)
+        return output + statistic[..., None]
+
+    return attend
 
 
 def eager_matrix(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:

@@ -24,7 +24,15 @@ from attnscale.bench.rows import Row
 from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies import LengthPolicy, build_policy
 from attnscale.policies.fields import read_length
-from scripts.cost.attention import PROVIDERS, FlexAttentionCost, StatisticsMemory, TimeRatio, eager_matrix, provider
+from scripts.cost.attention import (
+    PROVIDERS,
+    FlexAttentionCost,
+    StatisticsMemory,
+    TimeRatio,
+    eager_matrix,
+    provider,
+    with_statistic,
+)
 from scripts.cost.measuring import causal_step, interleaved_ratio, label, peak_bytes
 from scripts.cost.models import ModelCost
 from scripts.cost.monitor import MatrixCost, MonitorCost, MonitorMemory
@@ -123,6 +131,10 @@ def cases(plan: Plan) -> Iterator[Case]:
             yield _ratio(plan, "statistics", name, provider(name), length, "forward", rounds)
         name = "stats_all_rows"
         yield _ratio(plan, "statistics", name, provider(name), length, "forward+backward", rounds)
+        for name in ("lse", "entropy"):
+            carried, plain = (with_statistic(name, differentiable=flag) for flag in (True, False))
+            shape = plan.heads, plan.head_dim, length, "forward+backward", rounds
+            yield TimeRatio("statistics", f"gradient_of_{name}", "time_ratio", carried, plain, *shape)
     for length in plan.eager_lengths:
         shape = plan.heads, plan.head_dim, length, "forward", 3
         baseline = provider("stats_all_rows")
@@ -248,4 +260,5 @@ def target_of(row: Row) -> float:
         return 1.03
     if row.provider == "stats_all_rows":
         return 2.1 if row.mode == "forward" else 1.7
-    return {"constant": 1.02, "gap_adaptive": 3.5}.get(row.provider, 1.05)
+    gradients = {"gradient_of_lse": 1.02, "gradient_of_entropy": 1.15}
+    return {"constant": 1.02, "gap_adaptive": 3.5, **gradients}.get(row.provider, 1.05)

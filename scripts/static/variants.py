@@ -139,13 +139,16 @@ def forward_variant(dim: int, dtype: torch.dtype, rule: str, level: str, *extras
 
 
 def backward_variants() -> Iterator[Variant]:
-    """The three backward kernels; dQ also with dβ."""
+    """The three backward kernels; dQ also with dβ, all of them also with gradients of row statistics."""
     half, full = torch.bfloat16, torch.float32
     yield backward_variant(0, 128, half, "causal")
+    yield backward_variant(0, 128, half, "causal", "dlse")
     for dim in (64, 128):
         yield backward_variant(1, dim, half, "causal")
         yield backward_variant(1, dim, half, "causal", "dbeta")
         yield backward_variant(2, dim, half, "causal")
+        for kernel in (1, 2):
+            yield backward_variant(kernel, dim, half, "causal", "dentropy")
     for kernel, asked in ((1, ("dbeta",)), (2, ())):
         for rule in ("window", "bounds", "padding", "bool mask", "block-sparse"):
             yield backward_variant(kernel, 128, half, rule, *asked)
@@ -160,14 +163,15 @@ def backward_variant(kernel: int, dim: int, dtype: torch.dtype, rule: str, *extr
     """A backward kernel: row preprocessing (0), dQ (1), dK and dV (2)."""
 
     def build() -> Launch:
-        from attnscale_kernels.flash.launch import backward_launches
+        from attnscale_kernels.flash.launch import StatisticsGradients, backward_launches
 
         query, key, beta = heads_of(dim, dtype)
-        dropout = "dropout" in extras
+        dropout, rows = "dropout" in extras, meta(BATCH, HEADS, LENGTH)
+        of_stats = StatisticsGradients(*(rows if name in extras else None for name in ("dlse", "dentropy")))
         return backward_launches(
             query, query, key, key, beta, seen_by(rule), query, beta, scale=SCALE,
             softcap=30.0 if "softcap" in extras else None, dropout_p=0.1 if dropout else 0.0,
-            seed=meta(1, dtype=torch.int64) if dropout else None, dbeta="dbeta" in extras,
+            seed=meta(1, dtype=torch.int64) if dropout else None, dbeta="dbeta" in extras, of_stats=of_stats,
         )[0][kernel - 3]  # fmt: skip
 
     family = ("backward rows", "backward dQ", "backward dK dV")[kernel]

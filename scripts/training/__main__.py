@@ -14,6 +14,7 @@ from attnscale.cli.parser import shown_progress
 from attnscale.errors import AttnScaleError
 
 EXPERIMENTS: Experiments = {
+    "attention_loss": ("scripts.training.attention_loss", "AttentionLossRuns", "run"),
     "max_retrieval": ("scripts.training.max_retrieval", "MaxRetrieval", "run"),
     "training": ("scripts.training.embedded", "Training", "run"),
 }

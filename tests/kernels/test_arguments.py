@@ -77,6 +77,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 OTHER_NAMES = {"Visibility", "interpreting", "why_unavailable"}
 
+FLAGS = ("entropy", "winner", "differentiable", "is_causal")
 GOOD: dict[str, Any] = {
     "query": normal(BATCH, HEADS, QUERIES, DIM),
     "key": normal(BATCH, KV_HEADS, KEYS, DIM),
@@ -90,6 +91,7 @@ GOOD: dict[str, Any] = {
     "seed": torch.tensor(7),
     "entropy": True,
     "winner": True,
+    "differentiable": False,
     "splits": 2,
     "thresholds": [0.5, math.inf],
     "r": 1.5,
@@ -251,7 +253,7 @@ def bad_values(name: str, argument: str, value: Any) -> Iterator[Bad]:
 def arguments_of(name: str) -> Iterator[tuple[str, str | None]]:
     """The arguments of an operator, and the fields of its visibility with their rule."""
     parameters = parameters_of(name)
-    yield from ((argument, None) for argument in parameters if argument not in ("entropy", "winner", "is_causal"))
+    yield from ((argument, None) for argument in parameters if argument not in FLAGS)
     if "visibility" in parameters:
         yield from ((field, rule) for rule, fields in FIELDS.items() for field in fields)
 
@@ -501,12 +503,12 @@ def flash_operands(**changed: Any) -> FlatAttention:
 def refusing_operators() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Operator calls with one bad argument, by its name."""
     value, rows, out = GOOD["value"], normal(*ROWS), normal(*ROWS, VALUE_DIM)
-    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), False, False)
+    yield "value", lambda: flash_forward_op(*flash_operands(value=value[:, :, :3]), False, False, False)
     for bad in ("gradient", "out", "lse"):
         given_results = {"gradient": out, "out": out, "lse": rows}
         given_results[bad] = given_results[bad][:, :, :3]
         gradient, forward, lse = given_results.values()
-        yield bad, functools.partial(flash_backward_op, *flash_operands(), gradient, forward, lse, True)
+        yield bad, functools.partial(flash_backward_op, *flash_operands(), gradient, forward, lse, True, None, None)
     scores, beta = GOOD["scores"], GOOD["beta"]
     for bad in ("gradient", "weights", "scores"):
         matrices = {"gradient": scores, "weights": scores, "scores": scores} | {bad: scores[..., :3]}

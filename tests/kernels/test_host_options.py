@@ -97,10 +97,10 @@ def test_fakes_have_the_layouts_of_the_results() -> None:
     beta, rule = torch.ones(1, 1, 1), Visibility(right=0)
     checks = ("test_schema", "test_faketensor")
     flat = FlatAttention.of(q, k, v, beta, rule, scale=0.25, softcap=None)
-    forward = (*flat, True, True)
+    forward = (*flat, True, True, True)
     torch.library.opcheck(flash_forward_op, forward, test_utils=checks)
     found = flash_forward_op(*forward)
-    backward = (*flat, torch.ones_like(q), found[0], found[1], True)
+    backward = (*flat, torch.ones_like(q), found[0], found[1], True, found[1], found[3])
     torch.library.opcheck(flash_backward_op, backward, test_utils=checks)
     torch.library.opcheck(decode_op, (*flat, False, True, None), test_utils=checks)
 

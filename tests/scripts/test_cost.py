@@ -513,6 +513,8 @@ def test_the_command_writes_the_csv_and_prints_the_table(tmp_path: Path) -> None
                 ("stats_64_rows", "forward", "time_ratio"),
                 ("gap_adaptive", "forward", "time_ratio"),
                 ("stats_all_rows", "forward+backward", "time_ratio"),
+                ("gradient_of_lse", "forward+backward", "time_ratio"),
+                ("gradient_of_entropy", "forward+backward", "time_ratio"),
                 ("eager_matrix", "forward", "times_slower"),
                 ("stats_all_rows", "forward", "extra_mb"),
             )

@@ -1,7 +1,7 @@
 """Attention and row statistics of a call, tile by tile, with a backward pass. Memory is linear in length.
 
-The forward pass saves output and lse only; the backward pass recomputes each tile. Both are custom operators, opaque
-to torch.compile. Higher derivatives are not supported.
+The forward pass saves output and measures only; the backward pass recomputes each tile. Both are custom operators,
+opaque to torch.compile. Higher derivatives are not supported.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from attnscale.errors import BackendError
 from attnscale.statistics.gaps import HIDDEN
 from attnscale.statistics.request import FLAT_REQUEST, StatsRequest, sample_rows
 from attnscale.statistics.row_stats import RowStats
+from attnscale.statistics.rows.gradients import ROW_TERMS, RowTerms, add_push, row_terms
 from attnscale.statistics.rows.measures import (
     FLOATS,
     GapMeasures,
@@ -42,7 +43,7 @@ NOTHING = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False)
 
 
 class MeasuredRows(NamedTuple):
-    """Output [B, H, Tq, Dv] of a call, and detached measures [B, H, Tq] of its rows."""
+    """Output [B, H, Tq, Dv] of a call, and measures [B, H, Tq] of its rows; detached unless requested otherwise."""
 
     out: Tensor
     measures: RowMeasures
@@ -61,12 +62,19 @@ def attend_rows(
             return _attend_tiles(call, request, prominence, seed)
     flat = FlatCall.of(replace(call, beta=call.row_beta()))
     out, floats, integers = rows_forward(*flat, *request.flat(), prominence, seed)
-    return MeasuredRows(out, RowMeasures.unpacked(floats.detach(), integers))
+    measures = RowMeasures.unpacked(floats.detach(), integers)
+    if request.differentiable:
+        carried = RowMeasures.unpacked(floats, integers)
+        measures = measures._replace(**{name: getattr(carried, name) for name in request.with_gradients})
+    return MeasuredRows(out, measures)
 
 
 def measure_rows(call: AttentionCall, request: StatsRequest, *, prominence: bool = False) -> RowMeasures:
     """Measures of all rows of a call, without the output."""
-    nothing = call.value.as_strided((*call.value.shape[:3], 0), (0, 0, 0, 0))  # skips the product with the values
+    value = call.value.detach()
+    nothing = value.as_strided((*value.shape[:3], 0), (0, 0, 0, 0))  # skips the product with the values
+    if request.differentiable:
+        return attend_rows(replace(call, value=nothing, dropout_p=0.0), request, prominence=prominence).measures
     with torch.no_grad():
         return attend_rows(replace(call.detached(), value=nothing), request, prominence=prominence).measures
 
@@ -94,21 +102,24 @@ def measure_sampled_rows(call: AttentionCall, request: StatsRequest) -> RowStats
     """Statistics [B, H, R] of the rows sampled by a request."""
     queries = call.query.shape[2]
     rows = sample_rows(queries, queries if request.rows is None else request.rows, request.seed, call.query.device)
-    return measure_statistics(call.detached().select(rows), request)._replace(rows=rows.clone())
+    call = call if request.differentiable else call.detached()
+    return measure_statistics(call.select(rows), request)._replace(rows=rows.clone())
 
 
 def measure_statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
     """Statistics [B, H, Tq] of all rows of a call, without the output."""
     known = RowStats.counted(call, with_sink=request.softmax)
-    measures = measure_rows(call, request)
-    stats = measures.to_stats(request.with_lse(), known, call.row_beta().detach())
-    return add_call_shares(stats, request, call).only(request)
+    request, asked = request.with_lse(), request
+    stats = measure_rows(call, request).to_stats(request, known, call.row_beta().detach())
+    return add_call_shares(stats, asked, call).only(asked)
 
 
 def add_call_shares(stats: RowStats, request: StatsRequest, call: AttentionCall) -> RowStats:
     """Add the requested weights of selected keys of a call. `stats` must contain the lse."""
-    call = call.detached()
-    return add_shares(stats, request, call.context, lambda slots, seen: weight_at(call, slots, seen, stats.lse))
+    if request.first_share is None:
+        return stats
+    call, lse = call.detached(), stats.lse.detach()
+    return add_shares(stats, request, call.context, lambda slots, seen: weight_at(call, slots, seen, lse))
 
 
 @without_autocast
@@ -211,8 +222,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "attnscale::rows_backward",
     mutates_args=(),
-    schema=f"({FLAT_CALL}, Tensor gradient, Tensor out, Tensor lse, Tensor? dropout_seed, bool whole, bool wants_mask)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({FLAT_CALL}, {ROW_TERMS}, Tensor gradient, Tensor out, Tensor lse, Tensor? dropout_seed, bool whole, "
+    "bool wants_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 @without_autocast
 def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -220,13 +231,15 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 
     `whole` is the tiling mode of the forward pass. The dropout mask depends on the tiling.
     """
-    flat, (gradient, out, lse, seed, whole, wants_mask) = FlatCall.split(arguments)
+    flat, (shift, slope, push, winner, gradient, out, lse, seed, whole, wants_mask) = FlatCall.split(arguments)
     call = flat.to_call()
     rows = CallRows(call)
     rows.drop_broken(keys=True)
     rows.drop_unseeing(lse)
     gradient = gradient.to(rows.dtype)
     delta = (gradient * out.to(rows.dtype)).sum(-1)  # [B, H, Tq], the softmax correction of each row
+    delta = delta if shift is None else delta.add_(shift)
+    slope_in_bits = None if slope is None else slope / LOG2E
     lse_in_bits = lse.masked_fill(lse == -math.inf, 0.0) * LOG2E
     dq, dk, dv = (torch.zeros(x.shape, dtype=rows.dtype, device=x.device) for x in (rows.query, rows.key, rows.value))
     dbeta = torch.zeros_like(delta)
@@ -234,7 +247,8 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     dmask = rows.query.new_zeros(0 if bias is None else bias.shape)
     pieces = (piece for block in rows.blocks(whole=whole, by_sequence=True) for piece in block.pieces())
     for number, piece in enumerate(pieces):
-        weights = rows.logits(piece).sub_(rows.rows_of(lse_in_bits, piece)[..., None]).exp2_()
+        log_weights = rows.logits(piece).sub_(rows.rows_of(lse_in_bits, piece)[..., None])
+        weights = torch.exp2(log_weights, out=log_weights if slope is None else rows.room("weights", log_weights.shape))
         upstream = rows.rows_of(gradient, piece)
         dweights = rows.products(gradient, rows.value, piece, "powers")
         kept = weights
@@ -242,7 +256,12 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
             scaled = _kept(weights, seed, number, call.dropout_p)
             kept, dweights = weights * scaled, dweights * scaled
         _add_keys(rows, dv, piece, kept.mT @ upstream)
-        dlogits = dweights.sub_(rows.rows_of(delta, piece)[..., None]).mul_(weights)
+        dlogits = dweights.sub_(rows.rows_of(delta, piece)[..., None])
+        if slope_in_bits is not None:
+            dlogits.addcmul_(log_weights, rows.rows_of(slope_in_bits, piece)[..., None], value=-1.0)
+        dlogits.mul_(weights)
+        if push is not None:
+            add_push(dlogits, rows.rows_of(push, piece), rows.rows_of(winner, piece), piece.left)
         found = rows.score_gradient(piece, dlogits)
         rows.add(dq, piece, found.query)
         _add_keys(rows, dk, piece, found.key)
@@ -252,7 +271,9 @@ def rows_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
             part.add_(found.bias.sum_to_size(part.shape))
     dsinks = rows.query.new_zeros(0)
     if call.sinks is not None:
-        dsinks = -(torch.exp(call.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(call.sinks.dtype)
+        share = torch.exp(call.sinks.to(lse.dtype)[:, None] - lse)
+        of_row = -share * delta if slope is None else torch.special.entr(share) * slope - share * delta
+        dsinks = of_row.sum((0, 2)).to(call.sinks.dtype)
     dmask = dmask if bias is None else dmask.to(bias.dtype)
     return (
         dq.to(flat.query.dtype),
@@ -284,22 +305,29 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     flat, others = FlatCall.split(inputs)
     *asked, prominence, seed = others
-    ctx.whole = StatsRequest(*asked).gaps or prominence
+    ctx.request = StatsRequest(*asked)
+    ctx.whole = ctx.request.gaps or prominence
     ctx.others = len(others)
     ctx.constants = flat[flat._fields.index("slot") :]
-    ctx.save_for_backward(*flat[: flat._fields.index("slot")], seed, output[0], output[1])
-    ctx.mark_non_differentiable(*output[1:])
+    out, floats, integers = output
+    carried = ctx.request.differentiable
+    saved = *flat[: flat._fields.index("slot")], seed, out, floats, integers if carried else None
+    ctx.save_for_backward(*saved)
+    ctx.mark_non_differentiable(*(integers,) if carried else (floats, integers))
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, seed, out, measures = ctx.saved_tensors
-    flat = FlatCall(*tensors, *ctx.constants)
-    derivative = other_derivative(gradient, flat.query, flat.key, flat.value, flat.beta, flat.mask, flat.sinks)
+def _backward(ctx: Any, gradient: Tensor, of_floats: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, seed, out, floats, integers = ctx.saved_tensors
+    flat, terms = FlatCall(*tensors, *ctx.constants), RowTerms()
+    if integers is not None:
+        terms = row_terms(ctx.request, *(RowMeasures.unpacked(x, integers) for x in (of_floats, floats)))
+    given = gradient, of_floats, flat.query, flat.key, flat.value, flat.beta, flat.mask, flat.sinks
+    derivative = other_derivative(*given)
     if derivative is not None:
         raise BackendError(f"backend='blockwise' cannot compute this backward pass: {no_derivative(derivative)}")
     wants_mask = ctx.needs_input_grad[flat._fields.index("mask")]
-    arguments = gradient, out, measures[..., LSE], seed, ctx.whole, wants_mask
-    dq, dk, dv, dbeta, dmask, dsinks = rows_backward(*flat, *arguments)
+    arguments = gradient, out, floats[..., LSE], seed, ctx.whole, wants_mask
+    dq, dk, dv, dbeta, dmask, dsinks = rows_backward(*flat, *terms, *arguments)
     dmask, dsinks = dmask if wants_mask else None, None if flat.sinks is None else dsinks
     of_call = FlatCall.gradients(query=dq, key=dk, value=dv, beta=dbeta, mask=dmask, sinks=dsinks)
     return *of_call, *(None,) * ctx.others

@@ -277,10 +277,11 @@ def scores_at(call: AttentionCall, slots: Tensor, usable: Tensor) -> Tensor:
             score = query @ keys.mT * call.scale
     else:
         index = slots.expand(batch, heads, rows, count)
-        by_head = call.key.repeat_interleave(call.group, dim=1)
+        # In the precision of the scores where gradients of several rows are added to a key.
+        by_head = (call.key.to(dtype) if call.key.requires_grad else call.key).repeat_interleave(call.group, dim=1)
         found = []
         for place, use in zip(index.unbind(-1), usable.unbind(-1), strict=True):
-            keys = by_head.gather(2, place[..., None].expand(-1, -1, -1, dim)).masked_fill(~use[..., None], 0.0)
+            keys = _keys_at(by_head, place).masked_fill(~use[..., None], 0.0)
             found.append((query * keys.to(dtype)).sum(-1))
         score = torch.stack(found, dim=-1) * call.scale
     if call.softcap is not None:
@@ -289,6 +290,15 @@ def scores_at(call: AttentionCall, slots: Tensor, usable: Tensor) -> Tensor:
         index = slots.expand(batch, heads, rows, count)
         score = score + call.bias.expand(batch, heads, rows, -1).gather(-1, index).to(dtype)
     return score
+
+
+def _keys_at(keys: Tensor, slots: Tensor) -> Tensor:
+    """The keys [B, H, Tk, D] in slots [B, H, Tq], one per row."""
+    if keys.device.type == "cpu":
+        return keys.gather(2, slots[..., None].expand(-1, -1, -1, keys.shape[-1]))
+    # The backward pass of indexing sorts the slots; that of gather would use atomics.
+    batch, head = (torch.arange(size, device=keys.device) for size in keys.shape[:2])
+    return keys[batch[:, None, None], head[None, :, None], slots]
 
 
 @torch.library.custom_op(

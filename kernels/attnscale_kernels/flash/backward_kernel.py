@@ -2,6 +2,10 @@
 
 With w = 2^(y·c − lse) and Δ = ⟨dO, O⟩ per row, the gradient of the logits ℓ = β·s is dℓ = w·(dP − Δ). Then dβ = Σ dℓ·s,
 which is scale·⟨q, dℓ·K⟩ where s is linear in q, and dq = scale·β·dℓ·K.
+
+Gradients of row statistics: that of the lse is part of Δ, that of the entropy adds −w·slope·log2 w. That of the largest
+logit concerns one key per row, and a comparison with every slot would take up to 7 instructions per score: it is
+computed outside of the kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from ..device import (
     difference,
     keep,
     keep_by_slot,
+    less_product,
     product,
     product_less,
     program_rows,
@@ -51,6 +56,7 @@ def flash_backward_rows_kernel(
     out,  # [B, H, Tq, DV]
     beta,  # [B|1, H|1, Tq] fp32
     lse_ptr,  # [B, H, Tq] fp32
+    shift_ptr,  # [B, H, Tq] fp32, added to Δ
     rows_ptr,  # [B, H, Tq, 4] fp32
     heads,
     queries,
@@ -67,6 +73,8 @@ def flash_backward_rows_kernel(
     delta = tl.sum(do * load_rows(out, batch, head, rows, queries, dv, DV).to(tl.float32), axis=1)
     row_beta = load_beta(beta, batch, head, rows, exists)
     row_at = head_index.to(tl.int64) * queries + rows
+    if shift_ptr is not None:
+        delta += tl.load(shift_ptr + row_at, mask=exists, other=0.0)
     lse = tl.load(lse_ptr + row_at, mask=exists, other=0.0)
     lse = tl.where(lse == -float("inf"), 1e30, lse)  # row without visible keys: every weight 2^(y − ∞) is 0
     at = rows_ptr + row_at * 4
@@ -103,6 +111,7 @@ def flash_backward_query_kernel(
     grad_q,  # [B, H, Tq, D]
     rows_ptr,  # [B, H, Tq, 4] fp32
     seed_ptr,  # int64
+    slope_ptr,  # [B, H, Tq] fp32
     dbeta_ptr,  # [B, H, Tq] fp32
     rule,
     heads,
@@ -132,6 +141,8 @@ def flash_backward_query_kernel(
     do = load_rows(grad_out, batch, head, rows, queries, dv, DV, ALIGN)
     row_at = head_index.to(tl.int64) * queries + rows
     c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
+    if slope_ptr is not None:
+        slope_of_entropy = tl.load(slope_ptr + row_at, mask=exists, other=0.0)
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
@@ -190,6 +201,8 @@ def flash_backward_query_kernel(
             if seed_ptr is not None:
                 dp = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), dp / (1 - dropout_p), 0.0)
             change = difference(dp, delta[:, None], PAIRS)
+            if slope_ptr is not None:
+                change = less_product(change, x, slope_of_entropy[:, None], PAIRS)
             if phase == 3:
                 change = tl.where(seen, change, 0.0)  # 0·∞ or 0·NaN, if a value is not finite
             dlogit = product(p, change, PAIRS)
@@ -219,6 +232,7 @@ def flash_backward_key_kernel(
     grad_v,  # [B, Hkv, Tk, DV]
     rows_ptr,  # [B, H, Tq, 4] fp32
     seed_ptr,  # int64
+    slope_ptr,  # [B, H, Tq] fp32, times β
     rule,
     heads,
     group,
@@ -287,6 +301,9 @@ def flash_backward_key_kernel(
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
                 c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
+                if slope_ptr is not None:
+                    slope_at = slope_ptr + head_index * queries + row
+                    slope_of_entropy = tl.load(slope_at, mask=exists, other=0.0) if phase != 1 else tl.load(slope_at)
                 if rule.bias_ptr is not None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # [keys, rows]: the following products take the weights in this layout, and a transposition costs more.
@@ -315,6 +332,8 @@ def flash_backward_key_kernel(
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
                 dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)
                 change = dp * beta[None, :] - (beta * delta)[None, :]
+                if slope_ptr is not None:
+                    change -= slope_of_entropy[None, :] * x
                 if softcap is not None:
                     change *= slope
                 if phase != 1:

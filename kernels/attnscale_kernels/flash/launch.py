@@ -38,6 +38,16 @@ from .plan import ROWS, BackwardPlan, ForwardPlan, backward_plan, box, forward_p
 LOG2E = 1.4426950408889634
 
 
+class StatisticsGradients(NamedTuple):
+    """Terms of the backward pass from gradients of row statistics, each [B, H, Tq]; None where there are none."""
+
+    shift: Tensor | None = None  # fp32, added to Δ
+    slope: Tensor | None = None  # fp32, gradient of the entropy
+
+
+NO_GRADIENTS = StatisticsGradients()
+
+
 class Backward(NamedTuple):
     """Gradients of `flash_backward`; None where not requested."""
 
@@ -143,7 +153,9 @@ def flash_backward(gradient: Tensor, *given: Any, sinks: Tensor | None = None, *
     if sinks is not None:
         lse, delta = given[6], launches[-3].arguments["rows_ptr"][..., 3]  # type: ignore[index]
         share = torch.exp(sinks.to(torch.float32)[:, None] - lse.masked_fill(lse == -torch.inf, 0.0))
-        result = result._replace(sinks=-(share * delta).sum((0, 2)))
+        of_rows, slope = -share * delta, options.get("of_stats", NO_GRADIENTS).slope
+        of_rows = of_rows if slope is None else of_rows + torch.special.entr(share) * slope
+        result = result._replace(sinks=of_rows.sum((0, 2)))
     return result
 
 
@@ -162,6 +174,7 @@ def backward_launches(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     dbeta: bool = False,
+    of_stats: StatisticsGradients = NO_GRADIENTS,
     query_tile: Tile | None = None,
     key_tile: Tile | None = None,
 ) -> tuple[tuple[Launch, ...], Backward]:
@@ -176,10 +189,12 @@ def backward_launches(
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = probability("dropout_p", dropout_p)
     dropout, capped = dropout_p > 0.0, softcap is not None
+    shift, slope = (None if x is None else x.contiguous() for x in of_stats)
+    slope = None if slope is None else slope / LOG2E
     signature = (
         "backward", layout(gradient), layout(query), layout(key), layout(value), layout(beta), layout(out), layout(lse),
         seed is not None and layout(seed), dropout, visibility.layout(), capped, dbeta, query_tile, key_tile,
-        assumed_resources(), multiplies_in_tf32(),
+        layout(shift), layout(slope), assumed_resources(), multiplies_in_tf32(),
     )  # fmt: skip
     plan: BackwardPlan | None = state.LAUNCHES.get(signature)
     if plan is None:
@@ -196,8 +211,9 @@ def backward_launches(
     result = Backward(of_query, of_key, of_value, of_beta, None)
     if plan is None:
         made = backward_plan(
-            query, key, value, gradient, result[:3], visibility, capped, dropout, dbeta, query_tile, key_tile
-        )
+            query, key, value, gradient, result[:3], visibility, capped, dropout, dbeta, slope is not None,
+            query_tile, key_tile,
+        )  # fmt: skip
         plan = remember(signature, made)
     query_tile, key_tile, key_block, value_block, rule = plan[:5]
     query_side = key_side = rule
@@ -212,6 +228,7 @@ def backward_launches(
         "out": view(out),
         "beta": row_view(beta),
         "lse_ptr": lse.contiguous(),
+        "shift_ptr": shift,
         "rows_ptr": rows,
         "heads": heads,
         "queries": queries,
@@ -230,10 +247,17 @@ def backward_launches(
         "k_box": None if key_block is None else box(key, key_block),
         "v_box": None if value_block is None else box(value, value_block),
         "grad_q": view(of_query),
+        "slope_ptr": slope,
         "dbeta_ptr": of_beta,
         "rule": query_side,
     }
-    to_key = {**shared, "grad_k": view(of_key), "grad_v": view(of_value), "rule": key_side}
+    to_key = {
+        **shared,
+        "grad_k": view(of_key),
+        "grad_v": view(of_value),
+        "slope_ptr": None if slope is None else slope * beta,
+        "rule": key_side,
+    }
     return (
         *before,
         plan.rows.launch(batch * heads * cdiv(queries, ROWS), per_row),

@@ -129,6 +129,7 @@ def backward_plan(
     capped: bool,
     dropout: bool,
     dbeta: bool,
+    entropy: bool,
     query_tile: Tile | None,
     key_tile: Tile | None,
 ) -> BackwardPlan:
@@ -144,7 +145,7 @@ def backward_plan(
     )
     key_tile = key_tile or tile_for(
         "dK dV", *launched_for, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or capped,
-        bounded=visibility.start is not None or visibility.padding is not None,
+        bounded=visibility.start is not None or visibility.padding is not None, entropy=entropy,
     )  # fmt: skip
     of_values: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
     shared: dict[str, object] = {**of_values, "ALIGN": alignment(query, key, value, gradient, *gradients)}
