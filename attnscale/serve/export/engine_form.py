@@ -198,7 +198,7 @@ def _positions(layers: list[ServedLayer], longest: int) -> Tensor:
         if isinstance(length, int):
             boundaries = torch.arange(1, min(_LONGEST // length, _DENSE) + 1) * length
             ends += [boundaries - 1, boundaries, boundaries + 1]
-    positions = torch.cat(ends).unique()
+    positions: Tensor = torch.cat(ends).unique()  # type: ignore[no-untyped-call]
     return positions[positions > 0]
 
 

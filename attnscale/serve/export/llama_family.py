@@ -1,7 +1,8 @@
-"""Models that stock engines serve with a temperature: Llama and Mistral as Ministral 3, with factors folded into q_proj."""
+"""Llama and Mistral as Ministral 3, which stock engines serve with a temperature: factors are folded into q_proj."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,11 +78,10 @@ def folded_weights(model: PreTrainedModel, form: EngineForm, dtype: torch.dtype 
 
 
 def settings_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the settings of a Llama or Mistral config that a Ministral 3 config has too, except for `rope_parameters`."""
-    names = set(Ministral3Config().to_dict()) - {"rope_parameters", "model_type", "architectures", "transformers_version"}
-    settings = {key: value for key, value in model.config.to_dict().items() if key in names}
+    """Return the settings of a Llama or Mistral config that Ministral 3 has too, except for `rope_parameters`."""
     config: Any = model.config
-    return settings | {
+    names = set(inspect.signature(Ministral3Config).parameters) - {"rope_parameters", "architectures", "kwargs"}
+    return {key: value for key, value in config.to_dict().items() if key in names} | {
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "sliding_window": getattr(config, "sliding_window", None),
     }
@@ -89,8 +89,8 @@ def settings_of(model: PreTrainedModel) -> dict[str, Any]:
 
 def build_ministral(
     settings: Mapping[str, Any], rope: Mapping[str, Any], form: EngineForm, weights: Mapping[str, Tensor]
-) -> PreTrainedModel:
-    """Return a Ministral 3 model.
+) -> Any:
+    """Return a Ministral 3 model in evaluation mode.
 
     Args:
         settings: entries of its config.
@@ -101,7 +101,7 @@ def build_ministral(
     temperature = {"llama_4_scaling_beta": form.coefficient, "original_max_position_embeddings": form.length}
     config = Ministral3Config(**settings, rope_parameters={**rope, **temperature})
     with torch.device("meta"):
-        model = Ministral3ForCausalLM(config)
+        model: Any = Ministral3ForCausalLM(config)  # type: ignore[no-untyped-call]
     missing, unexpected = model.load_state_dict(dict(weights), strict=False, assign=True)
     tied = ["lm_head.weight"] if config.tie_word_embeddings else []
     if unexpected or set(missing) - set(tied):

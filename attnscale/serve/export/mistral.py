@@ -22,7 +22,7 @@ _NAME = "mistral"
 _LENGTH = "original_max_position_embeddings"
 
 
-def plan(handle: Handle, tokenizer: Path | None = None) -> EngineForm:
+def plan(handle: Handle, path: str, tokenizer: Path | None) -> EngineForm:
     """Return the form of the policies; raise if the model or a policy cannot be exported exactly."""
     form = engine_form(handle, _NAME)
     model: Any = handle.model

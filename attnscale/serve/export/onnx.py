@@ -31,7 +31,7 @@ class _Logits(nn.Module):
         return logits
 
 
-def plan(handle: Handle, tokenizer: Path | None = None) -> None:
+def plan(handle: Handle, path: str, tokenizer: Path | None) -> None:
     """Raise if a package is missing. Whether a model can be traced is known once it is."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, "attnscale export --to onnx", "export")

@@ -18,13 +18,8 @@ from attnscale.errors import ArgumentError, ExportError, reject
 if TYPE_CHECKING:
     from attnscale.hf import Handle
 
-# Format → what serves it. Each format is a module of this folder that implements `Format`.
-FORMATS: dict[str, str] = {
-    "vllm": "vLLM with attnscale installed, any policy of length and position; refused by vLLM without attnscale",
-    "mistral": "a Ministral 3 checkpoint for stock vLLM, SGLang and transformers",
-    "gguf": "a GGUF file of architecture mistral3 for llama.cpp",
-    "onnx": "an ONNX graph with dynamic length for onnxruntime, in fp32",
-}
+# Each format is a module of this folder that implements `Format`.
+FORMATS = ("vllm", "mistral", "gguf", "onnx")
 
 # An export may differ from its source by this much in log-probability, or by _ROUNDINGS times the difference between
 # the source and the source in the next wider dtype.
@@ -49,7 +44,7 @@ class Format(Protocol):
     DTYPE: torch.dtype | None  # to load the source in; None for its own
     CHECKED_LENGTHS: tuple[int, ...]
 
-    def plan(self, handle: Handle, tokenizer: Path | None) -> Any: ...
+    def plan(self, handle: Handle, path: str, tokenizer: Path | None) -> Any: ...
     def write(self, handle: Handle, plan: Any, folder: Path) -> None: ...
     def read(self, handle: Handle, plan: Any, folder: Path) -> Logits: ...
 
@@ -93,8 +88,14 @@ def export_model(
         >>> import tempfile
         >>> import attnscale
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        ...                      num_attention_heads=4, max_position_embeddings=256)
+        >>> config = LlamaConfig(
+        ...     vocab_size=64,
+        ...     hidden_size=32,
+        ...     intermediate_size=48,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=4,
+        ...     max_position_embeddings=256,
+        ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with attnscale.hf.apply(LlamaForCausalLM(config), "log", reference_length=64) as handle:
         ...         handle.model.save_pretrained(f"{folder}/model")
@@ -110,9 +111,9 @@ def export_model(
     if target.exists():
         reject("output", str(output or target.name), "a folder that does not exist yet")
     need("transformers", "attnscale export", "hf")
-    form: Format = importlib.import_module(f"attnscale.serve.export.{to}")  # type: ignore[assignment]
+    form: Format = importlib.import_module(f"attnscale.serve.export.{to}")
     handle = _load(path, form.DTYPE)
-    planned = form.plan(handle, None if tokenizer is None else Path(tokenizer))
+    planned = form.plan(handle, str(path), None if tokenizer is None else Path(tokenizer))
     existing = next(parent for parent in target.parents if parent.is_dir())
     with tempfile.TemporaryDirectory(dir=existing, prefix=f".{target.name}.") as beside:
         made = Path(beside, "made")
@@ -132,13 +133,15 @@ def _load(path: str | Path, dtype: torch.dtype | None) -> Handle:
 
     from attnscale.hf import load
 
-    handle = load(path, **({} if dtype is None else {"dtype": dtype}))
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    handle = load(path, **given)
     if not isinstance(handle.model, PreTrainedModel):
         raise ArgumentError(
             f"path={str(path)!r} is not accepted: it holds an adapter; merge it first with "
             "attnscale.hf.load(path).model.merge_and_unload() and save_pretrained"
         )
-    handle.model.eval()
+    model: Any = handle.model
+    model.eval()
     return handle
 
 

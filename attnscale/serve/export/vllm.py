@@ -23,10 +23,10 @@ CHECKED_LENGTHS = (512,)
 _CONFIG = "config.json"
 
 
-def plan(handle: Handle, tokenizer: Path | None = None) -> None:
+def plan(handle: Handle, path: str, tokenizer: Path | None) -> None:
     """Raise if a policy is not a function of length and position."""
-    for path, policy in handle.policies.items():
-        check_has_table(policy, path)
+    for layer, policy in handle.policies.items():
+        check_has_table(policy, layer)
 
 
 def write(handle: Handle, _: None, folder: Path) -> None:
