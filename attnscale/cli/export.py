@@ -11,7 +11,7 @@ from attnscale.cli.parser import Parser
 def export(parser: Parser) -> None:
     """Options of `attnscale export`."""
     parser.set_defaults(run=_export)
-    parser.show_examples("MODEL --to vllm", "MODEL --to gguf --output served", "MODEL --to gguf --tokenizer base.gguf")
+    parser.show_examples("MODEL --to vllm", "MODEL --to gguf --output served --tokenizer base.gguf")
     parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a model saved with a policy")
     about = (
         "vllm: for vLLM with attnscale, which vLLM without it refuses; mistral: a Ministral 3 checkpoint for vLLM, "

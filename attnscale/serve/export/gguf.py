@@ -19,6 +19,7 @@ from attnscale.serve.export.gguf_tokenizer import Tokenizer, converted_tokenizer
 from attnscale.serve.export.llama_family import build_ministral, engine_form, folded_weights, rotary_of, settings_of
 
 DTYPE = None
+CHECKED_DTYPE = torch.float32  # llama.cpp has fp32 activations
 CHECKED_LENGTHS = (512,)
 
 _NAME = "gguf"
@@ -132,7 +133,7 @@ def read(handle: Handle, planned: GgufPlan, folder: Path) -> Callable[[Tensor], 
             factors = value
         else:
             name = names[tensor.name]
-            weights[name] = _halves(value, _heads(name, settings)).to(source.dtype)
+            weights[name] = _halves(value, _heads(name, settings))
     settings |= {"tie_word_embeddings": "lm_head.weight" not in weights, "pad_token_id": None}
     rope = {"rope_type": "default", "rope_theta": fields[_BASE]}
     form = EngineForm(coefficient, length, {}, 0.0)

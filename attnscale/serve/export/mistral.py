@@ -16,6 +16,7 @@ from attnscale.serve.export.engine_form import EngineForm
 from attnscale.serve.export.llama_family import build_ministral, engine_form, folded_weights, settings_of
 
 DTYPE = None
+CHECKED_DTYPE = None
 CHECKED_LENGTHS = (512,)
 
 _NAME = "mistral"

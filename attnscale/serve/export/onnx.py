@@ -15,6 +15,7 @@ from attnscale.errors import ExportError
 from attnscale.hf import Handle
 
 DTYPE = torch.float32  # onnxruntime has no bf16 kernels for CPUs
+CHECKED_DTYPE = None
 CHECKED_LENGTHS = (17, 256)
 
 _FILE = "model.onnx"

@@ -42,6 +42,7 @@ class Format(Protocol):
     """
 
     DTYPE: torch.dtype | None  # to load the source in; None for its own
+    CHECKED_DTYPE: torch.dtype | None  # of the source in the comparison; None for DTYPE
     CHECKED_LENGTHS: tuple[int, ...]
 
     def plan(self, handle: Handle, path: str, tokenizer: Path | None) -> Any: ...
@@ -158,6 +159,8 @@ def _copy_tokenizer(path: str | Path, folder: Path) -> None:
 def _check(path: str | Path, handle: Handle, exported: Logits, form: Format, target: Path) -> Export:
     """Compare an export with its source on random tokens; raise if they differ by more than rounding."""
     model: Any = handle.model
+    if form.CHECKED_DTYPE not in (None, model.dtype):
+        model = _load(path, form.CHECKED_DTYPE).model
     longest = getattr(model.config, "max_position_embeddings", None) or math.inf
     lengths = tuple(sorted({min(length, int(min(longest, length))) for length in form.CHECKED_LENGTHS}))
     generator = torch.Generator().manual_seed(0)

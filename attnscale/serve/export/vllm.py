@@ -18,6 +18,7 @@ from attnscale.policies.record import ARCHITECTURE_PREFIX
 from attnscale.serve.tables import check_has_table
 
 DTYPE = None
+CHECKED_DTYPE = None
 CHECKED_LENGTHS = (512,)
 
 _CONFIG = "config.json"
