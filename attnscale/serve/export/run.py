@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -161,8 +160,8 @@ def _check(path: str | Path, handle: Handle, exported: Logits, form: Format, tar
     model: Any = handle.model
     if form.CHECKED_DTYPE not in (None, model.dtype):
         model = _load(path, form.CHECKED_DTYPE).model
-    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
-    lengths = tuple(sorted({min(length, int(min(longest, length))) for length in form.CHECKED_LENGTHS}))
+    longest = getattr(model.config, "max_position_embeddings", None) or max(form.CHECKED_LENGTHS)
+    lengths = tuple(dict.fromkeys(min(length, longest) for length in form.CHECKED_LENGTHS))
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(model.config.vocab_size, (1, length), generator=generator) for length in lengths]
     own = [_log_probabilities(lambda tokens: model(tokens, use_cache=False).logits, text) for text in texts]

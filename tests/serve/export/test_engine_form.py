@@ -121,5 +121,5 @@ def test_the_size_of_the_error_is_that_of_the_formula() -> None:
 
 @pytest.mark.parametrize("name", ["gap_adaptive", "entropy_adaptive"])
 def test_policies_that_read_scores_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ArgumentError, match="of layers.0 has no table of β by length: it reads scores"):
+    with pytest.raises(ArgumentError, match=r"of layers.0 has no table of β by length: it reads scores"):
         fit_engine_form([layer(build_policy(name))], CONTEXT, "gguf")

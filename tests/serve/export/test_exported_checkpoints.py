@@ -219,7 +219,7 @@ def test_an_existing_output_is_not_touched(saved: Any, tmp_path: Path) -> None:
     output = tmp_path / "exported"
     output.mkdir()
     (output / "mine").write_text("kept")
-    with pytest.raises(ArgumentError, match="output=.* is not accepted: expected a folder that does not exist yet"):
+    with pytest.raises(ArgumentError, match=r"output=.* is not accepted: expected a folder that does not exist yet"):
         export_model(saved(LOG), "mistral", output)
     assert [file.name for file in output.iterdir()] == ["mine"]
 
@@ -227,7 +227,7 @@ def test_an_existing_output_is_not_touched(saved: Any, tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="to='tensorrt' is not accepted: expected vllm, mistral, gguf, onnx"):
         export_model(tmp_path / "missing", "tensorrt")
-    with pytest.raises(ArgumentError, match="tokenizer='a.gguf' is not accepted: expected None except with to='gguf'"):
+    with pytest.raises(ArgumentError, match=r"tokenizer='a.gguf' is not accepted: expected None except with to='gguf'"):
         export_model(tmp_path / "missing", "onnx", tokenizer="a.gguf")
 
 

@@ -119,7 +119,7 @@ def test_scaled_rotary_frequencies_are_stored_as_divisors(saved: Any) -> None:
 
 
 def test_a_sliding_window_is_refused(saved: Any) -> None:
-    with pytest.raises(ArgumentError, match="sliding_window=5 .* llama.cpp computes mistral3 with full attention"):
+    with pytest.raises(ArgumentError, match=r"sliding_window=5 .* llama.cpp computes mistral3 with full attention"):
         exported(saved(SSMAX, tiny_models.mistral))
 
 
@@ -165,7 +165,7 @@ def test_only_tokenizers_that_llama_cpp_has_a_name_for_are_converted(saved: Any,
     if name is not None:
         assert exported(source).keys["tokenizer.ggml.pre"] == name
         return
-    with pytest.raises(ArgumentError, match="expected a byte-level BPE with merges .* with --tokenizer FILE"):
+    with pytest.raises(ArgumentError, match=r"expected a byte-level BPE with merges .* with --tokenizer FILE"):
         exported(source)
     assert list(source.parent.iterdir()) == [source]
 
@@ -175,7 +175,7 @@ def test_a_tokenizer_can_be_copied_from_another_file(saved: Any, tmp_path: Path)
     first = exported(source)
     shutil.move(tmp_path / "exported", tmp_path / "first")
     (source / "tokenizer.json").unlink()
-    with pytest.raises(ArgumentError, match="it has no tokenizer.json; give a GGUF file"):
+    with pytest.raises(ArgumentError, match=r"it has no tokenizer.json; give a GGUF file"):
         exported(source)
     second = exported(source, tokenizer=tmp_path / "first" / "model.gguf")
     own = {key: value for key, value in first.keys.items() if key.startswith("tokenizer.")}
@@ -188,7 +188,7 @@ def test_a_tokenizer_of_another_size_is_refused(saved: Any, tmp_path: Path) -> N
     with pytest.raises(ArgumentError, match="a tokenizer of 300 tokens, as in the model; this one has 257"):
         export_model(source, "gguf", tmp_path / "other", tokenizer=tmp_path / "exported" / "model.gguf")
     (tmp_path / "text").write_text("no GGUF")
-    with pytest.raises(ArgumentError, match="tokenizer='.*text' is not accepted: expected a GGUF file"):
+    with pytest.raises(ArgumentError, match=r"tokenizer='.*text' is not accepted: expected a GGUF file"):
         export_model(source, "gguf", tmp_path / "other", tokenizer=tmp_path / "text")
 
 
