@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from attnscale.serve.export import export_model
 from scripts.serving.__main__ import ENVIRONMENT, OPTIONS
 from scripts.serving.checkpoints import (
     REFERENCE_LENGTH,
-    VOCABULARY,
     build_model,
     build_prompts,
     log_probabilities,
@@ -199,10 +198,9 @@ def run_llama_cpp(cell: Cell, exports: dict[str, Path], prompts: Sequence[Sequen
     found: Found = {}
     for name, folder in exports.items():
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder.parent / "source 0")
-        vocabulary = VOCABULARY if len(tokenizer) == VOCABULARY else len(tokenizer)
         letter = tokenizer.convert_tokens_to_ids("a")
         engine = LlamaCpp(folder / "model.gguf", max(map(len, prompts)) + 8, exact=cell.cache == "float32")
-        found[name] = [engine.next_token(prompt, vocabulary, letter) for prompt in prompts]
+        found[name] = [engine.next_token(prompt, len(tokenizer), letter) for prompt in prompts]
     return found
 
 
@@ -213,10 +211,8 @@ def run_onnx(cell: Cell, exports: dict[str, Path], prompts: Sequence[Sequence[in
     found: Found = {}
     for name, folder in exports.items():
         session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-        run: Callable[[Sequence[int]], Any] = lambda prompt, session=session: session.run(  # noqa: E731
-            ["logits"], {"input_ids": torch.tensor([list(prompt)]).numpy()}
-        )[0]
-        found[name] = [torch.from_numpy(run(prompt))[0, -1].log_softmax(-1) for prompt in prompts]
+        inputs = [{"input_ids": torch.tensor([list(prompt)]).numpy()} for prompt in prompts]
+        found[name] = [torch.from_numpy(session.run(["logits"], x)[0])[0, -1].log_softmax(-1) for x in inputs]
     return found
 
 
