@@ -60,6 +60,7 @@ $(SERVING)/.installed: pyproject.toml $(wildcard scripts/serving/requirements*.t
 test-serving: $(INSTALLED) $(SERVING)/.installed  ## compare serving engines with transformers and write the tables; takes 40 minutes
 	$(PY) scripts/smollm2.py
 	$(SERVING)/bin/python -m scripts.serving --real .cache/smollm2 --output .github/assets/serving.csv
+	$(SERVING)/bin/python -m scripts.serving.exports --output .github/assets/serving_exports.csv
 	$(SERVING)/bin/python -m pytest -p no:cacheprovider -W default tests/serving
 
 lint: $(INSTALLED)  ## check rules and formatting with ruff

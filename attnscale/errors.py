@@ -47,6 +47,10 @@ class MissingDependencyError(AttnScaleError, ImportError):
     """A feature needs an optional dependency that is not installed. Also an `ImportError`."""
 
 
+class ExportError(AttnScaleError, RuntimeError):
+    """An exported model does not reproduce its source, or could not be written. Also a `RuntimeError`."""
+
+
 class AttnScaleWarning(UserWarning):
     """A valid call that is probably not intended."""
 

@@ -148,7 +148,21 @@ def test_the_core_needs_torch_and_einops_only(metadata: Message) -> None:
 
 
 def test_the_extras_are_the_documented_ones(metadata: Message) -> None:
-    extras = {"hf", "log", "wandb", "trackio", "mlflow", "report", "cli", "bench", "triton", "eval", "docs", "dev"}
+    extras = {
+        "hf",
+        "log",
+        "wandb",
+        "trackio",
+        "mlflow",
+        "report",
+        "cli",
+        "bench",
+        "triton",
+        "export",
+        "eval",
+        "docs",
+        "dev",
+    }
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert {"rich", "pyyaml", "triton", "transformers"} <= {name.lower() for name in requirements(metadata, core=False)}
 

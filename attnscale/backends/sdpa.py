@@ -275,8 +275,9 @@ def _first_seen(mask: Tensor, keys: int) -> Tensor:
     Computed as a minimum, because torch.compile does not vectorise a search for the first True.
     """
     seen = mask if mask.dtype == torch.bool else mask.detach() > -math.inf
-    slots = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
-    return F.pad(torch.where(seen, slots, keys), (0, 1), value=keys).amin(-1).to(torch.int64)
+    # Counted from `keys`, so that the value of the padding is a constant: torch.export would specialise on a length.
+    slots = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device) - keys
+    return F.pad(torch.where(seen, slots, 0), (0, 1)).amin(-1).to(torch.int64) + keys
 
 
 def _is_broken(x: Tensor) -> Tensor:

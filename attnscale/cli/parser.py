@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "theory": ("theory", "compare predictions of the papers with measurements: table, figures and data"),
     "plan": ("parallel_cost", "estimate memory and communication of context-parallel attention"),
     "bench": ("bench", "benchmark the kernels on this GPU against other attention implementations"),
+    "export": (
+        "export",
+        "export a model with its policy to vLLM, Ministral 3, llama.cpp or ONNX, and check the result",
+    ),
     "doctor": ("show", "show versions and devices, and check every backend"),
 }
 

@@ -23,6 +23,7 @@ from attnscale.hf.attention_layers import transformers_model
 from attnscale.hf.config_record import configs_of, locate_in
 from attnscale.hf.install import POLICY_CONFIG, POLICY_WEIGHTS, Handle, install
 from attnscale.policies.record import (
+    ARCHITECTURE_PREFIX,
     DESCRIPTION,
     MODULES,
     NAME,
@@ -163,7 +164,8 @@ def _load_stock(
     path: str | Path, config: Record, model_class: type[PreTrainedModel] | None, arguments: Mapping[str, Any]
 ) -> PreTrainedModel:
     """Load the model of a folder or repository without policies; `config` is the content of its config.json."""
-    kind = model_class or getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], None)
+    saved = str((config.get("architectures") or ["AutoModel"])[0]).removeprefix(ARCHITECTURE_PREFIX)
+    kind = model_class or getattr(transformers, saved, None)
     if kind is None:
         reject("model_class", None, f"the class {config['architectures'][0]}, which transformers does not have")
     given = {key: value for key, value in arguments.items() if (key, value) != ("attn_implementation", NAME)}

@@ -26,6 +26,9 @@ NAME = "attnscale"
 MODULES = "modules"
 ON_EXISTING = "on_existing"
 
+# Prefix of a name in `architectures` of config.json that engines without attnscale do not know, and so refuse.
+ARCHITECTURE_PREFIX = "Attnscale"
+
 # The tensor in an adapter file that describes the policy of an attention module and the handling of the model's own
 # scaling, as JSON bytes.
 DESCRIPTION = "description"

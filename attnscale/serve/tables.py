@@ -16,9 +16,6 @@ from attnscale.errors import ArgumentError
 from attnscale.policies.base import LengthPolicy, Policy, reads_scores
 from attnscale.policies.record import build_described, is_of_policy, read_modules, split_name
 
-# Prefix of an architecture name in config.json that an engine without attnscale does not know.
-ARCHITECTURE_PREFIX = "Attnscale"
-
 # Submodule of `<attention module>.attnscale` that holds the policy, in the names of its tensors.
 _POLICY = "policy."
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from attnscale.errors import ArgumentError, BackendError
 from attnscale.policies.base import LengthPolicy
 from attnscale.policies.record import (
+    ARCHITECTURE_PREFIX,
     NAME,
     ON_EXISTING,
     build_described,
@@ -30,7 +31,7 @@ from attnscale.policies.record import (
     read_modules,
     split_name,
 )
-from attnscale.serve.tables import ARCHITECTURE_PREFIX, LayerShape, beta_table, check_has_table, layer_policies
+from attnscale.serve.tables import LayerShape, beta_table, check_has_table, layer_policies
 
 # Minor versions of vLLM for which `make test-serving` has passed.
 SUPPORTED = ("0.32",)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attnscale._util.optional import version_of
-from attnscale.serve.tables import ARCHITECTURE_PREFIX
+from attnscale.policies.record import ARCHITECTURE_PREFIX
 from scripts.serving import real_model
 from scripts.serving.adapter import apply_adapter, write_adapter
 from scripts.serving.checkpoints import (

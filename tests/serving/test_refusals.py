@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from attnscale import hf
-from attnscale.serve.tables import ARCHITECTURE_PREFIX
+from attnscale.policies.record import ARCHITECTURE_PREFIX
 from scripts.serving.__main__ import ENVIRONMENT, OPTIONS
 from scripts.serving.checkpoints import build_model
 
