@@ -53,7 +53,7 @@ def test_a_scaling_by_cache_position_is_fixed_and_one_by_position_is_not():
 def test_a_scaling_that_cannot_be_disabled_is_refused_and_the_model_untouched(monkeypatch):
     model = llama(rope_parameters=dict(YARN))
     before, names = logits(model), [name for name, _ in model.named_modules()]
-    found = existing.Existing("Ours", "logits × 2", lambda: pytest.fail("disabled"), "it cannot be disabled")
+    found = existing.Existing("Ours", "logits × 2", lambda: pytest.fail("disabled"), fixed="it cannot be disabled")
     monkeypatch.setattr("attnscale.hf.selection.find_existing", lambda *_: [found])
     monkeypatch.setattr("attnscale.hf.inspection.find_existing", lambda *_: [found])
     options = {"reference_length": 8, "on_existing": "replace"}
