@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # returns the output path.
 Experiments = Mapping[str, tuple[str, str, str]]
 EXPERIMENTS = {"evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate")}
-MOVED = ("max_retrieval", "training")  # now in scripts/training
+MOVED = ("attention_loss", "max_retrieval", "training")  # experiments of scripts/training
 
 NAMES = "comma-separated names (a,b) or a list"
 NUMBERS = "comma-separated ints (128,2048), a doubling range (512:32768; quoted in a YAML file), or a list"

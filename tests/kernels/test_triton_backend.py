@@ -150,14 +150,14 @@ def test_the_operators_keep_what_they_promise_to_torch():
     sinks = torch.zeros(2, requires_grad=True)
     visibility = Visibility(right=0)
     flat = FlatAttention.of(q, k, v, beta, visibility, sinks, scale=0.25, softcap=None)
-    torch.library.opcheck(flash_forward_op, (*flat, True, False))
-    torch.library.opcheck(flash_forward_op, (*flat._replace(sinks=None, softcap=4.0), False, True))
+    torch.library.opcheck(flash_forward_op, (*flat, True, False, True))
+    torch.library.opcheck(flash_forward_op, (*flat._replace(sinks=None, softcap=4.0), False, True, False))
     q, k, v, beta, sinks = (x.detach() for x in (q, k, v, beta, sinks))
     found = flash_attention(q, k, v, beta, visibility, scale=0.25, sinks=sinks)
     flat = FlatAttention.of(q, k, v, beta, visibility, sinks, scale=0.25, softcap=None)
     arguments = (*flat, torch.ones_like(q), found.out, found.lse)
-    torch.library.opcheck(flash_backward_op, (*arguments, True))
-    torch.library.opcheck(flash_backward_op, (*arguments, False))
+    torch.library.opcheck(flash_backward_op, (*arguments, True, None, None))
+    torch.library.opcheck(flash_backward_op, (*arguments, False, found.lse, found.lse))
 
 
 def test_checkpointing_replays_dropout():

@@ -36,7 +36,11 @@ def test_it_runs_what_the_file_says_and_says_what_was_written(
     [
         ("training", "stepz=3", "key 'stepz' (value '3') is not accepted: did you mean 'steps'?"),
         ("training", "steps=0", "steps, batch=(0, 64) is not accepted"),
-        ("smollm2", "output=o", "experiment='evaluation' is not accepted: expected max_retrieval, training"),
+        (
+            "smollm2",
+            "output=o",
+            "experiment='evaluation' is not accepted: expected attention_loss, max_retrieval, training",
+        ),
         ("nowhere", "output=o", "an existing YAML file"),
     ],
 )

@@ -193,10 +193,11 @@ def _positions(layers: list[ServedLayer], longest: int) -> Tensor:
 
     The grid exceeds the context, because engines can be told to serve longer prompts.
     """
-    ends = [torch.arange(1, max(longest, _DENSE)), torch.logspace(0, math.log2(_LONGEST), _DENSE, base=2).long()]
+    context = torch.arange(1, max(longest, _DENSE), device="cpu")
+    ends = [context, torch.logspace(0, math.log2(_LONGEST), _DENSE, base=2, device="cpu").long()]
     for length in {getattr(part, "floor_length", None) for layer in layers for part in _parts(layer.policy)}:
         if isinstance(length, int):
-            boundaries = torch.arange(1, min(_LONGEST // length, _DENSE) + 1) * length
+            boundaries = torch.arange(1, min(_LONGEST // length, _DENSE) + 1, device="cpu") * length
             ends += [boundaries - 1, boundaries, boundaries + 1]
     positions: Tensor = torch.cat(ends).unique()  # type: ignore[no-untyped-call]
     return positions[positions > 0]
@@ -210,7 +211,7 @@ def _logarithm(positions: Tensor, length: int) -> Tensor:
 def _beta(layer: ServedLayer, positions: Tensor) -> Tensor:
     """Return β [positions, H|1] of a layer in fp64."""
     if layer.policy is None:
-        return torch.ones(len(positions), 1, dtype=torch.float64)
+        return torch.ones(len(positions), 1, dtype=torch.float64, device="cpu")
     visible = positions + 1 if layer.window is None else (positions + 1).clamp(max=layer.window)
     with torch.no_grad():
         beta = layer.policy(visible, positions=positions)

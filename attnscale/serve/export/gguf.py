@@ -183,7 +183,7 @@ def _base(model: Any) -> float:
 
 def _frequency_factors(model: Any, head_dim: int) -> Tensor | None:
     """Return the divisors [D/2] of the rotary frequencies, for the rope types llama3 and linear; None if all are 1."""
-    plain = _base(model) ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    plain = _base(model) ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     factors = (plain / rotary_of(model).inv_freq.double().cpu()).float()
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-6) else factors
 

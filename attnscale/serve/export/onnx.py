@@ -42,7 +42,7 @@ def write(handle: Handle, _: None, folder: Path) -> None:
     """Trace the model with dynamic batch and length, and write the graph with its weights beside it."""
     model: Any = handle.model
     length = min(_TRACED[1], getattr(model.config, "max_position_embeddings", None) or _TRACED[1])
-    tokens = torch.zeros(_TRACED[0], length, dtype=torch.int64)
+    tokens = torch.zeros(_TRACED[0], length, dtype=torch.int64, device="cpu")
     dynamic = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.onnx, about its own internals

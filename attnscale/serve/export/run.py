@@ -163,7 +163,8 @@ def _check(path: str | Path, handle: Handle, exported: Logits, form: Format, tar
     longest = getattr(model.config, "max_position_embeddings", None) or max(form.CHECKED_LENGTHS)
     lengths = tuple(dict.fromkeys(min(length, longest) for length in form.CHECKED_LENGTHS))
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(model.config.vocab_size, (1, length), generator=generator) for length in lengths]
+    size = model.config.vocab_size
+    texts = [torch.randint(size, (1, length), generator=generator, device="cpu") for length in lengths]
     own = [_log_probabilities(lambda tokens: model(tokens, use_cache=False).logits, text) for text in texts]
     difference = max(_largest(_log_probabilities(exported, text), seen) for text, seen in zip(texts, own, strict=True))
     if not difference <= _LIMIT:
