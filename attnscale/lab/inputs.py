@@ -38,8 +38,13 @@ OWN = "own"  # the policy stored with a model
 # Fields that depend on the module, and example values for error messages about other required fields.
 _SHAPE = {"num_heads": 1, "head_dim": 2}
 _EXAMPLES = {
-    **{"exponent": 0.5, "factor": 4, "original_length": 4096, "reference_length": 4096},
-    **{"a": 4096, "rho": 0.5, "window": 1024},
+    "exponent": 0.5,
+    "factor": 4,
+    "original_length": 4096,
+    "reference_length": 4096,
+    "a": 4096,
+    "rho": 0.5,
+    "window": 1024,
 }
 _ENTRY = re.compile(r"(?:(?P<label>[\w.+-]+)=)?(?P<name>[^:=]+)(?P<parameters>(?::\w+=[^:=]+)*)")
 
