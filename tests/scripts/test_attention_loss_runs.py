@@ -50,7 +50,7 @@ def test_the_committed_runs_collapse_without_the_terms_only():
     assert all(len(rows) == 3 for rows in found.values())
     assert all(float(row["entropy_share"]) < 0.2 for row in none)
     assert all(float(row["entropy_share"]) > attention_loss.FLOOR for row in (*floor, *hinge))
-    assert all(float(row["max_logit"]) < 23 for row in hinge)
+    assert all(float(row["max_logit"]) < 40 for row in hinge)
 
 
 def test_the_guide_has_the_numbers_of_the_committed_table():

@@ -302,9 +302,10 @@ def _unpack(text: str, shape: tuple[int, ...], number: int = 4) -> Tensor:
         raise ValueError("not compressed numbers") from error
     if len(raw) != size:
         raise ValueError("the number of values is wrong")
-    words = torch.zeros(shape, dtype=torch.int32, device="cpu")
-    if raw:
-        in_words = words.view(torch.uint8).view(*shape, 4)
-        for index, part in enumerate(torch.frombuffer(raw, dtype=torch.uint8).view(number, *shape)):
-            in_words[..., 3 - index if sys.byteorder == "little" else index] = part
-    return words
+    if not raw:
+        return torch.zeros(shape, dtype=torch.int32, device="cpu")
+    words, count = bytearray(4 * size // number), size // number
+    for index in range(number):
+        place = 3 - index if sys.byteorder == "little" else index
+        words[place::4] = raw[index * count : (index + 1) * count]
+    return torch.frombuffer(words, dtype=torch.int32).view(shape)

@@ -30,6 +30,7 @@ REST_ROWS = 16  # rows per call whose criticality is also measured without the f
 REQUEST = StatsRequest(
     gap_thresholds=THRESHOLDS, accumulation="bracket", min_rank=MIN_RANK, winner=True, first_share=FIRST_KEYS
 )
+REST = StatsRequest(w_max=False, entropy=False, lse=False, max_logit=False, accumulation="bracket", min_rank=MIN_RANK)
 
 
 def gap_name(threshold: float) -> str:
@@ -80,10 +81,7 @@ def _rest_accumulation(call: AttentionCall) -> Tensor:
     rows = min(REST_ROWS, found.shape[-1])
     part = call.select(torch.arange(rows, device=found.device))
     rest = replace(part, context=_without_first(part.context, rows))
-    request = StatsRequest(
-        w_max=False, entropy=False, lse=False, max_logit=False, accumulation="bracket", min_rank=MIN_RANK
-    )
-    found[..., :rows] = measure_rows(rest, request).accumulation.middle
+    found[..., :rows] = measure_rows(rest, REST).accumulation.middle
     return found
 
 

@@ -301,7 +301,10 @@ class CallRows:
                     block.of_sequences(bound)[:, None, None, block.top : block.bottom, None]
                     for bound in (self._start, self._stop)
                 )
-                _keep(by_row[..., left - block.left : right - block.left], (slot >= start) & (slot < stop))
+                seen = slot < stop
+                if left < block.clear_left:  # else all rows have started
+                    seen &= slot >= start
+                _keep(by_row[..., left - block.left : right - block.left], seen)
         if context.padding is not None:
             _keep(by_row, ~block.of_sequences(context.padding)[:, None, None, None, block.left : block.right])
         if context.mask is not None:
