@@ -107,8 +107,8 @@ def measure(
     """
     asked = request if known is None else replace(request, gap_thresholds=None, accumulation=None)
     if _is_sampled(call, request):
-        stats = _measure_sample(call.autocast(), asked)
-        output = run(call, chosen)
+        _refuse_derivative_of_sample(call, asked)
+        output, stats = run(call, chosen), measure_sampled_rows(call.autocast(), asked)
     else:
         output, stats = MEASURING[chosen.name].measure(call.autocast(), asked.with_lse())
         stats = add_call_shares(stats, request, call.autocast()).only(request)
@@ -121,16 +121,16 @@ def statistics(call: AttentionCall, request: StatsRequest) -> RowStats:
     # One column of the values is the least that kernels take; it has no gradient.
     call = replace(call.autocast(), value=call.value[..., :1].detach(), dropout_p=0.0)
     if _is_sampled(call, request):
-        return _measure_sample(call, request)
+        _refuse_derivative_of_sample(call, request)
+        return measure_sampled_rows(call, request)
     stats = MEASURING[backend].statistics(call, request.with_lse())
     return add_call_shares(stats, request, call).only(request)
 
 
-def _measure_sample(call: AttentionCall, request: StatsRequest) -> RowStats:
+def _refuse_derivative_of_sample(call: AttentionCall, request: StatsRequest) -> None:
     derivative = _needs(call, request).derivative
     if derivative is not None and request.with_gradients:
         raise BackendError(f"StatsRequest(rows={request.rows}, differentiable=True): {no_derivative(derivative)}")
-    return measure_sampled_rows(call, request)
 
 
 def with_known_gaps(stats: RowStats, known: RowStats, beta: Tensor) -> RowStats:

@@ -12,7 +12,6 @@ state. Models without policies are saved and loaded unchanged.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json
 import warnings
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +28,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from attnscale._util import state
 from attnscale._util.files import write_whole
+from attnscale._util.wrapping import wrap_method
 from attnscale.errors import ArgumentError, AttnScaleWarning
 from attnscale.hf.attach import attach, current_record, described_policies, is_learned
 from attnscale.hf.attention_layers import routed_layers, transformers_model
@@ -44,15 +43,15 @@ Method = Callable[..., Any]
 
 def keep_policies() -> None:
     """Wrap the methods that save and load models, adapters and Trainer state. Idempotent."""
-    _wrap(PreTrainedModel, "save_pretrained", _save_model)
-    _wrap(PreTrainedModel, "from_pretrained", _load_model)
-    _wrap(PreTrainedModel, "_load_pretrained_model", _load_weights)
+    wrap_method(PreTrainedModel, "save_pretrained", _save_model)
+    wrap_method(PreTrainedModel, "from_pretrained", _load_model)
+    wrap_method(PreTrainedModel, "_load_pretrained_model", _load_weights)
     if DROPS_IMPLEMENTATION:
-        _wrap(PreTrainedConfig, "from_dict", _read_config)
-    _wrap(PeftAdapterMixin, "load_adapter", _load_own_adapter)
-    _wrap(transformers_trainer.Trainer, "train", _train)
-    _wrap(TrainerState, "save_to_json", _save_state)
-    _wrap(TrainerState, "load_from_json", _load_state)
+        wrap_method(PreTrainedConfig, "from_dict", _read_config)
+    wrap_method(PeftAdapterMixin, "load_adapter", _load_own_adapter)
+    wrap_method(transformers_trainer.Trainer, "train", _train)
+    wrap_method(TrainerState, "save_to_json", _save_state)
+    wrap_method(TrainerState, "load_from_json", _load_state)
     callbacks: list[type[TrainerCallback]] = transformers_trainer.DEFAULT_CALLBACKS  # type: ignore[assignment]
     if RecordInState not in callbacks:
         callbacks.append(RecordInState)
@@ -62,27 +61,11 @@ def keep_policies() -> None:
     from peft.config import PeftConfigMixin
     from peft.utils import hotswap
 
-    _wrap(PeftModel, "save_pretrained", _save_adapters)
-    _wrap(PeftModel, "load_adapter", _load_adapter)
-    _wrap(PeftConfigMixin, "to_dict", _write_adapter_config)
-    _wrap(PeftConfigMixin, "from_json_file", _read_adapter_config)
-    _wrap(hotswap, "hotswap_adapter_from_state_dict", _swap_adapter)
-
-
-def _wrap(owner: type | ModuleType, name: str, wrapper: Method) -> None:
-    """Replace a function or method by `wrapper`, which gets the original as its first argument."""
-    found = vars(owner)[name]
-    bound = type(found) if isinstance(found, (classmethod, staticmethod)) else None
-    stock: Method = found if bound is None else found.__func__
-    if getattr(stock, NAME, False):
-        return
-
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(stock, *args, **kwargs)
-
-    setattr(wrapped, NAME, True)
-    setattr(owner, name, wrapped if bound is None else bound(wrapped))
+    wrap_method(PeftModel, "save_pretrained", _save_adapters)
+    wrap_method(PeftModel, "load_adapter", _load_adapter)
+    wrap_method(PeftConfigMixin, "to_dict", _write_adapter_config)
+    wrap_method(PeftConfigMixin, "from_json_file", _read_adapter_config)
+    wrap_method(hotswap, "hotswap_adapter_from_state_dict", _swap_adapter)
 
 
 def _save_model(stock: Method, model: PreTrainedModel, /, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

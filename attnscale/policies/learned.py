@@ -152,10 +152,10 @@ class ASEntmax(QueryPolicy):
 class Selective(QueryPolicy):
     """Selective self-attention (arXiv:2411.12892): tanh(w·gelu(x)) + 1 + σ(α)·ln n, per head and token.
 
-    x is the query vector [D] of the head: the temperature shares its projection with the query, as in the paper. w, of
-    shape [H, D], starts at zero and α [H] at σ(α) = `strength`. The released code has the position term only, with
-    exp(−exp b) in place of σ(α). β is [B, H, Tq] for queries [B, H, Tq, D] and may be negative. Left out: the second
-    temperature, on the values.
+    x is the query vector [D] of the head, so the temperature needs no projection of its own. w, of shape [H, D], starts
+    at zero and α [H] at σ(α) = `strength`. The token term is that of reimplementations: the released code has the
+    position term only, with exp(−exp b) in place of σ(α). β is [B, H, Tq] for queries [B, H, Tq, D] and may be negative.
+    Left out: the second temperature, on the values.
 
     Args:
         num_heads: The number of heads H.

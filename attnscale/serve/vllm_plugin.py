@@ -9,7 +9,6 @@ which the parent of that layer, the attention module of the model, was called.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnscale._util.wrapping import wrap_method
 from attnscale.errors import ArgumentError, BackendError
 from attnscale.policies.base import LengthPolicy
 from attnscale.policies.record import (
@@ -53,28 +53,14 @@ def register() -> None:
         from vllm.model_executor.models.registry import _ModelRegistry
         from vllm.transformers_utils.config import HFConfigParser
 
-        _wrap(HFConfigParser, "parse", _parse_config)
-        _wrap(_ModelRegistry, "inspect_model_cls", _inspect_class)
-        _wrap(_ModelRegistry, "resolve_model_cls", _resolve_class)
+        wrap_method(HFConfigParser, "parse", _parse_config)
+        wrap_method(_ModelRegistry, "inspect_model_cls", _inspect_class)
+        wrap_method(_ModelRegistry, "resolve_model_cls", _resolve_class)
     except (ImportError, AttributeError) as error:
         raise BackendError(
             f"the vLLM plugin of attnscale does not support this version of vLLM: {error}; supported: "
             f"{_supported()}. To serve models without a policy, exclude the plugin with VLLM_PLUGINS"
         ) from error
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method by `wrapper`, which gets the original as its first argument."""
-    stock = getattr(owner, name)
-    if getattr(stock, NAME, False):
-        return
-
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(stock, *args, **kwargs)
-
-    setattr(wrapped, NAME, True)
-    setattr(owner, name, wrapped)
 
 
 def _supported() -> str:

@@ -60,10 +60,9 @@ ATTACHED = {
     "hf: setattr(top, _SAVED)": "what config.json is to name; `release` removes it",
     "hf: setattr(loaded, NAME)": "the record of policies travels with the Trainer's state",
     "hf: setattr(state, NAME)": "the record of policies travels with the Trainer's state",
-    "hf: setattr(owner, name)": "wraps a method of transformers, once; or changes a module, with its undo",
-    "hf: setattr(wrapped, NAME)": "marks a wrapped method, so that it is wrapped once",
-    "serve: setattr(owner, name)": "wraps a method of vLLM, once",
-    "serve: setattr(wrapped, NAME)": "marks a wrapped method, so that it is wrapped once",
+    "_util: setattr(owner, name)": "wraps a method of transformers, peft or vLLM, once",
+    "_util: setattr(wrapped, _WRAPPED)": "marks a wrapped method, so that it is wrapped once",
+    "hf: setattr(owner, name)": "changes a module, with its undo",
     "serve: setattr(attention, _POSITIONS)": "the positions of a call, until it returns",
     "hf: setattr(rotary.owner, rotary.name)": "a factor of the model that a policy replaces, with its undo",
 }  # fmt: skip
