@@ -154,8 +154,8 @@ class Selective(QueryPolicy):
 
     x is the query vector [D] of the head, so the temperature needs no projection of its own. w, of shape [H, D], starts
     at zero and α [H] at σ(α) = `strength`. The token term is that of reimplementations: the released code has the
-    position term only, with exp(−exp b) in place of σ(α). β is [B, H, Tq] for queries [B, H, Tq, D] and may be negative.
-    Left out: the second temperature, on the values.
+    position term only, with exp(−exp b) in place of σ(α). β is [B, H, Tq] for queries [B, H, Tq, D] and may be
+    negative. Left out: the second temperature, on the values.
 
     Args:
         num_heads: The number of heads H.
