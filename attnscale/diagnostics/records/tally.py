@@ -7,6 +7,7 @@ keeps the rows with the smallest keys. Samples can therefore be thinned and merg
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -324,7 +325,7 @@ class Processes(Uncopied):
             self._notices.add_error("a report failed and was dropped", error)
         names = [layer.name for layer in layers]
         parts = list(here.values()) if self.number == 1 else self._join(step, names, here)
-        return [record for part in parts for record in _records_of(step, steps, part, sample)]
+        return list(_records_of(step, steps, parts, sample))
 
     def _join(self, step: int, own: list[str], here: dict[str, Part]) -> list[Part]:
         """Gather the parts of all processes in one collective. Training calls take precedence over evaluation calls."""
@@ -385,19 +386,23 @@ class Processes(Uncopied):
         )
 
 
-def _records_of(step: int, steps: int, part: Part, sample: int) -> Iterator[Record]:
-    flats, scalars = unpack(part.rows, sample)
-    named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
-    phases = named[: len(FORWARD)], named[len(FORWARD) :]
-    for head, numbers in enumerate(scalars.T.tolist()):
-        forward, backward = (
-            {name: summary for name, of_heads in phase if (summary := of_heads[head])} for phase in phases
-        )
-        of_head = _scalars_of(dict(zip(SCALARS, numbers, strict=True)), bool(backward))
-        if "broken_step" in of_head:
-            of_head["broken_step"] += step - steps + 1
-        mode = "training" if part.training else "evaluation"
-        yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
+def _records_of(step: int, steps: int, parts: Iterable[Part], sample: int) -> Iterator[Record]:
+    """Yield the records of parts. Adjacent parts from the same number of processes are summarised together."""
+    for _, run in itertools.groupby(parts, lambda part: len(part.rows)):
+        together = list(run)
+        flats, scalars = unpack(torch.cat([part.rows for part in together], dim=1), sample)
+        named = list(zip((*FORWARD, *BACKWARD), summaries(flats), strict=True))
+        phases = named[: len(FORWARD)], named[len(FORWARD) :]
+        places = [(part, head) for part in together for head in range(part.rows.shape[1])]
+        for column, ((part, head), numbers) in enumerate(zip(places, scalars.T.tolist(), strict=True)):
+            forward, backward = (
+                {name: summary for name, of_heads in phase if (summary := of_heads[column])} for phase in phases
+            )
+            of_head = _scalars_of(dict(zip(SCALARS, numbers, strict=True)), bool(backward))
+            if "broken_step" in of_head:
+                of_head["broken_step"] += step - steps + 1
+            mode = "training" if part.training else "evaluation"
+            yield Record(step, part.layer, part.first + head, forward, backward, of_head, mode)
 
 
 def _scalars_of(numbers: dict[str, float], answered: bool) -> dict[str, float]:
