@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Command → file in this folder, which has a function of the same name that adds the options; and a summary. Only the
 # file of the requested command is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "recommend": ("recommend", "recommend how a model can read longer texts, from its config, in seconds"),
     "demo": ("evaluate", "evaluate the embedded model with five policies at increasing lengths"),
     "evaluate": ("evaluate", "measure retrieval, perplexity and attention of models by policy and length"),
     "run": ("evaluate", "run an evaluation from a YAML file, with key=value overrides"),

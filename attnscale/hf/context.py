@@ -120,18 +120,18 @@ def position_table(model: nn.Module) -> int | None:
     if limit is None:
         return None
     for module in inner.modules():
-        if isinstance(module, nn.Embedding) and module is not inputs:
-            if 0 <= module.num_embeddings - limit <= _MOST_EXTRA_ROWS:
-                return limit
+        rows = module.num_embeddings if isinstance(module, nn.Embedding) and module is not inputs else 0
+        if limit <= rows <= limit + _MOST_EXTRA_ROWS:
+            return limit
     return None
 
 
-def positions_of(layer: AttentionLayer, table: int | None = None) -> str:
-    """Describe how a layer encodes positions; `table` is the result of `position_table`."""
+def positions_of(layer: AttentionLayer, config: PreTrainedConfig, table: int | None = None) -> str:
+    """Describe how a layer of a model with this config encodes positions; `table` is that of `position_table`."""
     rope = rope_of(layer)
     if rope is not None:
         return str(rope)
-    if _has_alibi(layer):
+    if _has_alibi(layer, config):
         return "ALiBi"
     if has_position_bias(layer):
         return "relative position bias"
@@ -140,12 +140,12 @@ def positions_of(layer: AttentionLayer, table: int | None = None) -> str:
 
 def has_position_bias(layer: AttentionLayer) -> bool:
     """Whether a layer adds a learned bias by distance to its scores, as T5 does."""
-    return hasattr(layer.module, "has_relative_attention_bias") or "position_bias" in read_forward(layer.module).keywords
+    passed = read_forward(layer.module).keywords
+    return hasattr(layer.module, "has_relative_attention_bias") or "position_bias" in passed
 
 
-def _has_alibi(layer: AttentionLayer) -> bool:
+def _has_alibi(layer: AttentionLayer, config: Any) -> bool:
     """Whether a layer adds a linear bias by distance to its scores, as Bloom, MPT and some Falcon models do."""
-    config: Any = layer.config
     inner = getattr(config, "attn_config", None)
     known = getattr(config, "alibi", getattr(inner, "alibi", None))
     return bool("alibi" in read_forward(layer.module).text if known is None else known)

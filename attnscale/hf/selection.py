@@ -42,6 +42,7 @@ _STRETCH = "attnscale.hf.recommend(model, length) shows how to stretch it"
 
 _NORM = re.compile(r"norm|\bln_|layer_?norm", re.IGNORECASE)
 
+
 def select(
     model: nn.Module, *, layers: Layers = "all", cross: bool = False, towers: Towers = "text"
 ) -> list[AttentionLayer]:

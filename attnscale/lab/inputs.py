@@ -157,6 +157,11 @@ def _number(text: str) -> Any:
     return text
 
 
+def embedded_folder() -> Path:
+    """Return the folder of the model in this package."""
+    return Path(str(files("attnscale.lab").joinpath("embedded")))
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """A folder written by `save_pretrained`; "embedded" is the model in this package."""
@@ -168,7 +173,7 @@ class ModelFolder:
     @classmethod
     def at(cls, given: str, dtype: str) -> ModelFolder:
         """Return a folder given by the user; raise if it cannot contain a model."""
-        path = Path(str(files("attnscale.lab").joinpath("embedded"))) if given == EMBEDDED else Path(given)
+        path = embedded_folder() if given == EMBEDDED else Path(given)
         if not (path / "config.json").is_file():
             reject("model", given, "a folder with the config.json of a HuggingFace model, or 'embedded'")
         if not any(path.glob("*.safetensors")):
