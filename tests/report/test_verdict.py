@@ -13,7 +13,11 @@ from attnscale.report.verdict import verdict
 
 
 def said(path: Path) -> list[str]:
-    return verdict(read_evaluation(path))
+    return verdict(read_evaluation(path)).sentences
+
+
+def line(path: Path) -> str | None:
+    return verdict(read_evaluation(path)).line
 
 
 def change(path: Path, of: str, **fields: str) -> None:
