@@ -11,8 +11,6 @@ from attnscale.report.evaluation_data import ARGMAX, NOTHING, PROSE, EvaluationD
 
 NOTICED = 0.0005  # bits per byte; smaller changes are displayed as 0.00
 
-MEASURE_LONGER = "Measure longer sequences to compare policies."
-
 
 class Verdict(NamedTuple):
     """Sentences for page and terminal, and the call that applies the policy that was shown to help, if any."""
@@ -28,24 +26,18 @@ def verdict(data: EvaluationData) -> Verdict:
     """Return the verdict. A gain is significant if its 95 % interval excludes zero."""
     if CONSTANT not in data.policies:
         return Verdict([f"The policy {CONSTANT} was not measured, so there is no baseline to compare with."])
-    others = [policy for policy in data.policies if policy not in (CONSTANT, ARGMAX)]
+    task, prose = next(iter(data.retrieval_tasks), None), _by_length(data, PROSE)
+    answers = {} if task is None else data.answers(task)
+    beyond = _beyond(task, answers) if task is not None and max(answers.values()) <= NOTHING else ""
     idle = _idle(data)
+    others = [policy for policy in data.policies if policy not in (CONSTANT, ARGMAX)]
     if others and set(others) <= set(data.idle):
-        return Verdict([idle])
+        return Verdict([idle, *([beyond] if beyond else [])])
     sentences = [idle] if idle else []
-    task = next(iter(data.retrieval_tasks), None)
-    prose = _by_length(data, PROSE)
-    if task is None:
+    if task is None or beyond:
         first, line = _prose_alone(data, prose)
-        return Verdict([first, "Retrieval was not measured.", *sentences], line)
-    answers = data.answers(task)
-    if max(answers.values()) <= NOTHING:
-        beyond = (
-            f"{task} is beyond this model: no policy answers more than {percent(max(answers.values()))} of the "
-            f"questions at any length, from {min(answers)} tokens on. No policy is better than another in this task; "
-            "try an easier one, such as needle, or other templates."
-        )
-        first, line = _prose_alone(data, prose)
+        if task is None:
+            return Verdict([first, "Retrieval was not measured.", *sentences], line)
         return Verdict([beyond, *([first] if prose else []), *sentences], line)
     retrieval = _by_length(data, task)
     if not retrieval:
@@ -59,16 +51,24 @@ def verdict(data: EvaluationData) -> Verdict:
     return Verdict([_retrieval(data, task, retrieval, best), _price(data, prose, best), *sentences], line)
 
 
+def _beyond(task: str, answers: Mapping[int, float]) -> str:
+    """Return the sentence on a task of which the model answers nothing."""
+    most = max(answers.values())
+    what = "any question" if most == 0 else f"more than {percent(most)} of the questions"
+    return (
+        f"{task} is beyond this model: no policy answers {what} at any length, from {min(answers)} tokens on. No "
+        "policy is better than another in this task; try an easier one, such as needle, or other templates."
+    )
+
+
 def _idle(data: EvaluationData) -> str:
     """Return the sentence on policies that cannot differ from `constant`, or an empty string."""
     if not data.idle:
         return ""
-    longest, trained = data.lengths[-1], data.trained_length
-    what = "the trained length" if longest == trained else "their reference length"
-    be = f"{', '.join(data.idle)} {'is' if len(data.idle) == 1 else 'are'} β = 1 in every row"
     return (
-        f"Nothing longer than {longest} tokens was measured, which does not exceed {what}: {be}, because of "
-        f"the floor, and cannot differ from {CONSTANT}. {MEASURE_LONGER}"
+        f"Nothing longer than {data.lengths[-1]} tokens was measured, which is within the reference length of "
+        f"{', '.join(data.idle)}: with a floor, β = 1 in every row, so nothing can differ from {CONSTANT}. Measure "
+        "longer sequences."
     )
 
 
@@ -86,9 +86,7 @@ def apply_line(data: EvaluationData, policy: str) -> str | None:
     keywords |= {"layers": spec["layers"]} if spec.get("layers", "all") != "all" else {}
     keywords |= {"on_existing": spec["on_existing"]} if spec.get("on_existing", "raise") != "raise" else {}
     call = ", ".join(["model", first, *(f"{key}={_literal(value)}" for key, value in keywords.items())])
-    stretched = (
-        "" if rope in (None, "own") else f"  # with the rotary embedding of --rope {rope}, without a factor of its own"
-    )
+    stretched = "" if rope in (None, "own") else f"  # on the embedding stretched by {rope}, without YaRN's own factor"
     return f"attnscale.hf.apply({call}){stretched}"
 
 
