@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
+import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from attnscale._util.ranges import write_range
-from attnscale.hf.attention_layers import AttentionLayer, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.context import (
     Rope,
     TrainedLength,
@@ -150,8 +153,9 @@ def advise(case: Case) -> Advice:
     if not usable:
         return Advice("unsupported", (f"{case.far[0].path} {refused[case.far[0].path]}.",))
     stretch = _stretch(case, usable)
-    if stretch.problem is not None:
-        return Advice("impossible", (stretch.problem,), ("A rotary embedding that is stretched to this length.",))
+    problem = stretch.problem or _why_unbuildable(case, stretch)
+    if problem is not None:
+        return Advice("impossible", (problem,), ("A rotary embedding that is stretched to this length.",))
     formulas = [one for one in case.existing if not _is_factor(one)]
     if formulas:
         return _keep(case, formulas, stretch)
@@ -161,7 +165,7 @@ def advise(case: Case) -> Advice:
     if fixed is not None:
         return Advice("keep", (f"The model scales its logits ({case.existing[0].description}); {fixed}.",))
     keywords = _keywords(case, usable) | ({"on_existing": "replace"} if replaces else {})
-    warnings = (*stretch.warnings, *_warnings(case))
+    cautions = (*stretch.warnings, *_cautions(case))
     verdict: Verdict = "stretch" if stretch.statements else "compare" if case.existing else "apply"
     reasons = [*stretch.reasons]
     if verdict == "compare":
@@ -175,7 +179,7 @@ def advise(case: Case) -> Advice:
         verdict,
         tuple(reasons),
         ("A longer rotary embedding; a temperature alone does not replace it.",) if stretch.statements else (),
-        warnings,
+        cautions,
         law,
         _line(law, keywords),
         _setup(case, stretch),
@@ -231,6 +235,32 @@ def _raised(case: Case, layer: AttentionLayer, factor: float, reason: str, *warn
     return _Stretch(statements, (reason,), warnings, f"yarn:{factor:g}" if kind else None)
 
 
+def build_without_weights(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model on the meta device, with eager attention, which requires no package."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind._from_config(config, attn_implementation="eager")
+
+
+def _why_unbuildable(case: Case, stretch: _Stretch) -> str | None:
+    """Return why transformers cannot build this model with the stretched embedding, or None."""
+    if not stretch.statements:
+        return None
+    inner = transformers_model(case.model)
+    config = copy.deepcopy(inner.config)
+    try:
+        exec("\n".join(stretch.statements), {"config": config})  # exactly what is printed
+        built = build_without_weights(type(inner), config)
+        for layer in find_attention_layers(built):
+            find_existing(built, layer)
+    except Exception as error:  # some classes compute with entries that this type of embedding does not have
+        return (
+            f"The rotary embedding is not stretched to {case.length} tokens, and transformers cannot do so for "
+            f"{type(inner).__name__}: the config of {', '.join(stretch.statements[:1])} fails with {error!r}."
+        )
+    return None
+
+
 def _unstretchable(rope: Rope, trained: int) -> str:
     if rope.kind == "longrope":
         return (
@@ -272,7 +302,7 @@ def _explained(case: Case, law: Mapping[str, Any], replaces: bool) -> str:
     return f"{text} ({other}). Measure both on your model."
 
 
-def _warnings(case: Case) -> tuple[str, ...]:
+def _cautions(case: Case) -> tuple[str, ...]:
     config, found = transformers_model(case.model).config, []
     longest = longest_context(config) or 0
     if longest > case.trained.tokens:

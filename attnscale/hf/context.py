@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnscale.hf.attention_layers import AttentionLayer, read_forward, transformers_model
 
@@ -116,14 +117,23 @@ def position_table(model: nn.Module) -> int | None:
     Such a model cannot read longer texts: later positions have no entry.
     """
     inner = transformers_model(model)
-    limit, inputs = longest_context(inner.config), inner.get_input_embeddings()
+    limit, tokens = longest_context(inner.config), _token_tables(inner)
     if limit is None:
         return None
     for module in inner.modules():
-        rows = module.num_embeddings if isinstance(module, nn.Embedding) and module is not inputs else 0
+        rows = module.num_embeddings if isinstance(module, nn.Embedding) and module not in tokens else 0
         if limit <= rows <= limit + _MOST_EXTRA_ROWS:
             return limit
     return None
+
+
+def _token_tables(model: nn.Module) -> set[nn.Module]:
+    """Return the token embeddings of a model and of its parts, such as encoder and decoder."""
+    found = set()
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        with contextlib.suppress(NotImplementedError):  # a part that reads no tokens, such as a speech encoder
+            found.add(part.get_input_embeddings())
+    return found
 
 
 def positions_of(layer: AttentionLayer, config: PreTrainedConfig, table: int | None = None) -> str:

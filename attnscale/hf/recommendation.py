@@ -6,13 +6,11 @@ import copy
 import dataclasses
 import itertools
 import textwrap
-import warnings as python_warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -28,7 +26,7 @@ from transformers import (
 from attnscale._util.checks import read_int
 from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject, reject_type
-from attnscale.hf.advice import HEADLINES, Advice, Case, Evidence, Verdict, advise
+from attnscale.hf.advice import HEADLINES, Advice, Case, Evidence, Verdict, advise, build_without_weights
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import record_of
 from attnscale.hf.context import TrainedLength, find_trained_length, position_table, positions_of
@@ -292,11 +290,10 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         kinds += kind if isinstance(kind, (tuple, list)) else [kind]
     if not kinds:
         reject("model", type(config).__name__, "a config of a model that transformers can build")
-    try:
-        with torch.device("meta"), python_warnings.catch_warnings():
-            python_warnings.simplefilter("ignore")
-            # "eager" needs no package, whatever implementation the config names.
-            built: PreTrainedModel = kinds[0]._from_config(config, attn_implementation="eager")
-    except Exception as error:  # a config may lack what its class needs
-        raise ArgumentError(f"no {kinds[0].__name__} can be built from the config: {error!r}") from error
-    return built
+    failure: Exception | None = None
+    for kind in kinds:
+        try:
+            return build_without_weights(kind, config)
+        except Exception as error:  # a config may lack what its class needs
+            failure = error
+    raise ArgumentError(f"no {kinds[0].__name__} can be built from the config: {failure!r}") from failure

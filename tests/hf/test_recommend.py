@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 import torch
 from hf_releases import models
+from hf_zoo import ZOO
 from tiny_models import bloom, deepseek_sparse, llama, t5
 
 import attnscale
@@ -227,6 +228,23 @@ def test_an_encoder_decoder_needs_a_trained_length_and_names_cross_attention():
     assert any("cross=True" in text for text in found.warnings)
     exec(found.code, {"model": model})
     assert sum(site_of(layer.module) is not None for layer in find_attention_layers(model)) == 4
+
+
+def test_an_embedding_that_transformers_cannot_stretch_for_this_class_is_named():
+    found = recommend(ZOO["phimoe"].build(), 4 * L)
+    assert (found.verdict, found.code) == ("impossible", None)
+    assert "transformers cannot do so for PhimoeForCausalLM" in found.reasons[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # gpt_bigcode
+@pytest.mark.parametrize("name", ZOO)
+def test_every_tested_model_type_has_a_recommendation_that_apply_agrees_with(name):
+    model = ZOO[name].build()
+    found = recommend(model, 4 * L, trained_length=L)
+    assert (found.verdict, bool(found.positions)) != ("unsupported", True)
+    if found.line is not None and not found.missing:
+        exec(found.line, {"attnscale": attnscale, "model": model})
+        assert recommend(model, 4 * L, trained_length=L).verdict == "applied"
 
 
 def test_a_model_in_memory_is_not_loaded_again():
