@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from attnscale.hf.context import (
     Rope,
     TrainedLength,
     has_position_bias,
+    is_unstretched,
     longest_context,
     position_table,
     rope_of,
@@ -196,7 +197,7 @@ def _stretch(case: Case, layers: Sequence[AttentionLayer]) -> _Stretch:
         if rope is None or rope.kind == "dynamic":
             continue
         if not rope.stretched:
-            return _yarn(case, layer)
+            return _yarn(case, [other for other in layers if is_unstretched(other, trained)])
         if rope.kind == "yarn":
             original = rope.original_length or trained
             if max(longest, (rope.factor or 1) * original) >= case.length:
@@ -211,11 +212,14 @@ def _stretch(case: Case, layers: Sequence[AttentionLayer]) -> _Stretch:
     return _Stretch()
 
 
-def _yarn(case: Case, layer: AttentionLayer) -> _Stretch:
+def _yarn(case: Case, layers: Sequence[AttentionLayer]) -> _Stretch:
     factor = _rounded(case.times)
     entries = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": case.trained.tokens}
     return _Stretch(
-        (f"{_entry(case, layer)} |= {_literal(entries)}", f"{_text(case)}.max_position_embeddings = {case.length}"),
+        (
+            *dict.fromkeys(f"{_entry(case, layer)} |= {_literal(entries)}" for layer in layers),
+            *dict.fromkeys(f"{_config(case, layer)}.max_position_embeddings = {case.length}" for layer in layers),
+        ),
         (
             f"The rotary embedding is not stretched, and fails beyond {case.trained.tokens} tokens whatever the "
             f"temperature. YaRN stretches it by {factor:g}, for all texts, short ones included.",
@@ -229,7 +233,7 @@ def _raised(case: Case, layer: AttentionLayer, factor: float, reason: str, *warn
     rope = rope_of(layer)
     statements = (
         f'{_entry(case, layer)}["factor"] = {factor!r}',
-        f"{_text(case)}.max_position_embeddings = {case.length}",
+        f"{_config(case, layer)}.max_position_embeddings = {case.length}",
     )
     kind = rope is not None and rope.kind == "yarn"
     return _Stretch(statements, (reason,), warnings, f"yarn:{factor:g}" if kind else None)
@@ -239,7 +243,8 @@ def build_without_weights(kind: type[PreTrainedModel], config: PreTrainedConfig)
     """Build a model on the meta device, with eager attention, which requires no package."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return kind._from_config(config, attn_implementation="eager")
+        built: PreTrainedModel = cast("Any", kind)._from_config(config, attn_implementation="eager")
+        return built
 
 
 def _why_unbuildable(case: Case, stretch: _Stretch) -> str | None:
@@ -352,16 +357,18 @@ def _literal(value: Any) -> str:
     return repr(value).replace("'", '"')
 
 
-def _text(case: Case) -> str:
-    """Return the expression for the config of the text part."""
+def _config(case: Case, layer: AttentionLayer) -> str:
+    """Return the expression for the config of a layer: that of the model, or of its text part, encoder or decoder."""
     config = transformers_model(case.model).config
-    return "config" if config.get_text_config() is config else "config.get_text_config()"
+    parts = {f"config.{name}": getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}}
+    known = {"config": config, "config.get_text_config()": config.get_text_config()} | parts
+    return next((name for name, part in known.items() if part is layer.config), "config.get_text_config()")
 
 
 def _entry(case: Case, layer: AttentionLayer) -> str:
     """Return the expression for the rope parameters of a layer."""
     own = rope_parameters(layer.config, layer.kind) is not layer.config.rope_parameters
-    return f"{_text(case)}.rope_parameters" + (f'["{layer.kind}"]' if own else "")
+    return f"{_config(case, layer)}.rope_parameters" + (f'["{layer.kind}"]' if own else "")
 
 
 def _setup(case: Case, stretch: _Stretch) -> tuple[str, ...]:

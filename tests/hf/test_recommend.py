@@ -236,6 +236,15 @@ def test_an_embedding_that_transformers_cannot_stretch_for_this_class_is_named()
     assert "transformers cannot do so for PhimoeForCausalLM" in found.reasons[0]
 
 
+def test_encoder_and_decoder_are_stretched_if_each_has_its_own_embedding(tmp_path):
+    ZOO["t5gemma"].build().float().save_pretrained(tmp_path)
+    found = recommend(tmp_path, 4 * L)
+    assert found.verdict == "stretch"
+    model = pasted(found)  # warnings are errors
+    for part in (model.config.encoder, model.config.decoder):
+        assert part.rope_parameters["rope_type"] == "yarn"
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # gpt_bigcode
 @pytest.mark.parametrize("name", ZOO)
 def test_every_tested_model_type_has_a_recommendation_that_apply_agrees_with(name):
