@@ -196,6 +196,10 @@ def _stretch(case: Case, layers: Sequence[AttentionLayer]) -> _Stretch:
         rope = rope_of(layer)
         if rope is None or rope.kind == "dynamic":
             continue
+        if not rope_parameters(layer.config, layer.kind):
+            return _Stretch(
+                problem="The rotary embedding fails beyond its length, and no entry of the config stretches it."
+            )
         if not rope.stretched:
             return _yarn(case, [other for other in layers if is_unstretched(other, trained)])
         if rope.kind == "yarn":
