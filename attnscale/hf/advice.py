@@ -198,7 +198,7 @@ def _stretch(case: Case, layers: Sequence[AttentionLayer]) -> _Stretch:
             continue
         if not rope_parameters(layer.config, layer.kind):
             return _Stretch(
-                problem="The rotary embedding fails beyond its length, and no entry of the config stretches it."
+                problem="The rotary embedding fails beyond its length; its config has no entry to stretch it."
             )
         if not rope.stretched:
             return _yarn(case, [other for other in layers if is_unstretched(other, trained)])
