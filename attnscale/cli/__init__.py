@@ -1,9 +1,9 @@
 """The command line, `attnscale COMMAND …`.
 
 `parser` lists the commands and imports only the file of the requested one: `evaluate` (also `demo` and `run`),
-`theory`, `parallel_cost` (`plan`), `bench`, `export`, `show` (`doctor`, `policies`, `watch`, `report`). Heavy imports
-happen only when a command runs. Help, `--version`, `doctor`, `policies` and `report` print plain text and require only
-torch, `export` also transformers; the other commands require the extra `cli`.
+`theory`, `parallel_cost` (`plan`), `bench`, `export`, `recommend`, `show` (`doctor`, `policies`, `watch`, `report`).
+Heavy imports happen only when a command runs. Help, `--version`, `doctor`, `policies` and `report` print plain text and
+require only torch, `export` and `recommend` also transformers; the other commands require the extra `cli`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attnscale._util.optional import need
 from attnscale.cli.parser import parse
 from attnscale.errors import AttnScaleError
 
-PLAIN = ("doctor", "export", "policies", "report")  # print plain text, without a rich console
+PLAIN = ("doctor", "export", "policies", "recommend", "report")  # print plain text, without a rich console
 RESUMABLE = ("demo", "evaluate", "run")  # continue from the cells of an interrupted run
 
 

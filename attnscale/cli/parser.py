@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,9 +18,12 @@ from attnscale.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+INTERVAL = 60.0  # seconds between two lines of progress without a terminal
+
 # Command → file in this folder, which has a function of the same name that adds the options; and a summary. Only the
 # file of the requested command is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "recommend": ("recommend", "recommend how a model can read longer texts, from its config, in seconds"),
     "demo": ("evaluate", "evaluate the embedded model with five policies at increasing lengths"),
     "evaluate": ("evaluate", "measure retrieval, perplexity and attention of models by policy and length"),
     "run": ("evaluate", "run an evaluation from a YAML file, with key=value overrides"),
@@ -89,6 +94,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+class ProgressLines:
+    """Prints progress as lines on stderr, for files and pipes. The first lines come in quick succession."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._due, self._wait = now, -math.inf, INTERVAL / 16
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        """Print a line if it is due."""
+        if self._now() < self._due:
+            return
+        print(f"{done}/{total}: {label}", file=sys.stderr, flush=True)
+        self._wait = min(2 * self._wait, INTERVAL)
+        self._due = self._now() + self._wait
+
+
 def moved(command: str, script: str) -> NoReturn:
     """Raise the error for a command that is no longer part of the package."""
     raise ArgumentError(f"`{command}` is no longer part of the package: run `{script}` in a clone of the repository")
@@ -102,12 +122,15 @@ def _sentence(summary: str) -> str:
 def shown_progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
     """Yield a function (done, total, label) that updates a transient progress bar.
 
-    The bar is disabled in files and pipes, where rich would leave an empty line.
+    Without a terminal, lines on stderr replace the bar: at the start, and then at most one per `INTERVAL`.
     """
+    if not console.is_terminal:
+        yield ProgressLines(time.monotonic)
+        return
     from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=escape(label))

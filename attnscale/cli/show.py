@@ -104,11 +104,21 @@ class Line(NamedTuple):
 
 
 def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
-    """Print the tables of a finished evaluation and, with `report`, write its page."""
+    """Print the tables and the verdict of a finished evaluation and, with `report`, write its page."""
+    from attnscale.report.evaluation_data import read_evaluation
+    from attnscale.report.verdict import verdict
+
     folder = Path(folder)
     for task, lines in read_lines(folder).items():
         console.print(_table(task, lines))
     console.print(ABOUT, highlight=False)
+    found = verdict(read_evaluation(folder))
+    console.print()
+    for sentence in found.sentences:
+        console.print(sentence, highlight=False, markup=False)
+    if found.line is not None:
+        console.print(found.line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
     written = folder
     if report:
         from attnscale.report import write_report

@@ -25,6 +25,7 @@ from attnscale.hf.install import Handle, apply
 from attnscale.hf.monitoring import AttnScaleCallback, find_sites, open_stock_attention
 from attnscale.hf.persistence import keep_policies
 from attnscale.hf.plan import Plan, read_plan
+from attnscale.hf.recommendation import Recommendation, recommend
 
 register()
 keep_policies()
@@ -35,10 +36,12 @@ __all__ = [
     "Handle",
     "Inspection",
     "Plan",
+    "Recommendation",
     "apply",
     "attach",
     "inspect",
     "load",
     "load_policy",
     "read_plan",
+    "recommend",
 ]

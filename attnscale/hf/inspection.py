@@ -13,17 +13,21 @@ from attnscale._util.checks import read_int
 from attnscale._util.ranges import write_range
 from attnscale.errors import ArgumentError, reject
 from attnscale.hf import selection
+from attnscale.hf.advice import HEADLINES
 from attnscale.hf.attach import described_policies
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.config_record import is_pending, record_of
+from attnscale.hf.context import find_trained_length, position_table, positions_of
 from attnscale.hf.existing import Existing, find_existing
 from attnscale.hf.plan import Plan, beta_at_end, build_policies, read_plan
+from attnscale.hf.recommendation import recommend
 from attnscale.hf.selection import Layers, OnExisting, Towers
 from attnscale.hf.sites import MonitoredSite, is_called, site_of
 from attnscale.policies import Policy, PolicySpec
 from attnscale.policies.record import NAME, split_number
 
 LENGTHS = (1024, 8192, 65536)
+BEYOND = 4  # the table is headed by the advice of `recommend` at this multiple of the trained length
 
 Verdict = Literal["selected", "left alone", "refused", "free"]
 
@@ -73,6 +77,7 @@ class Inspection:
         lengths: text lengths at which β is shown.
         layers: one `LayerInspection` per attention layer.
         cautions: the warnings that `apply` would issue.
+        context: the trained length, the positions, and what `recommend` advises at four times this length.
 
     Example:
         >>> import attnscale
@@ -88,6 +93,7 @@ class Inspection:
     lengths: tuple[int, ...]
     layers: tuple[LayerInspection, ...]
     cautions: tuple[str, ...] = ()
+    context: tuple[str, ...] = ()
 
     @property
     def accepted(self) -> bool:
@@ -99,7 +105,8 @@ class Inspection:
         lines = [_TITLES, *_lines(self.layers)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([self._headline(), "", *table, *([""] if self.cautions else []), *self.cautions])
+        cautions = ["", *self.cautions] if self.cautions else []
+        return "\n".join([self._headline(), *self.context, "", *table, *cautions])
 
     def _headline(self) -> str:
         parts = [f"{self.model}: {len(self.layers)} attention module{'' if len(self.layers) == 1 else 's'}"]
@@ -178,7 +185,21 @@ def inspect(
     policies = {} if plan is None else build_policies(plan, selected)
     cautions = tuple(selection.find_cautions(model, selected, policies))
     kind = type(transformers_model(model)).__name__
-    return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions)
+    return Inspection(kind, _named(plan), tuple(lengths), tuple(judged), cautions, _context(model, found))
+
+
+def _context(model: nn.Module, layers: Sequence[AttentionLayer]) -> tuple[str, ...]:
+    """Return the lines between headline and table."""
+    config = transformers_model(model).config
+    trained, table = find_trained_length(config), position_table(model)
+    length = "unknown" if trained is None else f"{trained.tokens} tokens ({trained.source})"
+    own = [positions_of(layer, config, table) for layer in layers if layer.text and not layer.cross]
+    lines = [f"trained length: {length}; positions: {', '.join(dict.fromkeys(own)) or 'none'}"]
+    if trained is not None:
+        advised = recommend(model, BEYOND * trained.tokens)
+        headline = f"at {advised.length} tokens: {HEADLINES[advised.verdict]}"
+        lines.append(headline if advised.line is None else f"{headline}; {advised.line}")
+    return tuple(lines)
 
 
 def _named(plan: Plan | None) -> str | None:

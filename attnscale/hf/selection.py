@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 from attnscale._util.checks import read_int
 from attnscale._util.ranges import read_range, write_range
 from attnscale.errors import ArgumentError, ArgumentTypeError, reject, reject_type
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, reject_model, transformers_model
+from attnscale.hf.context import is_unstretched, trained_length
 from attnscale.hf.existing import Existing, find_existing
 from attnscale.hf.plan import beta_at_end
 from attnscale.hf.sites import MonitoredSite, site_of
 from attnscale.policies import LengthPolicy, Policy
+from attnscale.policies.learned import SSMax
 from attnscale.policies.per_head import PerHead
+from attnscale.policies.published import DeepSeek, LongRope, Yarn
 
 Layers = Literal["all", "full", "nope"] | str | int | Sequence[int]
 Towers = Literal["text", "all"]
@@ -33,29 +37,10 @@ SOFT = 0.99
 # For models without `max_position_embeddings` in their config.
 _USUAL_LENGTH = 2048
 
-# Rotary embeddings of models that were trained at the stretched length, `max_position_embeddings`: Llama 3.1, Phi-3.
-_TRAINED_STRETCHED = ("llama3", "longrope")
+_FACTORS = (Yarn, DeepSeek, LongRope)
+_STRETCH = "attnscale.hf.recommend(model, length) shows how to stretch it"
 
-
-def trained_length(config: PreTrainedConfig) -> int | None:
-    """Return the length at which a model was trained, or None if the config does not name one.
-
-    With a stretched rotary embedding, `max_position_embeddings` is the stretched length and
-    `original_max_position_embeddings` the trained one.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
-        >>> trained_length(LlamaConfig(max_position_embeddings=131072, rope_parameters=rope))
-        32768
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention") or rope  # some models have one entry per layer type
-    known = [getattr(text, "max_position_embeddings", None)]
-    if rope.get("rope_type") not in _TRAINED_STRETCHED:
-        known.append(rope.get("original_max_position_embeddings"))
-    return min((length for length in known if isinstance(length, int) and length > 1), default=None)
+_NORM = re.compile(r"norm|\bln_|layer_?norm", re.IGNORECASE)
 
 
 def select(
@@ -179,56 +164,134 @@ def reject_model_without_attention(model: nn.Module) -> NoReturn:
 
 
 def find_cautions(model: nn.Module, layers: Sequence[AttentionLayer], policies: Mapping[str, Policy]) -> list[str]:
-    """Return the warnings for a pretrained model: β much larger than 1, or sliding-window layers with β always < 1."""
-    if not _is_pretrained(model):
+    """Return the warnings for policies that are likely to harm a trained model, or have no effect on it."""
+    origin = _origin(model)
+    if origin is None:
         return []
-    length = trained_length(transformers_model(model).config) or _USUAL_LENGTH
-    laws = [(layer, law) for layer in layers if layer.path in policies for law in _laws(policies[layer.path])]
-    texts = []
+    length = trained_length(transformers_model(model).config)
+    parts = [(layer, part) for layer in layers if layer.path in policies for part in _parts(policies[layer.path])]
+    laws = [(layer, law) for layer, law in parts if _is_length_law(law)]
+    found = [_warn_of_sharp(laws, length or _USUAL_LENGTH, origin), _warn_of_soft(laws, length or _USUAL_LENGTH)]
+    if length is not None:
+        found += [_warn_of_reference(parts, length), _warn_of_factor(parts, length), _warn_of_rope(laws, length)]
+    return [text for text in found if text is not None]
+
+
+_Part = tuple[AttentionLayer, LengthPolicy]
+
+
+def _warn_of_sharp(laws: Sequence[_Part], length: int, origin: str) -> str | None:
+    """Warn of absolute laws, whose β is much larger than 1."""
     absolute = [(layer, law) for layer, law in laws if getattr(law, "reference_length", None) is None]
     sharp = [(beta, layer) for layer, law in absolute if (beta := _beta(law, layer, length)) >= SHARP]
-    if sharp:
-        beta, layer = max(sharp, key=lambda found: found[0])
-        number = len({layer.path for _, layer in sharp})  # a layer may occur once per head
-        texts.append(
-            f"attnscale: in {number} layer(s) the policy multiplies the logits by up to {beta:.3g} "
-            f"(at n = {min(length, layer.window or length)}), but the model was pretrained with β = 1. To keep β = 1 "
-            f"up to the trained length, pass reference_length={length}, floor=True"
-        )
+    if not sharp:
+        return None
+    beta, layer = max(sharp, key=lambda found: found[0])
+    return (
+        f"attnscale: in {_number(sharp)} layer(s) the policy multiplies the logits by up to {beta:.3g} "
+        f"(at n = {min(length, layer.window or length)}), but {origin}. To keep β = 1 "
+        f"up to the trained length, pass reference_length={length}, floor=True"
+    )
+
+
+def _warn_of_soft(laws: Sequence[_Part], length: int) -> str | None:
+    """Warn of anchored laws in sliding-window layers that never see enough keys for β = 1."""
     fixed = [(layer, law) for layer, law in laws if not any(p.requires_grad for p in law.parameters())]
     bounded = [(layer, law, max(length, layer.window)) for layer, law in fixed if layer.window]
     soft = [(beta, layer) for layer, law, end in bounded if (beta := _beta(law, layer, end)) < SOFT]
-    if soft:
-        beta, layer = min(soft, key=lambda found: found[0])
-        number = len({layer.path for _, layer in soft})
-        texts.append(
-            f"attnscale: in {number} sliding-window layer(s) β is at most {beta:.3g} at every text length "
-            f"(n <= {layer.window}), but the model was pretrained with β = 1. Pass floor=True to keep β >= 1, or "
-            "layers='full' to exclude these layers"
-        )
-    return texts
+    if not soft:
+        return None
+    beta, layer = min(soft, key=lambda found: found[0])
+    return (
+        f"attnscale: in {_number(soft)} sliding-window layer(s) β is at most {beta:.3g} at every text length "
+        f"(n <= {layer.window}), but the model was pretrained with β = 1. Pass floor=True to keep β >= 1, or "
+        "layers='full' to exclude these layers"
+    )
 
 
-def _is_pretrained(model: nn.Module) -> bool:
-    """Whether the weights come from `from_pretrained` and the config has no attnscale policy.
+def _warn_of_reference(parts: Sequence[_Part], length: int) -> str | None:
+    """Warn of scalable softmax that starts at β = 1 at its default length instead of the trained length."""
+    default = SSMax.reference_length
+    strange = [
+        (float(math.log(length) / math.log(default)), layer)
+        for layer, part in parts
+        if isinstance(part, SSMax) and part.reference_length == default != length and _is_initial(part)
+    ]
+    if not strange:
+        return None
+    return (
+        f"attnscale: in {_number(strange)} layer(s) the scale of ssmax starts with β = 1 at n = {default}, its default "
+        f"reference_length, and with β = {strange[0][0]:.3g} at the trained length {length}. Pass "
+        f"reference_length={length}"
+    )
+
+
+def _warn_of_factor(parts: Sequence[_Part], length: int) -> str | None:
+    """Warn of the factor of a stretched rotary embedding on one that is not stretched."""
+    factors = [(part.uniform or 1.0, layer) for layer, part in parts if isinstance(part, _FACTORS)]
+    strange = [(beta, layer) for beta, layer in factors if beta != 1.0 and is_unstretched(layer, 0)]
+    if not strange:
+        return None
+    return (
+        f"attnscale: in {_number(strange)} layer(s) β = {strange[0][0]:.4g} at every length, also up to the trained "
+        f"length {length}: this factor belongs to a stretched rotary embedding, and that of the model is not "
+        f"stretched. {_STRETCH}"
+    )
+
+
+def _warn_of_rope(laws: Sequence[_Part], length: int) -> str | None:
+    """Warn of laws that act only where a rotary embedding has not been trained and is not stretched."""
+    idle = [
+        (0.0, layer)
+        for layer, law in laws
+        if getattr(law, "floor", False) and getattr(law, "reference_length", 0) >= length
+        if is_unstretched(layer, length)
+    ]
+    if not idle:
+        return None
+    return (
+        f"attnscale: in {_number(idle)} layer(s) the policy acts only beyond the trained length {length}, where the "
+        f"rotary embedding of the model fails first: it is not stretched. {_STRETCH}"
+    )
+
+
+def _number(found: Sequence[tuple[float, AttentionLayer]]) -> int:
+    return len({layer.path for _, layer in found})  # a layer may occur once per head
+
+
+def _origin(model: nn.Module) -> str | None:
+    """Describe how the weights of a model were trained; None if they are fresh, or belong to a policy in the config.
 
     `name_or_path` is not sufficient: a randomly initialised model with a loaded config has it too. transformers marks
-    parameters read from a file.
+    parameters read from a file. A model built in memory that got its weights in another way is recognised by its
+    normalisation: before training, each of these parameters has the same value in all channels.
     """
     inner = transformers_model(model)
-    if not inner.config.name_or_path or getattr(inner.config, "attnscale", None) is not None:
-        return False
-    return any(getattr(parameter, "_is_hf_initialized", False) for parameter in inner.parameters())
+    if getattr(inner.config, "attnscale", None) is not None:
+        return None
+    if inner.config.name_or_path and any(getattr(p, "_is_hf_initialized", False) for p in inner.parameters()):
+        return "the model was pretrained with β = 1"
+    scales = [parameter for name, parameter in inner.named_parameters() if _NORM.search(name) and parameter.dim() == 1]
+    if any(not p.is_meta and p.numel() > 1 and bool((p != p[0]).any()) for p in scales):
+        return "its weights are already trained, with β = 1 unless this policy was part of the training"
+    return None
 
 
-def _laws(policy: Policy) -> list[LengthPolicy]:
-    """Return the length-dependent laws in a policy: the policy itself, or those of its heads.
-
-    Constants are excluded, as an explicit choice, and so are policies that depend on scores or queries.
-    """
+def _parts(policy: Policy) -> list[LengthPolicy]:
+    """Return the policy itself, or those of its heads."""
     modules = [policy] if not isinstance(policy, nn.Module) else list(policy.modules())
-    found = [one for one in modules if isinstance(one, LengthPolicy) and not isinstance(one, PerHead)]
-    return [one for one in found if one.uniform is None and not one.needs_query and not hasattr(one, "needs_scores")]
+    return [one for one in modules if isinstance(one, LengthPolicy) and not isinstance(one, PerHead)]
+
+
+def _is_length_law(part: LengthPolicy) -> bool:
+    """Whether β depends on the length alone. Constants are an explicit choice; scores and queries are not read here."""
+    return part.uniform is None and not part.needs_query and not hasattr(part, "needs_scores")
+
+
+def _is_initial(policy: SSMax) -> bool:
+    """Whether the scale of a policy still has its initial value."""
+    start = 1 / math.log(policy.reference_length)
+    return policy.init is None and (policy.s.is_meta or bool((policy.s - start).abs().max() < 1e-6))
 
 
 def _beta(policy: LengthPolicy, layer: AttentionLayer, length: int) -> float:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from attnscale import __version__
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, AttnScaleWarning, reject
+from attnscale.lab.cost import Clock, peak_memory
 from attnscale.lab.inputs import EMBEDDED, OWN, Law, ModelFolder, Text, read_law
 from attnscale.lab.results import Cells, write_tables
 from attnscale.lab.sequences import BYTES, NeedleFormat
 from attnscale.lab.tasks import TASKS, Key, Task
 
+# Called as progress(done, total, description) before each cell. The description includes an estimate of the rest.
 Progress = Callable[[int, int, str], None]
 
 
@@ -208,33 +208,47 @@ def evaluate(evaluation: Evaluation, progress: Progress | None = None) -> Path:
 
 
 def _fill(evaluation: Evaluation, cells: Cells, jobs: list[_Job], progress: Progress | None) -> None:
-    """Compute the jobs with missing cells, grouped by model and policy.
+    """Compute the jobs with missing cells: shortest sequences first, so that all policies have results early.
 
     Every model is first prepared with every policy, and the first sequences are built, so that errors appear at the
-    start of a long run.
+    start of a long run. The order does not affect the tables, which follow `jobs`.
     """
-    missing = [job for job in jobs if cells.read(job.key) is None]
-    done = len(jobs) - len(missing)
-    runs: dict[tuple[str, str], list[_Job]] = {}
-    for job in missing:
-        runs.setdefault((job.folder.name, job.law.label), []).append(job)
-    for some in runs.values():
-        with _prepared(evaluation, some[0]):
+    stored = [(job, cells.read(job.key)) for job in jobs]
+    missing, clock = [job for job, cell in stored if cell is None], Clock()
+    for job, cell in stored:
+        if cell is not None and isinstance(cell.get("seconds"), float):
+            clock.add(job.key["length"], cell["seconds"])
+    done, bench = len(jobs) - len(missing), _Models(evaluation)
+    for some in _groups(missing, lambda job: (job.folder.name, job.law.label)):
+        with bench.prepared(some[0]):
             for job in some:
                 if job.law is missing[0].law:
                     job.task.check(job.key, job.text)
-    for some in runs.values():
-        with _prepared(evaluation, some[0]) as model:
+    missing.sort(key=lambda job: job.key["length"])
+    for some in _groups(missing, lambda job: (job.key["length"], job.folder.name, job.law.rope, job.law.label)):
+        with bench.prepared(some[0]) as model:
             for job in some:
                 if progress is not None:
-                    progress(done, len(jobs), f"{job.folder.name}, {job.law.label}, {job.key['length']}")
+                    rest = clock.rest(other.key["length"] for other in missing[len(missing) - (len(jobs) - done) :])
+                    place = f"{job.folder.name}, {job.law.label}, {job.key['length']} tokens"
+                    progress(done, len(jobs), f"{place}{rest and f', {rest}'}")
                 started = time.perf_counter()
                 with peak_memory() as peak:
                     result = job.task.compute(model, job.key, job.text)
-                cells.write(job.key, result=result, seconds=time.perf_counter() - started, peak_mb=peak())
+                seconds = time.perf_counter() - started
+                cells.write(job.key, result=result, seconds=seconds, peak_mb=peak())
+                clock.add(job.key["length"], seconds)
                 done += 1
     if progress is not None:
         progress(done, len(jobs), "writing tables")
+
+
+def _groups(jobs: Sequence[_Job], key: Callable[[_Job], Hashable]) -> list[list[_Job]]:
+    """Return jobs grouped by a key, in the order of the first of each group."""
+    found: dict[Hashable, list[_Job]] = {}
+    for job in jobs:
+        found.setdefault(key(job), []).append(job)
+    return list(found.values())
 
 
 def _read_text(evaluation: Evaluation, folder: ModelFolder) -> Text:
@@ -271,50 +285,38 @@ def _shared_key(evaluation: Evaluation, folder: ModelFolder, law: Law) -> Key:
     return key if evaluation.on_existing == "raise" else key | {"on_existing": evaluation.on_existing}
 
 
-@contextmanager
-def _prepared(evaluation: Evaluation, job: _Job) -> Iterator[nn.Module]:
-    """Load the model of a job and apply its policy."""
-    import attnscale.hf
+class _Models:
+    """Prepares the models of an evaluation. The last loaded model is kept: policies come off without a trace."""
 
-    folder, law = job.folder, job.law
-    longest = max(length for task in evaluation.built_tasks() for length in task.lengths)
-    if law.policy == {"name": OWN}:
-        model = folder.load_with_policy()
-        folder.refuse_too_long(model, longest)
-        yield model
-        return
-    model = folder.load(law.rope, _trained_length(evaluation, folder))
-    folder.refuse_too_long(model, longest)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AttnScaleWarning)  # the evaluation measures whether a policy harms the model
-        with attnscale.hf.apply(model, law.policy, layers=evaluation.layers, on_existing=evaluation.on_existing):
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._loaded: tuple[tuple[str, str | None, bool], nn.Module] | None = None
+
+    @contextmanager
+    def prepared(self, job: _Job) -> Iterator[nn.Module]:
+        """Yield the model of a job with its policy applied."""
+        import attnscale.hf
+
+        evaluation, law, model = self._evaluation, job.law, self._load(job)
+        if law.policy == {"name": OWN}:
             yield model
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AttnScaleWarning)  # the evaluation measures what they warn of
+            with attnscale.hf.apply(model, law.policy, layers=evaluation.layers, on_existing=evaluation.on_existing):
+                yield model
 
-
-@contextmanager
-def peak_memory() -> Iterator[Callable[[], float | None]]:
-    """Yield a function that returns the peak memory in MB: of the CUDA allocator, of the process on Linux, or None.
-
-    >>> with peak_memory() as peak:
-    ...     kept = torch.ones(2**20)
-    >>> peak() is None or peak() > 4
-    True
-    """
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        yield lambda: torch.cuda.max_memory_allocated() / 2**20
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
-    except OSError:
-        yield lambda: None
-        return
-    yield _resident_peak
-
-
-def _resident_peak() -> float | None:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) / 1024 if found else None
+    def _load(self, job: _Job) -> nn.Module:
+        own = job.law.policy == {"name": OWN}
+        wanted = job.folder.name, job.law.rope, own
+        if self._loaded is None or self._loaded[0] != wanted:
+            self._loaded = None  # at most one model in memory
+            trained = _trained_length(self._evaluation, job.folder)
+            model = job.folder.load_with_policy() if own else job.folder.load(job.law.rope, trained)
+            longest = max(length for task in self._evaluation.built_tasks() for length in task.lengths)
+            job.folder.refuse_too_long(model, longest)
+            self._loaded = wanted, model
+        return self._loaded[1]
 
 
 def _write_description(

@@ -157,6 +157,11 @@ def _number(text: str) -> Any:
     return text
 
 
+def embedded_folder() -> Path:
+    """Return the folder of the model in this package."""
+    return Path(str(files("attnscale.lab").joinpath("embedded")))
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """A folder written by `save_pretrained`; "embedded" is the model in this package."""
@@ -168,7 +173,7 @@ class ModelFolder:
     @classmethod
     def at(cls, given: str, dtype: str) -> ModelFolder:
         """Return a folder given by the user; raise if it cannot contain a model."""
-        path = Path(str(files("attnscale.lab").joinpath("embedded"))) if given == EMBEDDED else Path(given)
+        path = embedded_folder() if given == EMBEDDED else Path(given)
         if not (path / "config.json").is_file():
             reject("model", given, "a folder with the config.json of a HuggingFace model, or 'embedded'")
         if not any(path.glob("*.safetensors")):
@@ -180,7 +185,7 @@ class ModelFolder:
     @cached_property
     def trained_length(self) -> int | None:
         """Trained length according to the config, or None; a stretched rotary embedding does not change it."""
-        from attnscale.hf.selection import trained_length
+        from attnscale.hf.context import trained_length
 
         return trained_length(self._config())
 
@@ -239,13 +244,11 @@ class ModelFolder:
 
     def refuse_too_long(self, model: nn.Module, length: int) -> None:
         """Raise for a length beyond a table of learned positions; rotary embeddings have no such limit."""
-        inputs = model.get_input_embeddings()  # type: ignore[operator]
-        limit = getattr(self._config().get_text_config(), "max_position_embeddings", None)
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and module is not inputs and limit is not None:
-                rows = module.num_embeddings
-                if limit <= rows <= limit + 2 and length > limit:
-                    reject("lengths", length, f"at most {limit}, the size of the model's position embedding")
+        from attnscale.hf.context import position_table
+
+        limit = position_table(model)
+        if limit is not None and length > limit:
+            reject("lengths", length, f"at most {limit}, the size of the model's position embedding")
 
 
 def _first_sentence(text: str) -> str:

@@ -3,7 +3,7 @@
 Run of a monitor: `data` reads the file into a `run`, `encoding` compresses its values, `page` combines them with the
 scripts in `assets/`, `terms` explains the words of both kinds of page.
 Evaluation: `evaluation_data` reads the folder, `evaluation_charts` defines the charts (`chart`), `verdict` summarises
-the results in two sentences, `evaluation_page` builds the page.
+the results for page and terminal, `evaluation_page` builds the page.
 `drawing` renders a chart as SVG or PNG; `write` writes the files. Imports `diagnostics` (records, labels, colours) and
 `lab` (tasks).
 """

@@ -25,7 +25,7 @@ from attnscale.report.chart import (
     short,
     style,
 )
-from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData
+from attnscale.report.evaluation_data import ARGMAX, NOTHING, PROSE, EvaluationData, HeadRow
 
 # Column of statistics.csv → title of its chart, axis label with unit.
 HEAD_QUANTITIES = {
@@ -35,6 +35,14 @@ HEAD_QUANTITIES = {
     "criticality": ("Criticality r = β/Λ", "r, dimensionless (log scale)"),
 }
 MAPS = {"w_max": "w_max", "criticality": "r", "accumulation_8": "Λ"}  # column of statistics.csv → label
+
+SINK = 2 / 3  # heads that keep less than this share of r without the first four keys are taken for attention sinks
+RETRIEVING = (
+    "The retrieving head of a model is the head with the largest w_max among the rows that predict an answer, under "
+    "constant, at the trained length or the nearest length below. Only models that answer more than "
+    f"{NOTHING:.0%} of the questions there have one, and heads that lose a third of r without the first four keys "
+    "(attention sinks) are excluded. It is the sharpest head, not proven to attend to the answer."
+).replace("%", " %")
 
 Curves = dict[str, list[Point]]  # by policy, in file order
 Head = tuple[str, int]
@@ -114,7 +122,7 @@ def statistics_task(data: EvaluationData) -> str | None:
 
 
 def retrieving_heads(data: EvaluationData, task: str) -> dict[str, Head]:
-    """Return for each model the head with the largest w_max under `constant`, at or below the trained length.
+    """Return the retrieving head of each model that has one: the definition is `RETRIEVING`.
 
     Empty for tasks without retrieval: there, the largest w_max belongs to an attention sink.
     """
@@ -127,9 +135,18 @@ def retrieving_heads(data: EvaluationData, task: str) -> dict[str, Head]:
         lengths = {row.length for row in own}
         trained = data.trained_length or min(lengths)
         place = max((length for length in lengths if length <= trained), default=min(lengths))
-        best = max((row for row in own if row.length == place), key=lambda row: row.w_max or 0.0)
-        found[model] = (best.layer, best.head)
+        answered = data.whole(task, model).get((CONSTANT, place))
+        heads = [row for row in own if row.length == place and not is_sink(row)]
+        if answered is not None and answered.value > NOTHING and heads:
+            best = max(heads, key=lambda row: row.w_max or 0.0)
+            found[model] = (best.layer, best.head)
     return found
+
+
+def is_sink(row: HeadRow) -> bool:
+    """Whether a head attends to the first four keys: without them, its Λ is larger and its r = β/Λ smaller."""
+    whole, rest = row.accumulation_8, row.accumulation_8_without_first
+    return whole is not None and rest is not None and whole < SINK * rest
 
 
 def head_curves(data: EvaluationData, task: str, quantity: str, heads: dict[str, Head] | None = None) -> Curves:

@@ -18,6 +18,7 @@ from attnscale.lab.tasks import ACCURACY, TASKS, Perplexity
 RESULTS, STATISTICS, COST, RUN = "results.csv", "statistics.csv", "cost.csv", "run.json"
 PROSE = Perplexity.name
 ARGMAX, ALL = "argmax", "all"
+NOTHING = 0.02  # accuracies up to this count as none: no head retrieves, and no policy is the best
 
 
 class ResultRow(NamedTuple):
@@ -55,6 +56,7 @@ class HeadRow(NamedTuple):
     w_max: float | None
     entropy: float | None
     accumulation_8: float | None
+    accumulation_8_without_first: float | None
     criticality: float | None
 
 
@@ -132,6 +134,26 @@ class EvaluationData:
         known = models.values() if isinstance(models, dict) else ()
         lengths = [model.get("trained_length") for model in known if isinstance(model, dict)]
         return max((length for length in lengths if isinstance(length, int) and 0 < length < 2**53), default=None)
+
+    @cached_property
+    def idle(self) -> list[str]:
+        """Policies with a floor whose reference length is not exceeded by any length: β = 1 in every row."""
+        known = self.run.get("policies")
+        found = known.items() if isinstance(known, dict) else ()
+        laws = {label: law for label, law in found if isinstance(law, dict) and law.get("floor") is True}
+        references = {label: law.get("reference_length") for label, law in laws.items()}
+        return [
+            policy
+            for policy in self.policies
+            if isinstance(reference := references.get(policy), int) and self.lengths[-1] <= reference
+        ]
+
+    def answers(self, task: str, model: str | None = None) -> dict[int, float]:
+        """Return the best accuracy of a retrieval task over policies, by length."""
+        found: dict[int, float] = {}
+        for (_, length), row in self.whole(task, model).items():
+            found[length] = max(found.get(length, 0.0), row.value)
+        return found
 
     @cached_property
     def heads_at(self) -> dict[tuple[str, str, int], list[HeadRow]]:

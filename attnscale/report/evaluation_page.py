@@ -14,6 +14,7 @@ from attnscale.report.drawing import grid, svg, swatch
 from attnscale.report.evaluation_charts import (
     HEAD_QUANTITIES,
     MAPS,
+    RETRIEVING,
     Format,
     Head,
     criticality_chart,
@@ -97,7 +98,9 @@ def _explain(*terms: str) -> str:
 
 
 def _verdict(data: EvaluationData) -> str:
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(data))
+    found = verdict(data)
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in found.sentences)
+    sentences += "" if found.line is None else f'<p><code id="line">{escape(found.line)}</code></p>'
     terms = _explain("β", "n", "trained length", "bits per byte", "paired difference")
     body = f'<div id="sentences">{sentences}</div><p class="hint">{terms}</p>{_policy_legend(data)}'
     return _section("verdict", "Verdict", "", body)
@@ -123,21 +126,16 @@ def _curves(data: EvaluationData) -> str:
         hint += (
             f" {_explain('w_max', 'entropy', 'Λ', 'r')} These four quantities are medians over the rows of {task} that "
         )
-        hint += f"{TASKS[task].measured_rows}.{several} {_named(heads)}"
+        hint += f"{TASKS[task].measured_rows}.{several} {_named(heads) if task in data.retrieval_tasks else ''}"
         choice, more = _head_panels(data, task, heads)
         panels.append(more)
     return _section("curves", "Over context length", hint, f'{choice}<div class="plots three">{"".join(panels)}</div>')
 
 
 def _named(heads: dict[str, Head]) -> str:
-    """Return the definition of the retrieving head and its location in each model."""
-    if not heads:
-        return ""
+    """Return the definition of the retrieving head and its location in each model, or that there is none."""
     where = "; ".join(f"{escape(layer)} head {head} of {escape(model)}" for model, (layer, head) in heads.items())
-    return (
-        "The retrieving head is the head with the largest w_max under constant, at the trained length or the nearest "
-        f"length below: {where}."
-    )
+    return f"{RETRIEVING} Here: {where or 'no head retrieves'}."
 
 
 def _head_panels(data: EvaluationData, task: str, heads: dict[str, Head]) -> tuple[str, str]:
@@ -176,7 +174,8 @@ def _heads(data: EvaluationData) -> str:
     body = (
         f'<p class="choice">{controls}</p><p id="readout" aria-live="polite"></p><div class="plots three">{maps}</div>'
     )
-    frame = " The retrieving head is selected initially." if data.retrieval_tasks else ""
+    task = statistics_task(data)
+    frame = " The retrieving head is selected initially." if task and retrieving_heads(data, task) else ""
     hint = (
         f"Each cell is the median of one head.{frame} The colour scale covers all policies and lengths, so that maps "
         "are comparable. Click a cell or use the arrow keys to read its values."

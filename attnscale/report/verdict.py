@@ -1,37 +1,104 @@
-"""The verdict: two sentences on the gain of the best policy in retrieval and its cost in bits per byte."""
+"""The verdict: the gain of the best policy in retrieval, its cost in bits per byte, and the line that applies it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from attnscale.lab.results import CONSTANT
 from attnscale.report.chart import bits, percent, points, short
-from attnscale.report.evaluation_data import ARGMAX, PROSE, EvaluationData, ResultRow
+from attnscale.report.evaluation_data import ARGMAX, NOTHING, PROSE, EvaluationData, ResultRow
 
 NOTICED = 0.0005  # bits per byte; smaller changes are displayed as 0.00
 
 
-def verdict(data: EvaluationData) -> list[str]:
-    """Return one or two sentences. A gain is significant if its 95 % interval excludes zero."""
+class Verdict(NamedTuple):
+    """Sentences for page and terminal, and the call that applies the policy that was shown to help, if any."""
+
+    sentences: list[str]
+    line: str | None = None
+
+    def __str__(self) -> str:
+        return "\n".join([*self.sentences, *([] if self.line is None else [self.line])])
+
+
+def verdict(data: EvaluationData) -> Verdict:
+    """Return the verdict. A gain is significant if its 95 % interval excludes zero."""
     if CONSTANT not in data.policies:
-        return [f"The policy {CONSTANT} was not measured, so there is no baseline to compare with."]
-    task = next(iter(data.retrieval_tasks), None)
-    prose = _by_length(data, PROSE)
-    if task is None:
-        return [_prose_alone(data, prose), "Retrieval was not measured."]
+        return Verdict([f"The policy {CONSTANT} was not measured, so there is no baseline to compare with."])
+    task, prose = next(iter(data.retrieval_tasks), None), _by_length(data, PROSE)
+    answers = {} if task is None else data.answers(task)
+    beyond = _beyond(task, answers) if task is not None and max(answers.values()) <= NOTHING else ""
+    idle = _idle(data)
+    others = [policy for policy in data.policies if policy not in (CONSTANT, ARGMAX)]
+    if others and set(others) <= set(data.idle):
+        return Verdict([idle, *([beyond] if beyond else [])])
+    sentences = [idle] if idle else []
+    if task is None or beyond:
+        first, line = _prose_alone(data, prose)
+        if task is None:
+            return Verdict([first, "Retrieval was not measured.", *sentences], line)
+        return Verdict([beyond, *([first] if prose else []), *sentences], line)
     retrieval = _by_length(data, task)
     if not retrieval:
-        return [f"Only the policy {CONSTANT} was measured."]
-    length = max(retrieval)
+        return Verdict([f"Only the policy {CONSTANT} was measured.", *sentences])
+    length = max(length for length in retrieval if answers[length] > NOTHING or length == min(retrieval))
+    if length < max(retrieval):
+        sentences.append(f"Beyond {length} tokens, no policy answers more than {percent(NOTHING)} of the questions.")
     best = max(retrieval[length], key=lambda row: (_sign(row) > 0, row.value))
-    return [_retrieval(data, task, retrieval, best), _price(data, prose, best)]
+    helped = _sign(best) > 0 and answers[length] > NOTHING
+    line = apply_line(data, best.policy) if helped else None
+    return Verdict([_retrieval(data, task, retrieval, best), _price(data, prose, best), *sentences], line)
+
+
+def _beyond(task: str, answers: Mapping[int, float]) -> str:
+    """Return the sentence on a task of which the model answers nothing."""
+    most = max(answers.values())
+    what = "any question" if most == 0 else f"more than {percent(most)} of the questions"
+    return (
+        f"{task} is beyond this model: no policy answers {what} at any length, from {min(answers)} tokens on. No "
+        "policy is better than another in this task; try an easier one, such as needle, or other templates."
+    )
+
+
+def _idle(data: EvaluationData) -> str:
+    """Return the sentence on policies that cannot differ from `constant`, or an empty string."""
+    if not data.idle:
+        return ""
+    return (
+        f"Nothing longer than {data.lengths[-1]} tokens was measured, which is within the reference length of "
+        f"{', '.join(data.idle)}: with a floor, β = 1 in every row, so nothing can differ from {CONSTANT}. Measure "
+        "longer sequences."
+    )
+
+
+def apply_line(data: EvaluationData, policy: str) -> str | None:
+    """Return the call of `attnscale.hf.apply` with a policy as in this run; None if run.json does not describe it."""
+    policies, spec = data.run.get("policies"), data.run.get("spec")
+    law = policies.get(policy) if isinstance(policies, Mapping) else None
+    if not isinstance(law, Mapping) or law.get("name") == "own":
+        return None
+    law, spec = dict(law), spec if isinstance(spec, Mapping) else {}
+    rope = law.pop("rope", None)
+    name = law.pop("name", None)
+    first = _literal(law if name is None else name)
+    keywords: dict[str, Any] = {} if name is None else law
+    keywords |= {"layers": spec["layers"]} if spec.get("layers", "all") != "all" else {}
+    keywords |= {"on_existing": spec["on_existing"]} if spec.get("on_existing", "raise") != "raise" else {}
+    call = ", ".join(["model", first, *(f"{key}={_literal(value)}" for key, value in keywords.items())])
+    stretched = "" if rope in (None, "own") else f"  # on the embedding stretched by {rope}, without YaRN's own factor"
+    return f"attnscale.hf.apply({call}){stretched}"
+
+
+def _literal(value: Any) -> str:
+    return repr(value).replace("'", '"')
 
 
 def _by_length(data: EvaluationData, task: str) -> dict[int, list[ResultRow]]:
     """Return the rows that can be compared with `constant`, by length."""
     rows, found = data.whole(task), dict[int, list[ResultRow]]()
     for (policy, length), row in rows.items():
-        if policy not in (CONSTANT, ARGMAX) and (CONSTANT, length) in rows:
+        if policy not in (CONSTANT, ARGMAX, *data.idle) and (CONSTANT, length) in rows:
             found.setdefault(length, []).append(row)
     return found
 
@@ -124,9 +191,10 @@ def _within(data: EvaluationData, own: dict[int, ResultRow]) -> str:
     return f", and {'at most ' if worst > 0 else ''}{bits(worst)} up to the trained length"
 
 
-def _prose_alone(data: EvaluationData, prose: dict[int, list[ResultRow]]) -> str:
+def _prose_alone(data: EvaluationData, prose: dict[int, list[ResultRow]]) -> tuple[str, str | None]:
+    """Return the sentence on bits per byte, and the line that applies the best policy if it helps."""
     if not prose:
-        return f"Neither retrieval nor bits per byte were measured for {CONSTANT} and another policy."
+        return f"Neither retrieval nor bits per byte were measured for {CONSTANT} and another policy.", None
     length = max(prose)
     best = min(prose[length], key=lambda row: row.value)
     base = data.whole(PROSE)[CONSTANT, length].value
@@ -134,9 +202,9 @@ def _prose_alone(data: EvaluationData, prose: dict[int, list[ResultRow]]) -> str
     interval = _interval(best, bits)
     aside = f" (difference {bits(best.value - base)}{', ' + interval if interval else ''})"
     if _sign(best) < 0:
-        return f"{_where(data, length)}, {best.policy} needs {numbers}{aside}."
+        return f"{_where(data, length)}, {best.policy} needs {numbers}{aside}.", apply_line(data, best.policy)
     none = f"no policy is significantly better than {CONSTANT}"
-    return f"{_where(data, length)}, {none}: {best.policy} needs {numbers}{aside}."
+    return f"{_where(data, length)}, {none}: {best.policy} needs {numbers}{aside}.", None
 
 
 def _interval(row: ResultRow, text: Callable[[float], str], sign: int = 1) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+from html import escape
 from pathlib import Path
 
+import evaluation_folder
 import pytest
 from rich.console import Console
 from small_experiment import write_folder
 
 from attnscale.cli.show import Line, read_lines, show_evaluation
 from attnscale.errors import ArgumentError
+from attnscale.report import build_evaluation_page, read_evaluation
+from attnscale.report.verdict import verdict
 
 LAWS = ("constant", "sqrt_log", "log", "log_squared", "gap_adaptive")
 
@@ -92,3 +96,12 @@ def test_numbers_that_are_not_there_are_left_empty(tmp_path: Path) -> None:
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"path=.*`attnscale evaluate`, with results\.csv"):
         read_lines(tmp_path)
+
+
+def test_the_verdict_of_the_page_follows_the_tables(tmp_path: Path) -> None:
+    folder = evaluation_folder.write_folder(tmp_path, cost=0.1)
+    found = verdict(read_evaluation(folder))
+    text = " ".join(" ".join(printed(folder, 120)).split())
+    assert f"{' '.join(found.sentences)} {found.line}" in text
+    page = build_evaluation_page(read_evaluation(folder))
+    assert all(escape(part) in page for part in (*found.sentences, found.line or ""))

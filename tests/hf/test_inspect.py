@@ -74,8 +74,9 @@ def mamba():
 
 def lines(inspection):
     """The table of what was printed, without its titles, as lists of cells."""
-    _, empty, titles, *rows = str(inspection).splitlines()
-    assert empty == ""
+    head, table = str(inspection).split("\n\n")
+    assert head.splitlines()[1:] == list(inspection.context)
+    titles, *rows = table.splitlines()
     starts = [titles.index(title) for title in ("path", "part", "routed", "heads", "rope", "window", "sinks")]
     starts = [0, *starts, titles.index("softcap"), titles.index("own scaling"), titles.rindex("apply"), None]
     return [[row[a:b].strip() for a, b in itertools.pairwise(starts)] for row in rows]
@@ -85,6 +86,9 @@ def test_a_run_of_equal_layers_is_one_line():
     text = str(inspect(llama(num_hidden_layers=6), "log", reference_length=8192))
     assert text.splitlines() == [
         "LlamaForCausalLM: 6 attention modules; log(reference_length=8192); β at n = 1024, 8192, 65536",
+        "trained length: 64 tokens (max_position_embeddings); positions: RoPE, not stretched",
+        'at 256 tokens: stretch the rotary embedding first; attnscale.hf.apply(model, "log", reference_length=64, '
+        'floor=True, on_existing="replace")',
         "",
         "layer  path                      part  routed  heads  rope  window  sinks  softcap  own scaling  apply",
         "0-5    model.layers.*.self_attn  text  yes     4 × 8  RoPE  –       –      –        –            "

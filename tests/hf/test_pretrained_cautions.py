@@ -21,6 +21,7 @@ from attnscale.hf.selection import find_cautions
 
 WINDOW = 5  # of `mistral` and of half the layers of `ministral`
 LENGTH = 64  # that the tiny models say they were trained for
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 HALF_SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -81,11 +82,10 @@ def test_the_advised_length_is_that_before_stretching(pretrained):
         ("constant", {"beta": 4.0}),  # not a law: an explicit choice
         ("log", {"gamma": 0.25}),  # scaled to about 1 manually
         ("log", {"reference_length": LENGTH}),
-        ("log", {"reference_length": LENGTH, "floor": True}),
         ("sqrt_log", {"reference_length": 32, "floor": True}),
         ("log", {"reference_length": 8}),  # sharp, but anchored where the caller wants it
         ("qwen", {"reference_length": LENGTH}),
-        ("yarn", {"factor": 8.0}),
+        ("yarn", {"factor": 1.0}),
         ("ssmax", {"reference_length": LENGTH}),
         ("gap_adaptive", {}),
         ("asentmax", {}),
@@ -101,7 +101,7 @@ def test_an_anchored_law_without_floor_in_sliding_layers(pretrained):
     beta = attnscale.build_policy("log", reference_length=LENGTH)(WINDOW)
     assert f"in 1 sliding-window layer(s) β is at most {beta:.3g}" in text
     assert f"n <= {WINDOW}" in text
-    assert warned(model, "log", reference_length=LENGTH, floor=True) == []
+    assert warned(model, "log", reference_length=LENGTH // 2, floor=True) == []
     assert warned(model, "log", reference_length=LENGTH, layers="full") == []
     # These go by the position, which no window bounds.
     assert warned(model, "ssmax", reference_length=LENGTH) == []
@@ -129,6 +129,49 @@ def test_both_at_once(pretrained):
     multiplied, softened = warned(model, plan)
     assert "(at n = 5)" in multiplied
     assert "sliding-window" in softened
+
+
+def test_a_law_that_acts_only_where_the_rotary_embedding_fails(pretrained):
+    (text,) = warned(pretrained(llama), "log", reference_length=LENGTH, floor=True)
+    assert "in 2 layer(s) the policy acts only beyond the trained length 64" in text
+    assert "attnscale.hf.recommend" in text
+    (text,) = warned(pretrained(ministral, **HALF_SLIDING), "log", reference_length=LENGTH, floor=True)
+    assert "in 1 layer(s)" in text  # the sliding window never exceeds the trained length
+    assert warned(pretrained(llama, rope_parameters=LINEAR), "log", reference_length=LENGTH, floor=True) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameters", "beta"),
+    [("yarn", {"factor": 4.0}, 1.296), ("deepseek", {}, 1.874), ("gpt_oss", {}, 1.813)],
+)
+def test_the_factor_of_a_stretched_embedding_on_one_that_is_not_stretched(pretrained, policy, parameters, beta):
+    (text,) = warned(pretrained(llama), policy, **parameters)
+    assert f"in 2 layer(s) β = {beta:.4g} at every length" in text
+    (text,) = warned(pretrained(llama), {"default": "constant", "heads": {"0": {"name": policy, **parameters}}})
+    assert "in 2 layer(s)" in text
+    assert warned(pretrained(llama, rope_parameters=LINEAR), policy, **parameters) == []
+    assert warned(llama(), policy, **parameters) == []
+
+
+def test_scalable_softmax_that_starts_at_another_length_than_the_trained_one(pretrained):
+    (text,) = warned(pretrained(llama), "ssmax")
+    assert "β = 1 at n = 2048" in text
+    assert "β = 0.545 at the trained length 64. Pass reference_length=64" in text
+    assert warned(pretrained(llama), "ssmax", init=0.3) == []
+    assert warned(pretrained(llama, max_position_embeddings=2048), "ssmax") == []
+    learned = attnscale.build_policy("ssmax", num_heads=4)
+    torch.nn.init.constant_(learned.s, 0.2)
+    assert warned(pretrained(llama), learned) == []
+
+
+def test_a_model_made_in_memory_whose_weights_are_trained(pretrained):
+    model = llama()
+    trained = pretrained(llama)
+    torch.nn.init.uniform_(trained.model.norm.weight)
+    model.load_state_dict(trained.state_dict())
+    (text,) = warned(model, "log")
+    assert "by up to 4.16 (at n = 64), but its weights are already trained" in text
+    assert warned(model, "log", reference_length=32) == []
 
 
 def test_models_that_are_to_be_trained_are_not_warned_of(tmp_path):

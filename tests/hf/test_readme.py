@@ -58,7 +58,7 @@ def test_inspect_is_shown_with_the_arguments_of_apply():
 
 def test_every_law_of_the_plan_is_anchored_with_a_floor():
     names = {}
-    exec(block_with("plan = {").partition("model =")[0], names)
+    exec(block_with("plan = {").partition("config =")[0], names)
     plan = read_plan(names["plan"])
     for layer in range(4):
         policy = plan.build(layer, num_heads=4, head_dim=8)
@@ -72,7 +72,7 @@ def test_the_yarn_block_stretches_full_layers_and_keeps_theta(tmp_path, kind, st
     kind().float().save_pretrained(tmp_path)
     before = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
     names = {"transformers": transformers, "attnscale": attnscale, "path": tmp_path}
-    setting, _, applying = block_with("yarn").partition("attnscale.hf.apply")
+    setting, _, applying = block_with("L, factor =").partition("attnscale.hf.apply")
     exec(setting, names)
     model = names["model"].eval()
     found = [[one.name for one in find_existing(model, layer)] for layer in find_attention_layers(model)]

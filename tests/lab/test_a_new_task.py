@@ -44,7 +44,7 @@ def test_a_class_in_the_list_of_tasks_is_evaluated_tabulated_and_shown(folder, t
     assert row["samples"] == "2"
     assert rows(output, "statistics.csv", task="copy", policy="log", length=256)
     assert "acc,none" in json.loads((output / "lm_eval" / "results_log.json").read_text())["results"]["copy_256"]
-    assert "answers" in verdict(read_evaluation(output))[0]
+    assert "answers" in verdict(read_evaluation(output)).sentences[0]
     console = Console(width=100, file=io.StringIO())
     show_evaluation(console, output, report=True)
     assert console.file.getvalue().lstrip().startswith("copy")

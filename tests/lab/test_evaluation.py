@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import attnscale.hf
 from attnscale.errors import ArgumentError
 from attnscale.lab.evaluation import evaluate
+from attnscale.lab.inputs import ModelFolder
 from attnscale.lab.sequences import windows_of
 from attnscale.lab.tasks import stream
 from attnscale.statistics.gaps import BRACKET_WIDTH
@@ -164,3 +166,27 @@ def test_a_run_says_what_it_was(folder, text, tmp_path):
     assert run["policies"]["log"] == {"name": "log", "reference_length": 64, "floor": True}
     assert run["models"]["tiny"]["trained_length"] == 64
     assert run["command"].startswith("attnscale evaluate ")
+
+
+def test_short_sequences_come_first_and_the_model_is_loaded_once(folder, text, tmp_path, monkeypatch):
+    loads, seen = [], []
+    load = ModelFolder.load
+    monkeypatch.setattr(ModelFolder, "load", lambda self, *given: loads.append(given) or load(self, *given))
+    settings = small(folder, text, tmp_path / "out", policies=("constant", "log"), lengths=(256, 64, 128))
+    evaluate(settings, lambda done, total, label: seen.append((done, total, label)))
+    assert [done for done, _, _ in seen] == list(range(len(seen)))
+    lengths = [int(re.search(r", (\d+) tokens", label)[1]) for _, _, label in seen[:-1]]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {64, 128, 256}
+    assert len(loads) == 1
+    assert "left" not in seen[0][2]
+    assert "at least" in seen[1][2]
+    assert re.search(r"about \d+ s left", seen[-2][2])
+
+
+def test_the_order_of_computation_does_not_show_in_the_tables(folder, text, tmp_path):
+    whole = evaluate(small(folder, text, tmp_path / "whole", lengths=(256, 64)))
+    evaluate(small(folder, text, tmp_path / "parts", lengths=(256, 64), policies=("log",), tasks=("multi_needle",)))
+    parts = evaluate(small(folder, text, tmp_path / "parts", lengths=(256, 64)))
+    for name in ("results.csv", "statistics.csv"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()

@@ -8,7 +8,7 @@ from small_evaluation import rows, small
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from attnscale.errors import ArgumentError
-from attnscale.hf.selection import trained_length
+from attnscale.hf.context import trained_length
 from attnscale.lab.evaluation import evaluate
 from attnscale.lab.inputs import stretch
 from attnscale.lab.sequences import windows_of

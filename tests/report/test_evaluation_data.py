@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
 from evaluation_folder import BEST, HEADS, LENGTHS, accumulation, recall, write_folder
 
 from attnscale.errors import ArgumentError
-from attnscale.report import read_evaluation, write_report
+from attnscale.report import build_evaluation_page, read_evaluation, write_report
 from attnscale.report.evaluation_charts import (
     critical_points,
     curves,
@@ -102,3 +103,38 @@ def test_a_bad_folder_is_refused_and_left_as_it_was(message: str, files: dict[st
 def test_a_folder_with_results_alone_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "results.csv").write_text(HEADER + ROW)
     assert "Only the policy constant was measured." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def change_statistics(folder: Path, **fields: str) -> None:
+    """Overwrite fields of the sharpest head in statistics.csv."""
+    with (folder / "statistics.csv").open(newline="") as file:
+        rows = [row | fields if (row["layer"], int(row["head"])) == BEST else row for row in csv.DictReader(file)]
+    with (folder / "statistics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_an_attention_sink_is_not_the_retrieving_head(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    assert set(retrieving_heads(read_evaluation(folder), "multi_needle").values()) == {BEST}
+    change_statistics(folder, accumulation_8="1.0", accumulation_8_without_first="1.4")
+    assert set(retrieving_heads(read_evaluation(folder), "multi_needle").values()) == {BEST}
+    change_statistics(folder, accumulation_8="1.0", accumulation_8_without_first="1.6")
+    assert BEST not in retrieving_heads(read_evaluation(folder), "multi_needle").values()
+
+
+def test_no_head_of_a_model_that_answers_nothing_retrieves(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    with (folder / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if row["model"] == "seed1" and row["length"] == "128" and row["policy"] == "constant":
+            row["value"] = "0.01"
+    with (folder / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    data = read_evaluation(folder)
+    assert retrieving_heads(data, "multi_needle") == {"seed0": BEST}
+    assert "model.layers.1.self_attn head 2 of seed0." in build_evaluation_page(data)
