@@ -103,6 +103,7 @@ class AttentionLoss(Removable):
         self.parts: dict[str, Tensor] = {}
         self._collected: list[dict[str, Tensor]] = []
         self._passes = 0
+        self._lost = False  # whether the last forward pass had no gradients and discarded calls that had
         with contextlib.ExitStack() as undo:
             found = find_attention(model, undo)
             if not found:
@@ -129,14 +130,21 @@ class AttentionLoss(Removable):
             A scalar in fp32 or fp64, on the device of the first call.
 
         Raises:
-            BackendError: no attention call was collected.
+            BackendError: no attention call was collected, or the collected ones have no gradients and replaced calls
+                that have.
         """
-        collected = list(self._collected)
+        collected, lost = list(self._collected), self._lost
         self._collected.clear()
+        self._lost = False
         if not collected:
             raise BackendError(
                 "the attention loss has no attention call: expected a forward pass of the model since the last call, "
                 "and attention modules that are still those the loss was created for"
+            )
+        if lost and torch.is_grad_enabled():
+            raise BackendError(
+                "the attention loss would have no gradients: the last forward pass ran under torch.no_grad and "
+                "discarded the calls of the one before; call the loss after each forward pass of the training"
             )
         place = next(iter(collected[0].values()))
         values = {name: torch.stack([terms[name].to(place) for terms in collected]).mean() for name in self._weights}
@@ -157,9 +165,11 @@ class AttentionLoss(Removable):
 
     def begin(self) -> None:
         """A new forward pass of the model."""
+        if not torch.compiler.is_compiling():
+            waiting = self._lost or any(term.requires_grad for terms in self._collected for term in terms.values())
+            self._lost = waiting and not torch.is_grad_enabled()
+            self._passes += 1  # a compiled graph has one sample of rows
         self._collected.clear()
-        if not torch.compiler.is_compiling():  # a compiled graph has one sample of rows
-            self._passes += 1
 
     def collect(self, call: AttentionCall) -> None:
         """Add the terms of a call, unless activation checkpointing repeats it.

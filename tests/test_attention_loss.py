@@ -134,6 +134,26 @@ def test_a_forward_pass_discards_the_calls_of_the_one_before():
             loss()
 
 
+def test_a_validation_pass_before_the_loss_is_an_error_and_not_a_loss_without_gradients():
+    model = tiny_gpt.build()
+    with AttentionLoss(model, z=1.0) as loss:
+        model(tiny_gpt.batch())
+        with torch.no_grad():
+            model(tiny_gpt.batch(1))
+            model(tiny_gpt.batch(2))
+        with pytest.raises(BackendError, match="after each forward pass"):
+            loss()
+        model(tiny_gpt.batch())
+        assert loss().requires_grad
+        with torch.no_grad():
+            model(tiny_gpt.batch(1))
+        assert loss().item() > 0.0  # of the validation pass: nothing was waiting
+        model(tiny_gpt.batch())
+        with torch.no_grad():
+            model(tiny_gpt.batch(1))
+            assert loss().item() > 0.0  # as asked for
+
+
 def test_a_compiled_model_has_the_same_loss_and_gradients():
     model = tiny_gpt.build()
     value, expected = step(model)

@@ -18,7 +18,7 @@ def export(parser: Parser) -> None:
         "SGLang and transformers without attnscale; gguf: for llama.cpp; onnx: a graph with dynamic length, in fp32"
     )
     parser.add_argument("--to", required=True, metavar="FORMAT", help=about)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="a new folder (default: MODEL-FORMAT)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="a new folder (default: ./MODEL-FORMAT)")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="gguf: take the tokenizer from this GGUF file")
 
 

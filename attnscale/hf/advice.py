@@ -17,12 +17,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from attnscale._util.ranges import write_range
 from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, transformers_model
 from attnscale.hf.context import (
+    NO_POSITIONS,
+    ORIGINAL,
     Rope,
     TrainedLength,
+    added_positions,
     has_position_bias,
     is_unstretched,
     longest_context,
     position_table,
+    positions_of,
     rope_of,
     rope_parameters,
 )
@@ -297,7 +301,7 @@ def _keep(case: Case, formulas: Sequence[Existing], stretch: _Stretch) -> Advice
 
 def _law(case: Case, layers: Sequence[AttentionLayer]) -> tuple[dict[str, Any], tuple[Evidence, ...]]:
     """Return the policy, and the measurements closest to the case."""
-    nope = all(layer.rope is False and not has_position_bias(layer) for layer in layers)
+    nope = {positions_of(layer, case.model, position_table(case.model)) for layer in layers} == {NO_POSITIONS}
     name = "log_squared" if nope and case.times >= FAR else "log"
     law = {"name": name, "reference_length": case.trained.tokens, "floor": True}
     return law, (TINY_MODELS,) if nope else (SMOLLM2, TINY_MODELS)
@@ -314,7 +318,7 @@ def _explained(case: Case, law: Mapping[str, Any], replaces: bool) -> str:
 def _cautions(case: Case) -> tuple[str, ...]:
     config, found = transformers_model(case.model).config, []
     longest = longest_context(config) or 0
-    if longest > case.trained.tokens:
+    if longest > case.trained.tokens and case.trained.source == ORIGINAL:
         found.append(
             f"If the model was also trained at its stretched length, which its config does not say, pass "
             f"trained_length={longest}."
@@ -328,6 +332,13 @@ def _cautions(case: Case) -> tuple[str, ...]:
         found.append(
             "The position bias does not distinguish distances beyond its last bucket, which texts in training may not "
             "have reached."
+        )
+    inner = transformers_model(case.model)
+    added = {name for layer in case.far if layer.rope is False for name in added_positions(inner, layer)}
+    if added:
+        found.append(
+            f"Positions are added to the input ({', '.join(sorted(added))}); those beyond {case.trained.tokens} tokens "
+            "were not seen in training."
         )
     if config.is_encoder_decoder:
         found.append("A long input is also read by cross-attention; cross=True includes it. Not measured by us.")

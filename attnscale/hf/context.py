@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnscale.hf.attention_layers import AttentionLayer, read_forward, transformers_model
+from attnscale.hf.attention_layers import AttentionLayer, find_attention_layers, read_forward, transformers_model
 
 # Rotary embeddings of models that were trained at the stretched length, `max_position_embeddings`: Llama 3.1, Phi-3.
 _TRAINED_STRETCHED = ("llama3", "longrope")
@@ -20,8 +21,14 @@ _PLAIN = ("default", "proportional")
 # A table of positions may have a padding row, or two rows of offset as in BART and OPT.
 _MOST_EXTRA_ROWS = 2
 
+# Names of what adds positions to the input of a model: embed_positions, pos_encoding, pos_conv_embed, wpe.
+_ADDED = re.compile(r"(^|_)pos(ition(s|al)?)?(_|$)|^wpe$")
+_NOT_ADDED = re.compile(r"_ids$|^rel|rotary|rope")
+
+NO_POSITIONS: Final = "no positional encoding"
+
 _LENGTH = "max_position_embeddings"
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL: Final = "original_max_position_embeddings"
 
 
 class TrainedLength(NamedTuple):
@@ -47,9 +54,9 @@ def find_trained_length(config: PreTrainedConfig) -> TrainedLength | None:
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope  # some models have one entry per layer type
     known = [TrainedLength(longest_context(config) or 0, _LENGTH)]
-    original = rope.get(_ORIGINAL)
+    original = rope.get(ORIGINAL)
     if rope.get("rope_type") not in _TRAINED_STRETCHED and isinstance(original, int):
-        known.append(TrainedLength(original, _ORIGINAL))
+        known.append(TrainedLength(original, ORIGINAL))
     return min((length for length in known if length.tokens > 1), default=None)
 
 
@@ -90,7 +97,7 @@ def rope_of(layer: AttentionLayer) -> Rope | None:
     if not layer.rope:
         return None
     parameters = rope_parameters(layer.config, layer.kind)
-    factor, original = parameters.get("factor"), parameters.get(_ORIGINAL)
+    factor, original = parameters.get("factor"), parameters.get(ORIGINAL)
     return Rope(
         str(parameters.get("rope_type") or "default"),
         float(factor) if isinstance(factor, (int, float)) else None,
@@ -118,8 +125,10 @@ def position_table(model: nn.Module) -> int | None:
     """
     inner = transformers_model(model)
     limit, tokens = longest_context(inner.config), _token_tables(inner)
-    if limit is None:
-        return None
+    if limit is None:  # its config names the length otherwise, as that of Whisper does
+        added = [added_positions(inner, layer) for layer in find_attention_layers(inner) if layer.text]
+        tables = [one for found in added for one in found.values() if isinstance(one, nn.Embedding)]
+        return min((table.num_embeddings for table in tables), default=None)
     for module in inner.modules():
         rows = module.num_embeddings if isinstance(module, nn.Embedding) and module not in tokens else 0
         if limit <= rows <= limit + _MOST_EXTRA_ROWS:
@@ -136,16 +145,37 @@ def _token_tables(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def positions_of(layer: AttentionLayer, config: PreTrainedConfig, table: int | None = None) -> str:
-    """Describe how a layer of a model with this config encodes positions; `table` is that of `position_table`."""
-    rope = rope_of(layer)
+def positions_of(layer: AttentionLayer, model: nn.Module, table: int | None = None) -> str:
+    """Describe how a layer of a model encodes positions; `table` is that of `position_table`."""
+    inner, rope = transformers_model(model), rope_of(layer)
     if rope is not None:
         return str(rope)
-    if _has_alibi(layer, config):
+    if _has_alibi(layer, inner.config):
         return "ALiBi"
     if has_position_bias(layer):
         return "relative position bias"
-    return "no positional encoding" if table is None else f"table of {table} positions"
+    if table is not None:
+        return f"table of {table} positions"
+    added = added_positions(inner, layer)
+    return f"added to the input ({', '.join(added)})" if added else NO_POSITIONS
+
+
+def added_positions(model: PreTrainedModel, layer: AttentionLayer) -> dict[str, object]:
+    """Return the modules and tensors, by name, that add positions to the input of the encoder or decoder of a layer."""
+    around = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and any(module is layer.module for module in part.modules())
+    ]
+    named: list[tuple[str, object]] = []
+    for module in around[-1].modules():  # the innermost
+        named += [
+            *module.named_children(),
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]
+        named += [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+    return {name: one for name, one in named if _ADDED.search(name) and not _NOT_ADDED.search(name)}
 
 
 def has_position_bias(layer: AttentionLayer) -> bool:

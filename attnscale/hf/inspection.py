@@ -190,10 +190,9 @@ def inspect(
 
 def _context(model: nn.Module, layers: Sequence[AttentionLayer]) -> tuple[str, ...]:
     """Return the lines between headline and table."""
-    config = transformers_model(model).config
-    trained, table = find_trained_length(config), position_table(model)
+    trained, table = find_trained_length(transformers_model(model).config), position_table(model)
     length = "unknown" if trained is None else f"{trained.tokens} tokens ({trained.source})"
-    own = [positions_of(layer, config, table) for layer in layers if layer.text and not layer.cross]
+    own = [positions_of(layer, model, table) for layer in layers if layer.text and not layer.cross]
     lines = [f"trained length: {length}; positions: {', '.join(dict.fromkeys(own)) or 'none'}"]
     if trained is not None:
         advised = recommend(model, BEYOND * trained.tokens)

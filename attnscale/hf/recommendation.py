@@ -175,7 +175,7 @@ def recommend(
         advice.verdict,
         None if found is None else found.tokens,
         source,
-        _grouped(own, [positions_of(layer, config, table) for layer in own]),
+        _grouped(own, [positions_of(layer, built, table) for layer in own]),
         _grouped(own, [None if layer.window is None else f"{layer.window} keys" for layer in own]),
         tuple(dict.fromkeys(one.description for layer in own for one in find_existing(built, layer))),
         advice.policy,

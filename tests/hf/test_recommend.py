@@ -230,6 +230,45 @@ def test_an_encoder_decoder_needs_a_trained_length_and_names_cross_attention():
     assert sum(site_of(layer.module) is not None for layer in find_attention_layers(model)) == 4
 
 
+ENCODER_DECODER = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+ENCODER_DECODER |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1}
+ENCODER_DECODER |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (lambda: transformers.M2M100Config(**ENCODER_DECODER), "embed_positions"),
+        (lambda: transformers.CTRLConfig(vocab_size=64, n_embd=32, n_head=4, n_layer=1, dff=48), "pos_encoding"),
+    ],
+)
+def test_positions_added_to_the_input_are_not_taken_for_none(config, name):
+    found = recommend(config(), FAR * L, trained_length=L)
+    assert found.positions == (f"added to the input ({name})",)
+    assert found.policy == {"name": "log", "reference_length": L, "floor": True}  # log_squared only without positions
+    assert any(name in text and "not seen in training" in text for text in found.warnings)
+
+
+def test_a_table_whose_length_the_config_names_otherwise_is_found():
+    sizes = {"max_source_positions": 2 * L, "max_target_positions": L}
+    found = recommend(transformers.WhisperConfig(**ENCODER_DECODER, **sizes), 2 * L, trained_length=L)
+    assert (found.verdict, found.positions) == ("impossible", (f"table of {L} positions",))
+
+
+def test_a_learned_table_is_not_taken_for_layers_without_positions():
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=FAR * L)
+    found = recommend(config, FAR * L, trained_length=L)
+    assert found.policy == {"name": "log", "reference_length": L, "floor": True}
+    assert any("not seen in training" in text for text in found.warnings)
+
+
+def test_a_trained_length_that_was_passed_is_not_doubted():
+    stretched = small("Llama", rope_parameters=YARN, max_position_embeddings=4 * L)
+    assert any("trained_length=" in text for text in recommend(stretched, 2 * L).warnings)
+    assert not recommend(stretched, 2 * L, trained_length=L).warnings
+    assert not recommend(small("Llama"), 2 * L, trained_length=L // 2).warnings
+
+
 def test_an_embedding_that_transformers_cannot_stretch_for_this_class_is_named():
     found = recommend(ZOO["phimoe"].build(), 4 * L)
     assert (found.verdict, found.code) == ("impossible", None)
