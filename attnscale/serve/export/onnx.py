@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnscale._util.optional import need
 from attnscale.errors import ExportError
 from attnscale.hf import Handle
+from attnscale.policies.base import reads_scores
 
 DTYPE = torch.float32  # onnxruntime has no bf16 kernels for CPUs
 CHECKED_DTYPE = None
@@ -33,7 +34,13 @@ class _Logits(nn.Module):
 
 
 def plan(handle: Handle, path: str, tokenizer: Path | None) -> None:
-    """Raise if a package is missing. Whether a model can be traced is known once it is."""
+    """Raise if a policy reads scores or a package is missing. Whether a model can be traced is known once it is."""
+    for layer, policy in handle.policies.items():
+        if reads_scores(policy):
+            raise ExportError(
+                f"policy={policy!r} of {layer} reads the scores of its call, which torch.onnx.export cannot trace; "
+                "apply a policy of length, position or query"
+            )
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, "attnscale export --to onnx", "export")
 

@@ -255,6 +255,13 @@ def test_a_missing_package_is_named_with_its_install_command(
         export_model(saved(LOG), "onnx", tmp_path / "exported")
 
 
+@pytest.mark.parametrize("name", ["gap_adaptive", "entropy_adaptive"])
+def test_a_graph_of_a_policy_that_reads_scores_is_refused(saved: Any, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ExportError, match="reads the scores of its call"):
+        export_model(saved({"name": name}), "onnx", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 def test_a_traced_model_accepts_other_lengths_than_that_of_the_trace(saved: Any) -> None:
     handle = hf.load(saved(LOG | {"floor": True}))
     dynamic = {"tokens": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
