@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 # Key `experiment` of a file → module, dataclass with the other keys as fields, and function(dataclass, progress) that
 # returns the output path.
 Experiments = Mapping[str, tuple[str, str, str]]
-EXPERIMENTS = {"evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate")}
+EXPERIMENTS = {
+    "evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate"),
+    "calibration": ("attnscale.lab.calibration", "Calibration", "calibrate"),
+}
 MOVED = ("attention_loss", "max_retrieval", "training")  # experiments of scripts/training
 
 NAMES = "comma-separated names (a,b) or a list"

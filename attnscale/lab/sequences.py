@@ -22,7 +22,8 @@ class Retrieval(NamedTuple):
     tokens: Tensor  # [T]
     answers: Tensor  # [asked, tokens of an answer]: positions; the row at answers − 1 predicts the token
     depths: Tensor  # [asked] in [0, 1): relative position of the needle in the text
-    needles: Tensor | None = None  # [asked, 2]: first slot of the needle that answers, and the slot after its last
+    needles: Tensor = torch.zeros(0, 2, dtype=torch.int64, device="cpu")  # [asked, 2]: slots of the answering needle
+    written: Tensor = torch.zeros(0, 2, dtype=torch.int64, device="cpu")  # [needles, 2]: slots of every needle
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def hide_needles(
         found[row, : len(answer)] = torch.arange(len(tokens), len(tokens) + len(answer), device="cpu")
         tokens += answer
     depths = torch.tensor([places[i] / max(1, room) for i in order], device="cpu")
-    return Retrieval(torch.tensor(tokens, device="cpu"), found, depths, spans[order])
+    return Retrieval(torch.tensor(tokens, device="cpu"), found, depths, spans[order], spans)
 
 
 def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
@@ -144,7 +145,7 @@ def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], g
     order = torch.randperm(num_kv_pairs, **drawn)
     tokens[places], tokens[places + 1] = keys[order], values[order]
     pairs = torch.stack([2 * order, 2 * order + 2], -1)
-    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length, pairs)
+    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length, pairs, pairs)
 
 
 def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:

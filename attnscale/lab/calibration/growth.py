@@ -131,7 +131,9 @@ def fit_growth(values: Mapping[int, Sequence[Tensor]], *, draws: int = DRAWS, se
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
-        >>> rows = {n: [n**0.25 * torch.rand(8, generator=generator).add(0.5) for _ in range(32)] for n in (64, 128, 256)}
+        >>> rows = {
+        ...     n: [n**0.25 * torch.rand(8, generator=generator).add(0.5) for _ in range(32)] for n in (64, 128, 256)
+        ... }
         >>> round(fit_growth(rows).exponent("power")[0], 1)
         0.2
     """
@@ -156,7 +158,8 @@ def fit_growth(values: Mapping[int, Sequence[Tensor]], *, draws: int = DRAWS, se
         residuals.append((logs - level - exponent * x[:, None]).square().sum(0))
     ends = [with_interval(median) for median in medians]
     power_share = (residuals[0][1:] < residuals[1][1:]).double().mean().item()
-    return Growth(lengths, *(tuple(end[i] for end in ends) for i in range(3)), forms, power_share)
+    middle, low, high = (tuple(end[i] for end in ends) for i in range(3))
+    return Growth(lengths, middle, low, high, forms, power_share)
 
 
 def _medians(sequences: Sequence[Tensor], draws: int, generator: torch.Generator) -> Tensor:
@@ -167,4 +170,4 @@ def _medians(sequences: Sequence[Tensor], draws: int, generator: torch.Generator
         table[number, : len(one)] = one.double()
     drawn = torch.randint(len(sequences), (draws, len(sequences)), generator=generator, device=generator.device)
     index = torch.cat([torch.arange(len(sequences), device="cpu")[None], drawn])
-    return torch.cat([table[part].flatten(1).nanmedian(1).values for part in index.split(200)])
+    return torch.cat([table[part].flatten(1).nanmedian(1).values for part in torch.split(index, 200)])

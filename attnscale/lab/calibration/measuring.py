@@ -7,15 +7,15 @@ with known answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnscale.lab.attention_rows import FIRST_KEYS, QUANTITIES, RANKS, ChosenRows, measure_rows
-from attnscale.lab.sequences import Retrieval
+from attnscale.lab.attention_rows import QUANTITIES, ChosenRows, Span, measure_rows
+from attnscale.lab.calibration.reading import Sequence
 from attnscale.lab.tasks import stream
 
 # Rows per length of a text, in its last eighth: n is then close to the length.
@@ -60,7 +60,7 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure_text(model: nn.Module, tokens: Tensor, lengths: Sequence[int], chunk: int) -> dict[str, Any]:
+def measure_text(model: nn.Module, tokens: Tensor, lengths: tuple[int, ...], chunk: int) -> dict[str, Any]:
     """Return Λ of rows near each length, from one pass over a text [T]."""
     rows = {length: _near(length) for length in lengths}
     with measure_rows(model, sorted({row for some in rows.values() for row in some})) as measured:
@@ -69,15 +69,15 @@ def measure_text(model: nn.Module, tokens: Tensor, lengths: Sequence[int], chunk
 
 
 @torch.inference_mode()
-def measure_prompt(model: nn.Module, retrieval: Retrieval, length: int, chunk: int) -> dict[str, Any]:
+def measure_prompt(model: nn.Module, prompt: Sequence, chunk: int) -> dict[str, Any]:
     """Return Λ of the rows that predict an answer, and their weight on the needle that holds it."""
-    rows = (retrieval.answers[:, 0] - 1).tolist()
-    if retrieval.needles is None:
-        raise ValueError("this task does not say where its answers are")
-    spans = dict(zip(rows, map(tuple, retrieval.needles.tolist()), strict=True))
+    rows = (prompt.answers[:, 0] - 1).tolist()
+    spans: dict[int, Span] = {
+        row: (start, stop) for row, (start, stop) in zip(rows, prompt.needles.tolist(), strict=True)
+    }
     with measure_rows(model, rows, spans) as measured:
-        _read(model, retrieval.tokens[: max(rows) + 1], chunk, measured)
-    return {str(length): _entries(measured, set(rows))}
+        _read(model, prompt.tokens[: max(rows) + 1], chunk, measured)
+    return {str(len(prompt.tokens)): _entries(measured, set(rows))}
 
 
 def collect(results: Iterable[Mapping[str, Any]]) -> dict[Place, Measured]:
@@ -144,18 +144,3 @@ def _plain(values: Tensor) -> list[list[float]]:
 
 def _tensor(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-__all__ = [
-    "FIRST_KEYS",
-    "PROMPTS",
-    "RANKS",
-    "TEXT",
-    "Measured",
-    "Place",
-    "collect",
-    "grid",
-    "measure_prompt",
-    "measure_text",
-    "scale_name",
-]

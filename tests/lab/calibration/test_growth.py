@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -112,6 +113,6 @@ def test_measurements_that_do_not_determine_a_growth_are_refused(values, message
 def test_the_grid_is_geometric_and_ends_at_both_lengths() -> None:
     lengths = grid(100, 400)
     assert (lengths[0], lengths[-1], len(lengths)) == (100, 400, 5)
-    ratios = [after / before for before, after in zip(lengths, lengths[1:], strict=False)]
+    ratios = [after / before for before, after in itertools.pairwise(lengths)]
     assert max(ratios) / min(ratios) < 1.06
     assert abscissa("log", math.e**math.e) == pytest.approx(1.0)
