@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("evaluate", "evaluate the embedded model with five policies at increasing lengths"),
     "evaluate": ("evaluate", "measure retrieval, perplexity and attention of models by policy and length"),
-    "run": ("evaluate", "run an evaluation from a YAML file, with key=value overrides"),
+    "calibrate": ("calibrate", "measure a model, predict where it fails, fit the temperature it needs, and test it"),
+    "run": ("evaluate", "run an evaluation or a calibration from a YAML file, with key=value overrides"),
     "policies": ("show", "list all policies with their parameters"),
     "watch": ("show", "show a monitored run live in the terminal"),
     "report": ("show", "write a monitored run, a comparison of runs, or an evaluation as one HTML page"),

@@ -36,8 +36,8 @@ Build = Callable[[], Sequence]
 
 TASKS = ("perplexity", "multi_needle")
 
-# Shares of the text for each purpose; the last part is for the verdict only.
-PARTS = {"measure": (0.0, 0.3), "fit": (0.3, 0.5), "validation": (0.5, 0.6), "held_out": (0.6, 1.0)}
+# Ends of the parts of the text; the last part is for the verdict only, and absent if another file is given for it.
+PARTS = {"measure": (0.0, 0.25), "fit": (0.25, 0.45), "validation": (0.45, 0.6), "held_out": (0.6, 1.0)}
 
 # Λ is measured up to this multiple of the trained length.
 MEASURED_UP_TO = 4
@@ -250,7 +250,8 @@ def _prepare(options: Calibration, progress: Progress | None) -> _Setting:
         reject("text", None, "a text file; only the embedded model has its own")
     tokenizer = folder.tokenizer()
     whole = Text.read(options.text, tokenizer)
-    texts = {name: part_of(whole, *ends) for name, ends in PARTS.items()}
+    last = 1.0 if options.held_out is None else PARTS["held_out"][0]
+    texts = {name: part_of(whole, start / last, stop / last) for name, (start, stop) in PARTS.items() if start < last}
     if options.held_out is not None:
         texts["held_out"] = Text.read(options.held_out, tokenizer)
     lengths = options.lengths or grid(trained, min(MEASURED_UP_TO * trained, options.to))
@@ -282,7 +283,9 @@ def _prepare(options: Calibration, progress: Progress | None) -> _Setting:
         shared,
         report,
     )
-    next(_trials(setting)).build()
+    next(_trials(setting)).build()  # the sequences of each kind are built once, so that errors appear at the start
+    if options.fit:
+        _fit_sequences(setting)
     for length in (min(lengths), max(lengths)):
         for _, build in _measured_sequences(setting, length, 1):
             build()
@@ -393,15 +396,7 @@ def _fit(setting: _Setting, model: nn.Module) -> list[Round]:
     settings = FitOptions(
         options.fit_rounds, options.fit_steps, options.fit_rows, options.learning_rate, options.strength, options.chunk
     )
-    sets = {}
-    for part in ("fit", "validation"):
-        number = options.fit_sequences if part == "fit" else max(2, options.fit_sequences // 2)
-        built = []
-        if "perplexity" in options.tasks:
-            built += [window(setting.texts[part], length, sample, number) for sample in range(number)]
-        if "multi_needle" in options.tasks:
-            built += [_prompt_builder(setting, part, length, sample)() for sample in range(number)]
-        sets[part] = built
+    sets = _fit_sequences(setting)
     key: Key = {"task": "fit", "length": length, "sample": 0, "options": list(settings), "tasks": list(options.tasks)}
     key |= {"sequences": options.fit_sequences, "text": setting.texts["fit"].digest} | setting.shared
     key |= {
@@ -426,6 +421,22 @@ def _fit(setting: _Setting, model: nn.Module) -> list[Round]:
             keep=lambda done: setting.cells.write(key | {"sample": done.number}, result=plain_round(done)),
             report=lambda text: setting.progress(f"fit, {text}"),
         )
+
+
+def _fit_sequences(setting: _Setting) -> dict[str, list[Sequence]]:
+    """Return the sequences of the fit, and half as many for validation."""
+    options = setting.options
+    length = options.fit_length or options.to
+    sets = {}
+    for part in ("fit", "validation"):
+        number = options.fit_sequences if part == "fit" else max(2, options.fit_sequences // 2)
+        built = []
+        if "perplexity" in options.tasks:
+            built += [window(setting.texts[part], length, sample, number) for sample in range(number)]
+        if "multi_needle" in options.tasks:
+            built += [_prompt_builder(setting, part, length, sample)() for sample in range(number)]
+        sets[part] = built
+    return sets
 
 
 def _best(rounds: list[Round]) -> Round:
@@ -473,6 +484,19 @@ def _scale_rows(heads: list[Head]) -> Iterator[dict[str, Any]]:
             yield row | {"accumulation": value, "low": low, "high": high}
 
 
+def _curve(setting: _Setting, head: Head) -> Iterator[dict[str, float]]:
+    """Yield both forms of Λ and their bracket at doublings from the trained length to the target."""
+    if head.growth is None:
+        return
+    lengths = [setting.trained]
+    while lengths[-1] * 2 < setting.options.to:
+        lengths.append(lengths[-1] * 2)
+    for length in (*lengths, setting.options.to):
+        low, high = head.growth.predict(length)
+        forms = {name: form.at(length)[0].item() for name, form in head.growth.forms.items()}
+        yield {"length": length, **forms, "low": low, "high": high}
+
+
 def _describe(
     setting: _Setting,
     heads: list[Head],
@@ -500,6 +524,7 @@ def _describe(
                 "lost_between": [None if math.isinf(end) else end for end in head.lost_between()],
                 "exponent": head.exponent(),
                 "decided": None if head.growth is None else head.growth.decided,
+                "curve": list(_curve(setting, head)),
             }
             for head in retrieving
         ],
