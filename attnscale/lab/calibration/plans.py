@@ -61,7 +61,8 @@ def table_plan(heads: Sequence[Head], trained: int, target: int) -> dict[str, An
             lengths.append(lengths[-1] * 2)
         lengths = sorted({*lengths, target})
         table = {length: [_scale(head, length) for head in own] for length in lengths}
-        layers[str(layer)] = {"name": "gap_adaptive", "anchor": "trained", "reference_length": trained, "table": table}
+        law = {"name": "gap_adaptive", "anchor": "trained", "reference_length": trained}
+        layers[str(layer)] = law | {"num_heads": len(own), "table": table}
     return {"default": "constant", "layers": layers}
 
 
