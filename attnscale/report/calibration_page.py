@@ -60,7 +60,8 @@ def read_calibration(folder: str | Path) -> CalibrationData:
     path = Path(folder)
     try:
         about = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
-        tables = [list(csv.DictReader((path / name).open(encoding="utf-8"))) for name in (HEADS, SCALES, HELD_OUT)]
+        texts = [(path / name).read_text(encoding="utf-8") for name in (HEADS, SCALES, HELD_OUT)]
+        tables = [list(csv.DictReader(text.splitlines())) for text in texts]
         data = CalibrationData(path, about, *tables)
         _ = data.trained, data.target, data.retrieving
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -257,12 +258,14 @@ def _difference(row: Mapping[str, str]) -> str:
 def _heads(data: CalibrationData) -> str:
     hint = (
         f"{escape(data.about['criterion'])}. r is 1/Λ at the first measured length, without the first keys and with "
-        f"them; “lost at” is the length with r = 1 under β = 1 by either form. The {ROWS} heads with the largest weight, "
+        f"them; “lost at” is the length with r = 1 under β = 1, by form. The {ROWS} heads with the largest weight, "
         "or the smallest r where no prompts were read."
     )
     ordered = sorted(data.heads, key=lambda row: (-_number(row["weight"]), _number(row["criticality"])))[:ROWS]
-    columns = ("weight", "criticality", "criticality_with_first", "power", "log", "power_share")
-    columns += ("lost_at_power", "lost_at_log")
+    columns = (
+        *("weight", "criticality", "criticality_with_first", "power", "log", "power_share"),
+        *("lost_at_power", "lost_at_log"),
+    )
     body = [
         [
             escape(_name(row)),

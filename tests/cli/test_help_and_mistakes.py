@@ -15,7 +15,8 @@ from attnscale.cli.evaluate import EXPERIMENTS
 from attnscale.cli.parser import COMMANDS
 
 # What `import attnscale` itself imports, torch above all, is left out by a bare module of that name in its place: the
-# command line alone must not need it. `evaluate` needs the dataclass of an experiment; a light one stands in for it.
+# command line alone must not need it. `evaluate` and `calibrate` need the dataclass of an experiment; light ones stand
+# in for them.
 BARE = f"""
 import sys, types
 sys.path.insert(0, {str(Path(small_experiment.__file__).parent)!r})
@@ -25,6 +26,7 @@ sys.modules["attnscale"] = bare
 from attnscale.cli import main
 from attnscale.cli.evaluate import EXPERIMENTS
 EXPERIMENTS["evaluation"] = ("small_experiment", "Small", "run")
+EXPERIMENTS["calibration"] = ("small_experiment", "SmallCalibration", "run")
 codes = []
 for words in WORDS:
     try:

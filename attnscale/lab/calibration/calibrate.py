@@ -6,35 +6,31 @@ The text is split: one part to measure Λ, one to fit, one to stop the fit, and 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from attnscale import __version__
-from attnscale._util.files import write_table, write_whole, write_yaml
+from attnscale._util.files import write_table, write_yaml
 from attnscale.errors import ArgumentError, reject
+from attnscale.lab.calibration.description import SCALE_COLUMNS, scale_rows, write_description
 from attnscale.lab.calibration.fit import FitOptions, FittedPower, Round, fit, plain_round, read_round
-from attnscale.lab.calibration.heads import COLUMNS, RETRIEVES, Head, judge
-from attnscale.lab.calibration.held_out import HeldOut, Trial, Verdict, judge_plan, read_held_out, tabulate
+from attnscale.lab.calibration.heads import COLUMNS, Head, judge
+from attnscale.lab.calibration.held_out import HeldOut, Trial, judge_plan, read_held_out, tabulate
 from attnscale.lab.calibration.measuring import Measured, Place, collect, grid, measure_prompt, measure_text
+from attnscale.lab.calibration.options import Calibration
 from attnscale.lab.calibration.plans import calibrated_exponents, power_plan, table_plan
 from attnscale.lab.calibration.reading import Needles, Sequence, part_of, prompt, window
 from attnscale.lab.inputs import EMBEDDED, Law, ModelFolder, Text, read_law
 from attnscale.lab.results import RESULT_COLUMNS, Cells
-from attnscale.lab.sequences import BYTES, NeedleFormat
 from attnscale.lab.tasks import Key
 
 Progress = Callable[[int, int, str], None]
 Build = Callable[[], Sequence]
-
-TASKS = ("perplexity", "multi_needle")
 
 # Ends of the parts of the text; the last part is for the verdict only, and absent if another file is given for it.
 PARTS = {"measure": (0.0, 0.25), "fit": (0.25, 0.45), "validation": (0.45, 0.6), "held_out": (0.6, 1.0)}
@@ -43,136 +39,6 @@ PARTS = {"measure": (0.0, 0.25), "fit": (0.25, 0.45), "validation": (0.45, 0.6),
 MEASURED_UP_TO = 4
 
 CALIBRATED, FITTED = "calibrated", "fitted"
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Options of a calibration.
-
-    Args:
-        model: folder of a HuggingFace model, or "embedded".
-        to: the length in tokens at which the model will be used, longer than the trained length.
-        output: folder for finished cells, tables, plans and page; an interrupted run continues from it.
-        text: text file; at most its first 8 MB are read. The embedded model has its own text.
-        held_out: another text file for the verdict; default the last two fifths of the text.
-        tasks: perplexity (windows of the text), multi_needle (many needles hidden in the text), or both.
-        policies: policies compared with the plans in the verdict, as in attnscale evaluate; default constant, log,
-            log_squared and YaRN's factor for this length.
-        fit: learn one exponent per head from the model's own loss.
-        trained_length: length at which laws are anchored; default from the config.
-        layers: layers that get a policy, as in attnscale.hf.apply.
-        on_existing: for models with built-in length scaling, raise an error, compose the policy with it, or replace it.
-        rope: stretched rotary embedding such as yarn:4, without YaRN's own temperature.
-        lengths: lengths at which Λ is measured, three or more; default a geometric grid from the trained length to 4
-            times it, at most to the target length.
-        samples: number of prompts per measured length; fewer than 64 give wide intervals.
-        windows: number of text windows for measuring.
-        asked: maximum number of questions per prompt.
-        needles: number of needles in a prompt of the trained length.
-        needle_growth: the number of needles grows with the length to this power; 1 keeps their density.
-        needle: template of a needle, with {key} and {value}.
-        question: template of a question, with {key}.
-        answer: template of an answer, with {value}.
-        alphabet: symbols of keys and values.
-        key_symbols: number of symbols in a key.
-        value_symbols: number of symbols in a value.
-        fit_length: length of the sequences of the fit; default the target length.
-        fit_sequences: number of sequences per task for the fit.
-        fit_rounds: rounds of the fit, at most; the prefixes are computed again in each.
-        fit_steps: gradient steps per round.
-        fit_rows: rows with gradients at the end of a text.
-        learning_rate: about the largest change of an exponent per step.
-        strength: factor of the L2 term that pulls the exponents to 0.
-        tests: number of held-out prompts, and of windows unless test_windows is given.
-        test_windows: number of held-out windows; with 0, bits per byte are those of the text around the needles.
-        seed: seed of all sequences.
-        chunk: tokens per forward pass.
-        dtype: dtype of the weights, float32, bfloat16 or float16.
-
-    Raises:
-        ArgumentError: an option is invalid.
-
-    Example:
-        >>> Calibration(model="embedded", to=4096, output="runs/mine").tasks
-        ('perplexity', 'multi_needle')
-    """
-
-    model: str
-    to: int
-    output: str
-    text: str | None = None
-    held_out: str | None = None
-    tasks: tuple[str, ...] = TASKS
-    policies: tuple[str, ...] = ()
-    fit: bool = False
-    trained_length: int | None = None
-    layers: str = "full"
-    on_existing: Literal["raise", "compose", "replace"] = "raise"
-    rope: str | None = None
-    lengths: tuple[int, ...] = ()
-    samples: int = 64
-    windows: int = 8
-    asked: int = 32
-    needles: int = 16
-    needle_growth: float = 1.0
-    needle: str = NeedleFormat.needle
-    question: str = NeedleFormat.question
-    answer: str = NeedleFormat.answer
-    alphabet: str = NeedleFormat.alphabet
-    key_symbols: int = NeedleFormat.key_symbols
-    value_symbols: int = NeedleFormat.value_symbols
-    fit_length: int | None = None
-    fit_sequences: int = 8
-    fit_rounds: int = 4
-    fit_steps: int = 8
-    fit_rows: int = 512
-    learning_rate: float = 0.03
-    strength: float = 0.001
-    tests: int = 8
-    test_windows: int | None = None
-    seed: int = 0
-    chunk: int = 2048
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for task in self.tasks:
-            if task not in TASKS:
-                reject("tasks", task, ", ".join(TASKS))
-        if not self.tasks:
-            reject("tasks", self.tasks, f"at least one of {', '.join(TASKS)}")
-        least = {"to": 16, "samples": 2, "windows": 2, "tests": 2}
-        ones = (
-            "asked",
-            "needles",
-            "fit_sequences",
-            "fit_rounds",
-            "fit_steps",
-            "fit_rows",
-            "chunk",
-            "trained_length",
-            "fit_length",
-        )
-        for name, bound in (least | dict.fromkeys(ones, 1)).items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                reject(name, value, f"an int >= {bound}")
-        if self.test_windows is not None and (self.test_windows < 0 or (not self.test_windows and len(self.tasks) < 2)):
-            reject("test_windows", self.test_windows, f"an int >= 0; 0 only with the tasks {', '.join(TASKS)}")
-        for name in ("learning_rate", "strength", "needle_growth"):
-            if not 0 <= getattr(self, name) < math.inf or (name == "learning_rate" and not self.learning_rate):
-                reject(name, getattr(self, name), f"a number {'> 0' if name == 'learning_rate' else '>= 0'}")
-        for entry in self.policies:
-            read_law(entry, self.trained_length or 2, self.rope)
-        if self.lengths and (len(set(self.lengths)) < 3 or min(self.lengths) < 16):
-            reject("lengths", self.lengths, "three or more different lengths of 16 tokens or more")
-
-    @property
-    def style(self) -> NeedleFormat:
-        """The format of needles; by default the embedded model uses its own."""
-        given = NeedleFormat(
-            self.needle, self.question, self.answer, self.alphabet, self.key_symbols, self.value_symbols
-        )
-        return BYTES if self.model == EMBEDDED and given == NeedleFormat() else given
 
 
 class _Setting(NamedTuple):
@@ -217,7 +83,7 @@ def _calibrate(options: Calibration, progress: Progress | None) -> Path:
     setting.folder.refuse_too_long(model, options.to)
     heads = measure(setting, model)
     write_table(output / "heads.csv", COLUMNS, [head.row(options.to) for head in heads])
-    write_table(output / "scales.csv", _SCALES, list(_scale_rows(heads)))
+    write_table(output / "scales.csv", SCALE_COLUMNS, list(scale_rows(heads)))
     plans: dict[str, dict[str, Any]] = {}
     if any(head.retrieves for head in heads):
         plans[CALIBRATED] = power_plan(calibrated_exponents(heads), setting.trained)
@@ -234,7 +100,7 @@ def _calibrate(options: Calibration, progress: Progress | None) -> Path:
     rows = _test(setting, model, plans)
     write_table(output / "held_out.csv", RESULT_COLUMNS, rows)
     verdicts = {name: judge_plan(rows, name) for name in plans}
-    _describe(setting, heads, rounds, plans, chosen, verdicts, output)
+    write_description(output, options, setting.folder, setting.trained, heads, rounds, plans, chosen, verdicts)
     return output
 
 
@@ -467,71 +333,3 @@ def _test(setting: _Setting, model: nn.Module, plans: dict[str, dict[str, Any]])
     )
     read = read_held_out(model, held_out, setting.texts["held_out"], setting.cells, setting.shared, setting.progress)
     return tabulate(read, setting.folder.name, options.to, setting.trained)
-
-
-_SCALES = ("layer", "head", "rows_of", "retrieves", "length", "accumulation", "low", "high")
-
-
-def _scale_rows(heads: list[Head]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of scales.csv: Λ of every head at every length."""
-    for head in heads:
-        growth = head.growth
-        if growth is None:
-            continue
-        for length, value, low, high in zip(growth.lengths, growth.medians, growth.lows, growth.highs, strict=True):
-            row = {"layer": head.place.layer, "head": head.place.head, "rows_of": head.rows_of}
-            row |= {"retrieves": int(head.retrieves), "length": length}
-            yield row | {"accumulation": value, "low": low, "high": high}
-
-
-def _curve(setting: _Setting, head: Head) -> Iterator[dict[str, float]]:
-    """Yield both forms of Λ and their bracket at doublings from the trained length to the target."""
-    if head.growth is None:
-        return
-    lengths = [setting.trained]
-    while lengths[-1] * 2 < setting.options.to:
-        lengths.append(lengths[-1] * 2)
-    for length in (*lengths, setting.options.to):
-        low, high = head.growth.predict(length)
-        forms = {name: form.at(length)[0].item() for name, form in head.growth.forms.items()}
-        yield {"length": length, **forms, "low": low, "high": high}
-
-
-def _describe(
-    setting: _Setting,
-    heads: list[Head],
-    rounds: list[Round],
-    plans: dict[str, dict[str, Any]],
-    chosen: str | None,
-    verdicts: dict[str, Verdict],
-    output: Path,
-) -> None:
-    """Write calibration.json."""
-    retrieving = [head for head in heads if head.retrieves]
-    content = {
-        "attnscale": __version__,
-        "options": dataclasses.asdict(setting.options) | dataclasses.asdict(setting.options.style),
-        "model": {"name": setting.folder.name, "fingerprint": setting.folder.fingerprint},
-        "trained_length": setting.trained,
-        "lengths": list(setting.lengths),
-        "criterion": f"a head retrieves if its mean weight on the answer's needle is at least {RETRIEVES}",
-        "retrieving": [
-            {
-                "layer": head.place.layer,
-                "head": head.place.head,
-                "weight": head.weight,
-                "criticality": head.criticality(),
-                "lost_between": [None if math.isinf(end) else end for end in head.lost_between()],
-                "exponent": head.exponent(),
-                "decided": None if head.growth is None else head.growth.decided,
-                "curve": list(_curve(setting, head)),
-            }
-            for head in retrieving
-        ],
-        "validation": [one.validation for one in rounds],
-        "plans": plans,
-        "policy": chosen,
-        "helped": chosen is not None and verdicts[chosen].outcome == "helped",
-        "verdict": {name: {"outcome": one.outcome, "sentences": one.sentences} for name, one in verdicts.items()},
-    }
-    write_whole(output / "calibration.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
