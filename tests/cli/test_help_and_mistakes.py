@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_the_help_lists_every_command_and_ends_with_examples(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["--help"])
     commands, examples = capsys.readouterr().out.split("\nexamples:\n")
-    assert [name for name in COMMANDS if f"\n    {name} " not in commands] == []
+    assert [name for name in COMMANDS if not re.search(rf"\n    {name}\s", commands)] == []
     assert examples.startswith("  attnscale doctor\n")
 
 
@@ -121,7 +122,8 @@ def test_the_help_of_run_names_the_experiments_of_the_package(capsys: pytest.Cap
     shown = capsys.readouterr().out
     experiments = (Path(__file__).parents[2] / "configs" / "experiment").glob("*.yaml")
     named = {file.stem for file in experiments if f"experiment/{file.stem}" in shown}
-    assert named == {"smollm2", "swapped_in", "trained_with_gap_adaptive", "trained_with_log", "trained_with_ssmax"}
+    evaluations = {"smollm2", "swapped_in", "trained_with_gap_adaptive", "trained_with_log", "trained_with_ssmax"}
+    assert named == evaluations | {"calibrate_smollm2_2x", "calibrate_smollm2_4x"}
 
 
 def test_the_options_of_evaluate_are_the_fields_with_their_documents_and_defaults(

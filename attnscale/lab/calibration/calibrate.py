@@ -328,8 +328,8 @@ def _test(setting: _Setting, model: nn.Module, plans: dict[str, dict[str, Any]])
     entries = options.policies or ("log", "log_squared", f"yarn:factor={options.to / setting.trained:g}")
     given = [read_law(entry, setting.trained, options.rope) for entry in entries if entry != "constant"]
     laws = [Law("constant", {"name": "constant"}), *given, *laws]
-    held_out = HeldOut(
-        list(_trials(setting)), laws, options.layers, options.on_existing, setting.trained, options.chunk
-    )
-    read = read_held_out(model, held_out, setting.texts["held_out"], setting.cells, setting.shared, setting.progress)
+    shared = setting.shared if options.acting_rows is None else setting.shared | {"acting_rows": options.acting_rows}
+    given_to = (options.layers, options.on_existing, setting.trained, options.chunk, options.acting_rows)
+    held_out = HeldOut(list(_trials(setting)), laws, *given_to)
+    read = read_held_out(model, held_out, setting.texts["held_out"], setting.cells, shared, setting.progress)
     return tabulate(read, setting.folder.name, options.to, setting.trained)

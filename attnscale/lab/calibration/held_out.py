@@ -1,7 +1,8 @@
 """The verdict: every policy on text and prompts that were used for nothing else, at the target length, paired.
 
-All policies read the same sequences. The part of a sequence that every policy reads with β = 1, up to the trained
-length, is computed once.
+All policies read the same sequences. The part of a sequence that is read with β = 1 is computed once: up to the trained
+length for policies with β = 1 there or, with `acting_rows`, everything but the last rows. The latter saves most of the
+time of long sequences; the keys and values of the prefix are then those of β = 1 for every policy.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +52,7 @@ class HeldOut:
         on_existing: as in `attnscale.hf.apply`.
         trained: the trained length.
         chunk: tokens per forward pass.
+        acting_rows: the policies act on so many rows at the end; None for all rows.
     """
 
     trials: Sequence[Trial]
@@ -58,6 +61,7 @@ class HeldOut:
     on_existing: Literal["raise", "compose", "replace"]
     trained: int
     chunk: int
+    acting_rows: int | None = None
 
 
 def read_held_out(
@@ -87,19 +91,27 @@ def _read(
     model: nn.Module, given: HeldOut, law: Law, sequence: Tokens, text: Text, prefix: Prefix | None
 ) -> tuple[dict[str, Any], Prefix | None]:
     """Return the result of one policy, and the shared prefix."""
+    length = len(sequence.tokens)
+    shared = given.trained if given.acting_rows is None else max(0, length - given.acting_rows)
+    with _applied(model, given, law.policy) as handle:
+        same = given.acting_rows is not None or all(_is_one_up_to(p, shared) for p in handle.policies.values())
+    if same and 0 < shared < length and prefix is None:
+        with _applied(model, given, {"name": "constant"}):
+            prefix = score(model, sequence, given.chunk, stop=shared)
+    with _applied(model, given, law.policy):
+        found = score(model, sequence, given.chunk, prefix=prefix if same else None)
+    return summary(sequence, found, text, bin_edges(given.trained, length)), prefix
+
+
+@contextmanager
+def _applied(model: nn.Module, given: HeldOut, policy: Any) -> Iterator[Any]:
     import attnscale.hf
 
-    length = len(sequence.tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnScaleWarning)  # whether a policy harms the model is measured here
-        handle = attnscale.hf.apply(model, law.policy, layers=given.layers, on_existing=given.on_existing)
+        handle = attnscale.hf.apply(model, policy, layers=given.layers, on_existing=given.on_existing)
     with handle:
-        if length <= given.trained or not all(_is_one_up_to(p, given.trained) for p in handle.policies.values()):
-            found = score(model, sequence, given.chunk)
-        else:
-            prefix = prefix or score(model, sequence, given.chunk, stop=given.trained)
-            found = score(model, sequence, given.chunk, prefix=prefix)
-    return summary(sequence, found, text, bin_edges(given.trained, length)), prefix
+        yield handle
 
 
 def _is_one_up_to(policy: Policy, length: int) -> bool:

@@ -53,6 +53,8 @@ class Calibration:
         strength: factor of the L2 term that pulls the exponents to 0.
         tests: number of held-out prompts, and of windows unless test_windows is given.
         test_windows: number of held-out windows; with 0, bits per byte are those of the text around the needles.
+        acting_rows: in the verdict, let the policies act on so many rows at the end of a sequence only, which takes a
+            fraction of the time; the keys of earlier rows are then those of β = 1. Default: all rows.
         seed: seed of all sequences.
         chunk: tokens per forward pass.
         dtype: dtype of the weights, float32, bfloat16 or float16.
@@ -98,6 +100,7 @@ class Calibration:
     strength: float = 0.001
     tests: int = 8
     test_windows: int | None = None
+    acting_rows: int | None = None
     seed: int = 0
     chunk: int = 2048
     dtype: str = "float32"
@@ -119,6 +122,7 @@ class Calibration:
             "chunk",
             "trained_length",
             "fit_length",
+            "acting_rows",
         )
         for name, bound in (least | dict.fromkeys(ones, 1)).items():
             value = getattr(self, name)

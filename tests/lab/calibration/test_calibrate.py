@@ -62,6 +62,12 @@ def test_up_to_the_trained_length_a_plan_changes_nothing(output) -> None:
     assert {row["difference"] for row in rows(output, bin="64-128", policy="yarn:factor=4")} != {"0"}
 
 
+def test_policies_that_act_on_the_last_rows_change_nothing_before(tmp_path) -> None:
+    found = calibrate(small(tmp_path / "tail", tests=2, policies=("log_squared",), acting_rows=256))
+    changed = {row["bin"]: row["difference"] != "0" for row in rows(found, policy="log_squared", task="text")}
+    assert changed == {"": True, "0-64": False, "64-128": False, "128-256": False, "256-512": True}
+
+
 def test_the_plan_can_be_applied(output, model) -> None:
     with attnscale.hf.apply(model, output / "policy.yaml") as handle:
         beta = handle.policies[LAYER](torch.tensor([[[128, 512]]])).flatten(0, -2)
@@ -118,6 +124,7 @@ def test_a_fit_that_does_not_help_writes_no_fitted_plan(tmp_path) -> None:
         ({"needle_growth": float("nan")}, "needle_growth=nan is not accepted"),
         ({"lengths": (128, 256)}, "lengths=\\(128, 256\\) is not accepted: expected three or more"),
         ({"policies": ("logs",)}, "policies='logs' is not accepted"),
+        ({"acting_rows": 0}, "acting_rows=0 is not accepted"),
         ({"test_windows": -1}, "test_windows=-1 is not accepted"),
         ({"test_windows": 0, "tasks": ("perplexity",)}, "test_windows=0 is not accepted"),
         ({"model": "nowhere"}, "model='nowhere' is not accepted"),
