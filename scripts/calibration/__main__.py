@@ -1,20 +1,29 @@
-"""`python -m scripts.calibration coverage|prediction|demo-llm`: see the modules of these names."""
+"""`python -m scripts.calibration coverage|prediction`: see the modules of these names."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from scripts.calibration import coverage
+from rich.console import Console
+
+from attnscale.cli.parser import shown_progress
+from scripts.calibration import coverage, prediction, prediction_tables
 
 
 def main() -> None:
     """Run one experiment and print the files it wrote."""
     parser = argparse.ArgumentParser(prog="python -m scripts.calibration", description=__doc__)
-    parser.add_argument("experiment", choices=("coverage",))
+    parser.add_argument("experiment", choices=("coverage", "prediction"))
     parser.add_argument("--output", type=Path, default=Path(".github/assets"), help="folder for tables and figures")
     options = parser.parse_args()
-    print(f"wrote {coverage.run(coverage.Coverage(), options.output)}")
+    if options.experiment == "coverage":
+        print(f"wrote {coverage.run(coverage.Coverage(), options.output)}")
+        return
+    with shown_progress(Console()) as progress:
+        prediction.run(progress)
+    for path in prediction_tables.write(options.output):
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Calibration against what is measured at the full length, on models that were used for nothing else.
 
-python -m scripts.training configs/experiment/calibration_models.yaml              # five seeds, weight decay 0.2
-python -m scripts.training configs/experiment/calibration_models.yaml output=runs/calibration/no_decay weight_decay=0.0
-python -m scripts.calibration prediction --output .github/assets
+make calibration     # trains the models with scripts.training, in two hours on one core, and writes the tables
 
 Each model is calibrated at 1× to 4× its trained length, for two growths of the number of needles. Then its Λ, its
 accuracy under β = 1 and under hard argmax, and the laws are measured up to 128×. `prediction_tables` compares the two.
@@ -42,6 +40,7 @@ TEXT, HELD_OUT = ("attnscale/lab/embedded/train.txt", "attnscale/lab/embedded/he
 MODELS = Path("runs/calibration")
 RUNS = Path("runs/calibration_prediction")
 
+Progress = Callable[[int, int, str], None]
 Report = Callable[[str], None]
 
 
@@ -69,13 +68,17 @@ def cases() -> Iterator[Case]:
                 yield Case(recipe, seed, growth)
 
 
-def run(report: Report) -> None:
+def run(progress: Progress) -> None:
     """Calibrate and measure every case; an interrupted run continues from its cells."""
     torch.set_num_threads(1)
-    for case in cases():
-        if Path(case.model).is_dir():
-            calibrate(options(case), lambda done, total, text, case=case: report(f"{case}: {done}/{total} {text}"))  # type: ignore[misc]
-            _observe(case, report)
+    every = list(cases())
+    for number, case in enumerate(every):
+
+        def report(text: str, number: int = number, case: Case = case) -> None:
+            progress(number, len(every), f"{case.folder.name}: {text}")
+
+        calibrate(options(case), lambda done, total, text, report=report: report(text))  # type: ignore[misc]
+        _observe(case, report)
 
 
 def options(case: Case) -> Calibration:
@@ -131,7 +134,7 @@ def _observe(case: Case, report: Report) -> None:
                 for sample in range(SAMPLES):
                     key = {"task": "accuracy", "policy": policy, "length": length, "sample": sample}
                     if cells.read(key) is None:
-                        report(f"{case}: accuracy of {policy} at {length}")
+                        report(f"accuracy of {policy} at {length}")
                         sequence = prompt(text, needles, length, TRAINED, "observed", length, sample)
                         silent = sequence.with_text(torch.zeros_like(sequence.text))
                         result = summary(silent, score(model, silent, CHUNK), text, [0, length])
@@ -140,7 +143,7 @@ def _observe(case: Case, report: Report) -> None:
                 for sample in range(SAMPLES):
                     key = {"task": "rows", "length": length, "sample": sample}
                     if cells.read(key) is None:
-                        report(f"{case}: Λ at {length}")
+                        report(f"Λ at {length}")
                         sequence = prompt(text, needles, length, TRAINED, "observed", length, sample)
                         cells.write(key, result=measure_prompt(model, sequence, CHUNK))
 
