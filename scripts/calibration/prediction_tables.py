@@ -58,6 +58,8 @@ COMPARED = (
     *("bits", "cost", "cost_ratio", "cost_ratio_low", "cost_ratio_high"),
 )
 
+POINTS = ("recipe", "growth", "seed", "policy", "length", "criticality", "share_of_argmax")
+
 
 class Prediction(NamedTuple):
     """One quantity of one case; laws are given by their place in `ORDER`."""
@@ -82,11 +84,13 @@ def write(output: Path) -> list[Path]:
     rows = [_row(one, found) for one in found]
     compared = list(compare([case for case in done if case.growth == GROWTHS[0]]))
     output.mkdir(parents=True, exist_ok=True)
-    paths = [output / f"calibration_{name}" for name in ("prediction.csv", "errors.csv", "laws.csv", "prediction.png")]
+    names = ("prediction.csv", "errors.csv", "laws.csv", "criticality.csv", "prediction.png")
+    paths = [output / f"calibration_{name}" for name in names]
     write_table(paths[0], COLUMNS, rows)
     write_table(paths[1], SUMMARY, list(_summary(rows)))
     write_table(paths[2], COMPARED, compared)
-    write_whole(paths[3], png(*charts(found)))
+    write_table(paths[3], POINTS, [row for case in done for row in criticality_points(case)])
+    write_whole(paths[4], png(*charts(found)))
     return paths
 
 
@@ -118,15 +122,38 @@ def predictions(case: Case) -> Iterable[Prediction]:
     yield Prediction(case, "mildest law", mildest, *(_mildest(curve[TARGET][form]) for form in ("power", "log")))
 
 
+def criticality_points(case: Case) -> Iterable[dict[str, Any]]:
+    """Yield r and accuracy relative to argmax as in the table of the evaluation: Λ with the first keys."""
+    about, observed = read_calibration(case), read_observed(case)
+    if not about["retrieving"]:
+        return
+    head = max(about["retrieving"], key=lambda one: one["weight"])
+    accuracy = {(row["policy"], int(row["length"])): float(row["value"]) for row in _accuracy(case)}
+    accuracy |= {(policy, n): value for policy, known in observed.accuracy.items() for n, value in known.items()}
+    for length, cells in observed.rows.items():
+        scales = collect(cells)[Place(head["layer"], head["head"])].scales[scale_name(RANK, True)][length]
+        for law in ORDER:
+            if (law, length) in accuracy:
+                yield {
+                    "recipe": case.recipe,
+                    "growth": case.growth,
+                    "seed": case.seed,
+                    "policy": law,
+                    "length": length,
+                    "criticality": _beta(law, length) / torch.cat(scales).median().item(),
+                    "share_of_argmax": accuracy[law, length] / accuracy["argmax", length],
+                }
+
+
 def _mildest(scale: float) -> int:
     """Return the place of the first law with enough criticality at the target, or of the last."""
-    enough = [place for place, law in enumerate(ORDER) if _beta(law) / scale >= R_ENOUGH]
+    enough = [place for place, law in enumerate(ORDER) if _beta(law, TARGET) / scale >= R_ENOUGH]
     return min(enough, default=len(ORDER) - 1)
 
 
-def _beta(law: str) -> float:
+def _beta(law: str, length: int) -> float:
     anchor = {} if law == "constant" else {"reference_length": TRAINED, "floor": True}
-    return float(build_policy(law, **anchor)(TARGET))
+    return float(build_policy(law, **anchor)(length))
 
 
 def crossing(lengths: Sequence[int], shares: Sequence[float], below: float) -> float:
@@ -233,7 +260,7 @@ def compare(done: Sequence[Case]) -> Iterable[dict[str, Any]]:
 def charts(found: Sequence[Prediction]) -> list[Chart]:
     """Return predicted against observed Λ at the target and lengths of failure, by the power of n."""
     drawn = []
-    for quantity, label in ((f"Λ at {TARGET}", "Λ at 128×"), ("length of failure", "length of failure, tokens")):
+    for quantity, label in ((f"Λ at {TARGET}", "Λ at 128×"), ("length of failure", "length of failure")):
         series = []
         for place, (recipe, growth) in enumerate(itertools.product(RECIPES, GROWTHS)):
             points = [
@@ -242,11 +269,11 @@ def charts(found: Sequence[Prediction]) -> list[Chart]:
                 if (one.quantity, one.case.recipe, one.case.growth) == (quantity, recipe, growth)
                 and math.isfinite(one.observed * one.power)
             ]
-            name = f"{'no ' * (recipe == 'no_decay')}weight decay, needles ~ n^{growth:g}"
+            name = f"{recipe.replace('_', ' ')}, {'n' if growth == 1 else '√n'}"
             series.append(Series(name, style(place), points, joined=False))
         values = [value for one in series for point in one.points for value in (point.x, point.y)]
         axis = logarithmic(f"observed {label}", values)
-        same = Series("equal", style(len(series))._replace(marker="."), [Point(x, x) for x in (axis.low, axis.high)])
+        same = Series("equal", style(len(series)), [Point(x, x) for x in (axis.low, axis.high)])
         chart = Chart(label, [*series, same], axis, axis._replace(label="predicted from 1× to 4×"))
         drawn.append(chart)
     return drawn
