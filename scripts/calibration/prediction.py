@@ -148,6 +148,13 @@ def _observe(case: Case, report: Report) -> None:
                         cells.write(key, result=measure_prompt(model, sequence, CHUNK))
 
 
+def is_done(case: Case) -> bool:
+    """Whether everything of a case is measured."""
+    expected = SAMPLES * (2 * len(SHORTER) + len(SCALES_AT))
+    measured = len(list((case.folder / "observed").glob("*.json")))
+    return (case.folder / "calibration.json").is_file() and measured == expected
+
+
 def read_observed(case: Case) -> Observed:
     """Return the measurements of a case."""
     cells = Cells(case.folder / "observed")

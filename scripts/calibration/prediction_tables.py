@@ -36,6 +36,7 @@ from scripts.calibration.prediction import (
     TRAINED,
     Case,
     cases,
+    is_done,
     read_calibration,
     read_observed,
 )
@@ -79,7 +80,7 @@ class Prediction(NamedTuple):
 
 def write(output: Path) -> list[Path]:
     """Write the tables and figures of all finished cases."""
-    done = [case for case in cases() if (case.folder / "held_out.csv").is_file()]
+    done = [case for case in cases() if is_done(case)]
     found = [prediction for case in done for prediction in predictions(case)]
     rows = [_row(one, found) for one in found]
     compared = list(compare([case for case in done if case.growth == GROWTHS[0]]))

@@ -2,8 +2,8 @@
 
 make demo-llm    # runs the calibrations and this
 
-The figure shows r = 1/Λ of every head under β = 1, with and without the first keys, and the change of bits per byte under
-each policy by position.
+The figure shows r = 1/Λ of every head under β = 1, with and without the first keys, and the change of bits per byte
+under each policy by position.
 """
 
 from __future__ import annotations
@@ -68,14 +68,10 @@ def position_chart(rows: list[dict[str, str]]) -> Chart:
     bins = [row for row in rows if row["bin"] and row["metric"] == "bits_per_byte" and row["difference"]]
     series = []
     for place, policy in enumerate(dict.fromkeys(row["policy"] for row in bins)):
-        points = [
-            Point(
-                float(row["bin"].split("-")[1]),
-                *(float(row[name]) for name in ("difference", "difference_low", "difference_high")),
-            )
-            for row in bins
-            if row["policy"] == policy
-        ]
+        points = []
+        for row in (row for row in bins if row["policy"] == policy):
+            value, low, high = (float(row[name]) for name in ("difference", "difference_low", "difference_high"))
+            points.append(Point(float(row["bin"].split("-")[1]), value, low, high))
         series.append(Series(policy, style(place + 1), points))
     values = [x for one in series for point in one.points for x in (point.low, point.high) if x is not None]
     axes = lengths_axis("position", [p.x for one in series for p in one.points]), linear("bits per byte", values)
