@@ -281,16 +281,28 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
     for edges, shares in bins:
         assert has_row(LAB, " ".join(edges), shares)
     assert states(LAB, "Spearman", *correlation)
-    scales = {
-        length: statistics.median(
-            float(row["accumulation_8"])
-            for row in read("swapped_in_statistics.csv")
-            if (row["task"], row["policy"], row["length"]) == ("multi_needle", "constant", length)
-        )
-        for length in ("128", "16384")
-    }
-    growth = scales["16384"] / scales["128"]
-    assert states(LAB, "Λ", f"{growth:.1f}", "128", "16384", f"{math.log2(growth):.1f}")  # ln 16384 = 2 ln 128
+    growth, power, first, last = zip(*map(growth_of_scale, range(10, 15)), strict=True)
+    for ends, digits in ((growth, 1), (power, 2), (first, 1), (last, 1)):
+        assert states(LAB, "Λ, the β", f"{min(ends):.{digits}f}", f"{max(ends):.{digits}f}")
+
+
+def growth_of_scale(seed: int) -> tuple[float, float, float, float]:
+    """Λ of the head with the largest w_max at 128 tokens: its growth to 16384, the exponent of n, and the exponents of
+    ln n between the first and the last two lengths. Raises if a power of ln n fits better."""
+    where = {"task": "multi_needle", "policy": "constant", "model": f"constant-{seed}"}
+    rows = [row for row in read("swapped_in_statistics.csv") if all(row[key] == value for key, value in where.items())]
+    head = max((row for row in rows if row["length"] == "128"), key=lambda row: float(row["w_max"]))
+    own = [row for row in rows if (row["layer"], row["head"]) == (head["layer"], head["head"])]
+    points = sorted((int(row["length"]), float(row["accumulation_8"])) for row in own)
+    y = [math.log(scale) for _, scale in points]
+    residuals, exponents = [], []
+    for x in ([math.log(n) for n, _ in points], [math.log(math.log(n)) for n, _ in points]):
+        fitted = statistics.linear_regression(x, y)
+        residuals.append(sum((b - fitted.intercept - fitted.slope * a) ** 2 for a, b in zip(x, y, strict=True)))
+        exponents.append(fitted.slope)
+    assert residuals[0] < residuals[1]
+    ends = [(y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2)]
+    return math.exp(y[-1] - y[0]), exponents[0], *ends
 
 
 def test_the_evidence_holds_what_the_first_picture_says() -> None:

@@ -271,10 +271,11 @@ def charts(found: Sequence[Prediction]) -> list[Chart]:
                 and math.isfinite(one.observed * one.power)
             ]
             name = f"{recipe.replace('_', ' ')}, {'n' if growth == 1 else '√n'}"
-            series.append(Series(name, style(place), points, joined=False))
+            if points:  # matplotlib cannot lay out an empty line
+                series.append(Series(name, style(place), points, joined=False))
         values = [value for one in series for point in one.points for value in (point.x, point.y)]
         axis = logarithmic(f"observed {label}", values)
-        same = Series("equal", style(len(series)), [Point(x, x) for x in (axis.low, axis.high)])
+        same = Series("equal", style(4), [Point(x, x) for x in (axis.low, axis.high)])
         chart = Chart(label, [*series, same], axis, axis._replace(label="predicted from 1× to 4×"))
         drawn.append(chart)
     return drawn

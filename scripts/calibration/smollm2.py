@@ -66,6 +66,7 @@ def criticality_chart(heads: list[dict[str, str]]) -> Chart:
 def position_chart(rows: list[dict[str, str]]) -> Chart:
     """Return the change of bits per byte against β = 1, by the end of each bin."""
     bins = [row for row in rows if row["bin"] and row["metric"] == "bits_per_byte" and row["difference"]]
+    bins = [row for row in bins if row["task"] == bins[0]["task"]]
     series = []
     for place, policy in enumerate(dict.fromkeys(row["policy"] for row in bins)):
         points = []
