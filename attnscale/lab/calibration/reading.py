@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from attnscale._util.optional import need
 from attnscale.lab.inputs import Text
 from attnscale.lab.sequences import NeedleFormat, hide_needles, seeded, windows_of
 from attnscale.lab.tasks import stream
@@ -135,10 +136,7 @@ def score(
 
 def new_cache(model: nn.Module) -> Any:
     """Return an empty KV cache for a model."""
-    from transformers import DynamicCache
-
-    config: Any = model.config
-    return DynamicCache(config=config)
+    return need("transformers", "calibrate", "hf").DynamicCache(config=model.config)
 
 
 def fork(cache: Any) -> Any:
