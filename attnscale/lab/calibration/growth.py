@@ -1,7 +1,8 @@
 """Growth of Λ with length, from measurements at a few lengths: two forms, their intervals, and what they predict.
 
 ln Λ is fitted by least squares against ln n (a power of n) and against ln ln n (a power of ln n). Both forms fit a few
-octaves almost equally well and differ beyond, so predictions are given for both: they bracket what the data allow.
+octaves almost equally well and differ beyond, so predictions are given for both. Their bracket shows how much depends
+on the form; Λ can follow neither (README.md has the hits and misses).
 Intervals are bootstrap intervals over sequences; the rows of one sequence are not independent.
 """
 
