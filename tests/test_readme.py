@@ -33,6 +33,7 @@ PATHS = [
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 README, BENCH, HF = TEXTS["README.md"], TEXTS["scripts/cost/README.md"], TEXTS["attnscale/hf/README.md"]
 LAB = TEXTS["attnscale/lab/README.md"]
+CALIBRATION = TEXTS["attnscale/lab/calibration/README.md"]
 RESULTS = [text for text in TEXTS.values() if "| % of questions |" in text]  # READMEs with the table of accuracies
 readmes = pytest.mark.parametrize("readme", TEXTS)
 
@@ -303,6 +304,46 @@ def growth_of_scale(seed: int) -> tuple[float, float, float, float]:
     assert residuals[0] < residuals[1]
     ends = [(y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2)]
     return math.exp(y[-1] - y[0]), exponents[0], *ends
+
+
+def test_figures_of_calibration_are_those_of_the_committed_tables() -> None:
+    recipes = {"decay": "weight decay", "no_decay": "no weight decay", "all": "all ten"}
+    for row in read("calibration_errors.csv"):
+        if row["recipe"] == "all":
+            continue
+        name = f"{row['quantity']} {recipes[row['recipe']]} {'n' if row['growth'] == '1' else '√n'}"
+        forms = ("power", "log", "baseline")
+        if row["quantity"] == "mildest law":
+            assert has_row(CALIBRATION, name, *(f"{row[f'error_{form}']} of {row['seeds']}" for form in forms), "")
+            continue
+        cells = (f"{float(row[f'error_{form}']):.2f} ({float(row[f'worst_{form}']):.2f})" for form in forms)
+        assert has_row(CALIBRATION, name, *cells, f"{row['in_bracket']} of {row['seeds']}" if row["in_bracket"] else "")
+    for row in read("calibration_laws.csv"):
+        numbers = [f"{100 * float(row['accuracy']):.1f}", f"{float(row['cost']):.4f}"]
+        ratio = f"{float(row['cost_ratio']):.2f}" if row["policy"] != row["against"] else "1"
+        line = rf"\| {recipes[row['recipe']]} \| `{row['policy']}` \| {numbers[0]} \| .* \| {numbers[1]} \| {ratio}\b"
+        assert re.search(line, CALIBRATION), row
+    for row in read("calibration_coverage.csv"):
+        cells = (
+            f"{float(row['exponent']):.2f}",
+            f"{row['inside']} of {row['runs']}",
+            f"{float(row['median_width']):.2f}",
+        )
+        assert re.search(rf"\| {row['law']} \| .* \| {' . '.join(map(re.escape, cells))} \|", CALIBRATION), row
+        assert int(row["inside"]) >= 0.9 * int(row["runs"])
+
+
+def test_the_bands_of_criticality_do_not_hold_for_every_model() -> None:
+    edges = [(0.0, 1.0), (1.0, 1.3), (1.3, 1.8), (1.8, math.inf)]
+    bands = dict(zip(edges, re.findall(r"\| (\d\.\d\d) to (\d\.\d\d) \|", LAB), strict=True))
+    for recipe, words in (("decay", "the same recipe"), ("no_decay", "without weight decay")):
+        rows = [row for row in read("calibration_criticality.csv") if (row["recipe"], row["growth"]) == (recipe, "1")]
+        outside = 0
+        for row in rows:
+            r, share = float(row["criticality"]), round(float(row["share_of_argmax"]), 2)
+            low, high = next(ends for (left, right), ends in bands.items() if left <= r < right)
+            outside += not float(low) <= share <= float(high)
+        assert states(LAB, words, str(outside), str(len(rows)))
 
 
 def test_the_evidence_holds_what_the_first_picture_says() -> None:
