@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from attnscale.cli import main
+from attnscale.cli.evaluate import EXPERIMENTS, read_experiment
+from attnscale.lab.calibration import calibrate
 from attnscale.report.calibration_page import lost
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -75,6 +79,15 @@ def test_a_wrong_option_is_one_line(words, message, capsys) -> None:
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_the_files_of_the_real_model_are_calibrations(factor) -> None:
+    file = Path(__file__).parents[2] / f"configs/experiment/calibrate_smollm2_{factor}x.yaml"
+    options, function = read_experiment(file, ["tests=16"], EXPERIMENTS)
+    assert (options.to, options.rope, options.tests) == (8192 * factor, f"yarn:{factor}", 16)
+    assert f"yarn:factor={factor}" in options.policies
+    assert function is calibrate
 
 
 def test_a_short_target_is_refused_without_a_traceback(capsys) -> None:

@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from small_calibration import small
+
+from attnscale.lab.calibration import calibrate
 from scripts.calibration import prediction_tables as tables
+from scripts.calibration import smollm2
 from scripts.calibration.prediction import GROWTHS, RECIPES, SEEDS, Case, cases
 
 
@@ -60,3 +64,19 @@ def test_a_law_is_a_hit_or_a_miss() -> None:
     row = tables._row(every[0], every)
     assert (row["observed"], row["power"], row["log"], row["baseline"]) == ("log", "log", "log_squared", "log")
     assert (row["error_power"], row["error_log"], row["error_baseline"]) == (0, 1, 0)
+
+
+def test_the_tables_of_the_real_model_hold_every_head_and_policy(tmp_path, monkeypatch) -> None:
+    folder = calibrate(small(tmp_path / "run", policies=("log",), tests=2))
+    monkeypatch.setattr(smollm2, "RUNS", {2: folder, 4: tmp_path / "missing"})
+    heads, results, verdict, figure = smollm2.write(tmp_path / "out")
+    assert len(heads.read_text().splitlines()) == len((folder / "heads.csv").read_text().splitlines())
+    assert results.read_text().splitlines()[1].startswith("2,")
+    assert '"2x"' in verdict.read_text()
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_finished_run_there_is_no_table(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(smollm2, "RUNS", {2: tmp_path})
+    with pytest.raises(SystemExit, match="make demo-llm"):
+        smollm2.write(tmp_path)
