@@ -4,7 +4,8 @@
 failure is where accuracy under β = 1 falls below 75 % of that of hard argmax; the mildest sufficient law is the first
 of `ORDER` with 95 % of the accuracy of the best. r at these two points was read off seeds 10 to 14 (`swapped_in.csv`)
 before, and is not fitted here. The baseline measures nothing: it is the mean of the other seeds of the same recipe and
-growth, geometric for Λ and lengths, the most frequent for laws.
+growth, geometric for Λ and lengths, the most frequent for laws. Lengths of failure beyond the longest measured length
+count as that length.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def predictions(case: Case) -> Iterable[Prediction]:
     where = 1 / R_FAILED
     power = TRAINED * (where / start["power"]) ** (1 / float(own["power"]))
     log = math.exp(math.log(TRAINED) * (where / start["log"]) ** (1 / float(own["log"])))
-    yield Prediction(case, "length of failure", crossing((*SHORTER, TARGET), shares, FAILED), power, log)
+    lengths = (min(TARGET, length) for length in (crossing((*SHORTER, TARGET), shares, FAILED), power, log))
+    yield Prediction(case, "length of failure", *lengths)
     best = max(accuracy[law, TARGET] for law in ORDER)
     mildest = next(place for place, law in enumerate(ORDER) if accuracy[law, TARGET] >= ENOUGH * best)
     yield Prediction(case, "mildest law", mildest, *(_mildest(curve[TARGET][form]) for form in ("power", "log")))
