@@ -9,7 +9,7 @@ SERVING     := .cache/serving
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo experiments attention-loss test test-real test-serving test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
+.PHONY: help setup demo demo-llm experiments calibration attention-loss test test-real test-serving test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,13 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 demo: $(INSTALLED)  ## evaluate a tiny trained model under five laws, from 128 to 16384 tokens: table and HTML page
 	$(PY) -m attnscale demo --output demo
+
+# An exit code of 1 says that no plan helped, which is a result. An interrupted run continues.
+demo-llm: $(INSTALLED)  ## calibrate SmolLM2-135M at 2 and 4 times its length and write table and figure; takes hours
+	$(PY) scripts/smollm2.py
+	for factor in 2x 4x; do \
+		$(PY) -m attnscale run configs/experiment/calibrate_smollm2_$$factor.yaml || test $$? -eq 1 || exit; done
+	$(PY) -m scripts.calibration smollm2
 
 # One thread per worker, to avoid oversubscription.
 test: lint types  ## run lint, type checks, doctests and tests
@@ -78,6 +85,14 @@ experiments: $(INSTALLED)  ## train and evaluate the models of the README tables
 	$(PY) -m attnscale run configs/experiment/swapped_in.yaml
 	for law in log ssmax gap_adaptive; do $(PY) -m attnscale run configs/experiment/trained_with_$$law.yaml; done
 	$(PY) -m scripts.training configs/experiment/max_retrieval.yaml
+
+CALIBRATION := $(PY) -m scripts.training configs/experiment/training.yaml 'policies=[constant]' 'seeds=[20,21,22,23,24]'
+
+calibration: $(INSTALLED)  ## test the predictions of calibration on fresh seeds and write tables; takes two hours
+	$(CALIBRATION) output=runs/calibration/decay
+	$(CALIBRATION) output=runs/calibration/no_decay weight_decay=0.0
+	$(PY) -m scripts.calibration coverage
+	$(PY) -m scripts.calibration prediction
 
 attention-loss: $(INSTALLED)  ## train with and without a loss on the attention; table and figure, takes minutes
 	$(PY) -m scripts.training configs/experiment/attention_loss.yaml

@@ -49,6 +49,21 @@ class Small:
             reject("windows", self.windows, "an int >= 1")
 
 
+@dataclass(frozen=True)
+class SmallCalibration:
+    """What is calibrated.
+
+    Args:
+        model: Folder of a model.
+        to: Length to reach.
+        output: Folder to write.
+    """
+
+    model: str
+    to: int
+    output: str
+
+
 def run(experiment: Small, progress: Callable[[int, int, str], None]) -> Path:
     """Write a folder as an evaluation does, with easily checked numbers."""
     progress(1, 2, "half [of] it")

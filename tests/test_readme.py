@@ -33,6 +33,7 @@ PATHS = [
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 README, BENCH, HF = TEXTS["README.md"], TEXTS["scripts/cost/README.md"], TEXTS["attnscale/hf/README.md"]
 LAB = TEXTS["attnscale/lab/README.md"]
+CALIBRATION = TEXTS["attnscale/lab/calibration/README.md"]
 RESULTS = [text for text in TEXTS.values() if "| % of questions |" in text]  # READMEs with the table of accuracies
 readmes = pytest.mark.parametrize("readme", TEXTS)
 
@@ -281,16 +282,68 @@ def test_figures_of_the_evaluation_are_those_of_the_committed_tables() -> None:
     for edges, shares in bins:
         assert has_row(LAB, " ".join(edges), shares)
     assert states(LAB, "Spearman", *correlation)
-    scales = {
-        length: statistics.median(
-            float(row["accumulation_8"])
-            for row in read("swapped_in_statistics.csv")
-            if (row["task"], row["policy"], row["length"]) == ("multi_needle", "constant", length)
+    growth, power, first, last = zip(*map(growth_of_scale, range(10, 15)), strict=True)
+    for ends, digits in ((growth, 1), (power, 2), (first, 1), (last, 1)):
+        assert states(LAB, "Λ, the β", f"{min(ends):.{digits}f}", f"{max(ends):.{digits}f}")
+
+
+def growth_of_scale(seed: int) -> tuple[float, float, float, float]:
+    """Λ of the head with the largest w_max at 128 tokens: its growth to 16384, the exponent of n, and the exponents of
+    ln n between the first and the last two lengths. Raises if a power of ln n fits better."""
+    where = {"task": "multi_needle", "policy": "constant", "model": f"constant-{seed}"}
+    rows = [row for row in read("swapped_in_statistics.csv") if all(row[key] == value for key, value in where.items())]
+    head = max((row for row in rows if row["length"] == "128"), key=lambda row: float(row["w_max"]))
+    own = [row for row in rows if (row["layer"], row["head"]) == (head["layer"], head["head"])]
+    points = sorted((int(row["length"]), float(row["accumulation_8"])) for row in own)
+    y = [math.log(scale) for _, scale in points]
+    residuals, exponents = [], []
+    for x in ([math.log(n) for n, _ in points], [math.log(math.log(n)) for n, _ in points]):
+        fitted = statistics.linear_regression(x, y)
+        residuals.append(sum((b - fitted.intercept - fitted.slope * a) ** 2 for a, b in zip(x, y, strict=True)))
+        exponents.append(fitted.slope)
+    assert residuals[0] < residuals[1]
+    ends = [(y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2)]
+    return math.exp(y[-1] - y[0]), exponents[0], *ends
+
+
+def test_figures_of_calibration_are_those_of_the_committed_tables() -> None:
+    recipes = {"decay": "weight decay", "no_decay": "no weight decay", "all": "all ten"}
+    for row in read("calibration_errors.csv"):
+        if row["recipe"] == "all":
+            continue
+        name = f"{row['quantity']} {recipes[row['recipe']]} {'n' if row['growth'] == '1' else '√n'}"
+        forms = ("power", "log", "baseline")
+        if row["quantity"] == "mildest law":
+            assert has_row(CALIBRATION, name, *(f"{row[f'error_{form}']} of {row['seeds']}" for form in forms), "")
+            continue
+        cells = (f"{float(row[f'error_{form}']):.2f} ({float(row[f'worst_{form}']):.2f})" for form in forms)
+        assert has_row(CALIBRATION, name, *cells, f"{row['in_bracket']} of {row['seeds']}" if row["in_bracket"] else "")
+    for row in read("calibration_laws.csv"):
+        numbers = [f"{100 * float(row['accuracy']):.1f}", f"{float(row['cost']):.4f}"]
+        ratio = f"{float(row['cost_ratio']):.2f}" if row["policy"] != row["against"] else "1"
+        line = rf"\| {recipes[row['recipe']]} \| `{row['policy']}` \| {numbers[0]} \| .* \| {numbers[1]} \| {ratio}\b"
+        assert re.search(line, CALIBRATION), row
+    for row in read("calibration_coverage.csv"):
+        cells = (
+            f"{float(row['exponent']):.2f}",
+            f"{row['inside']} of {row['runs']}",
+            f"{float(row['median_width']):.2f}",
         )
-        for length in ("128", "16384")
-    }
-    growth = scales["16384"] / scales["128"]
-    assert states(LAB, "Λ", f"{growth:.1f}", "128", "16384", f"{math.log2(growth):.1f}")  # ln 16384 = 2 ln 128
+        assert re.search(rf"\| {row['law']} \| .* \| {' . '.join(map(re.escape, cells))} \|", CALIBRATION), row
+        assert int(row["inside"]) >= 0.9 * int(row["runs"])
+
+
+def test_the_bands_of_criticality_do_not_hold_for_every_model() -> None:
+    edges = [(0.0, 1.0), (1.0, 1.3), (1.3, 1.8), (1.8, math.inf)]
+    bands = dict(zip(edges, re.findall(r"\| (\d\.\d\d) to (\d\.\d\d) \|", LAB), strict=True))
+    for recipe, words in (("decay", "the same recipe"), ("no_decay", "without weight decay")):
+        rows = [row for row in read("calibration_criticality.csv") if (row["recipe"], row["growth"]) == (recipe, "1")]
+        outside = 0
+        for row in rows:
+            r, share = float(row["criticality"]), round(float(row["share_of_argmax"]), 2)
+            low, high = next(ends for (left, right), ends in bands.items() if left <= r < right)
+            outside += not float(low) <= share <= float(high)
+        assert states(LAB, words, str(outside), str(len(rows)))
 
 
 def test_the_evidence_holds_what_the_first_picture_says() -> None:

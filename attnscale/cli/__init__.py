@@ -1,9 +1,9 @@
 """The command line, `attnscale COMMAND …`.
 
 `parser` lists the commands and imports only the file of the requested one: `evaluate` (also `demo` and `run`),
-`theory`, `parallel_cost` (`plan`), `bench`, `export`, `recommend`, `show` (`doctor`, `policies`, `watch`, `report`).
-Heavy imports happen only when a command runs. Help, `--version`, `doctor`, `policies` and `report` print plain text and
-require only torch, `export` and `recommend` also transformers; the other commands require the extra `cli`.
+`calibrate`, `theory`, `parallel_cost` (`plan`), `bench`, `export`, `recommend`, `show` (`doctor`, `policies`, `watch`,
+`report`). Heavy imports happen only when a command runs. Help, `--version`, `doctor`, `policies` and `report` print plain text
+and require only torch, `export` and `recommend` also transformers; the other commands require the extra `cli`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnscale.cli.parser import parse
 from attnscale.errors import AttnScaleError
 
 PLAIN = ("doctor", "export", "policies", "recommend", "report")  # print plain text, without a rich console
-RESUMABLE = ("demo", "evaluate", "run")  # continue from the cells of an interrupted run
+RESUMABLE = ("calibrate", "demo", "evaluate", "run")  # continue from the cells of an interrupted run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words of the command line; default `sys.argv[1:]`.
 
     Returns:
-        0 for success, 1 for a kernel with wrong results, 2 for a user error, 130 for an interrupt.
+        0 for success, 1 for a kernel with wrong results or a calibration that did not help, 2 for a user error, 130 for
+        an interrupt.
 
     Raises:
         SystemExit: for `--help`, `--version` and errors in the options.

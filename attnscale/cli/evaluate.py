@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 # Key `experiment` of a file → module, dataclass with the other keys as fields, and function(dataclass, progress) that
 # returns the output path.
 Experiments = Mapping[str, tuple[str, str, str]]
-EXPERIMENTS = {"evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate")}
+EXPERIMENTS = {
+    "evaluation": ("attnscale.lab.evaluation", "Evaluation", "evaluate"),
+    "calibration": ("attnscale.lab.calibration", "Calibration", "calibrate"),
+}
 MOVED = ("attention_loss", "max_retrieval", "training")  # experiments of scripts/training
 
 NAMES = "comma-separated names (a,b) or a list"
@@ -40,18 +43,26 @@ NUMBERS = "comma-separated ints (128,2048), a doubling range (512:32768; quoted 
 def evaluate(parser: Parser) -> None:
     """Options of `attnscale evaluate`: the fields of `Evaluation`."""
     kind, _ = load(EXPERIMENTS["evaluation"])
-    hints, documents = get_type_hints(kind), field_documents(kind)
     parser.set_defaults(run=_evaluate)
     parser.show_examples(
         "MODEL --policies constant,sqrt_log,log,log_squared,gap_adaptive --lengths 512:32768 --text FILE",
         "MODEL --rope yarn:4 --policies constant,log,constant@own,plan.yaml --tasks perplexity,needle --text FILE",
     )
+    documents = add_fields(parser, kind, {"models": "", "output": "evaluation/MODEL"})
     parser.add_argument("models", nargs="+", metavar="MODEL", help=documents["models"])
     parser.add_argument("--report", action=argparse.BooleanOptionalAction, default=True, help="also write the page")
+
+
+def add_fields(parser: Parser, kind: type[Any], shown: Mapping[str, str]) -> dict[str, str]:
+    """Add an option for every field of a dataclass but the model, and return the description of each field.
+
+    `shown` holds the default in the help of fields without one, or "" for a required field.
+    """
+    hints, documents = get_type_hints(kind), field_documents(kind)
     for field in dataclasses.fields(kind):
-        if field.name == "models":
+        if field.name in ("model", "models"):
             continue
-        default = "evaluation/MODEL" if field.name == "output" else _default(field)
+        default = shown[field.name] if field.name in shown else _default(field)
         text = documents[field.name] + (f" (default: {default})" if default else "")
         settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}  # `build` parses the given text
         if hints[field.name] is bool:
@@ -59,6 +70,7 @@ def evaluate(parser: Parser) -> None:
         else:
             settings["metavar"] = _metavar(field.name, hints[field.name])
         parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
+    return documents
 
 
 def demo(parser: Parser) -> None:
@@ -104,6 +116,10 @@ def _run(console: Console, options: Namespace) -> int:
 def _run_and_show(console: Console, evaluation: Any, function: Callable[..., Path], report: bool = True) -> int:
     with shown_progress(console) as progress:
         folder = function(evaluation, progress=progress)
+    if (folder / "calibration.json").is_file():
+        from attnscale.cli.calibrate import show_calibration
+
+        return show_calibration(console, folder)
     return show_evaluation(console, folder, report=report)
 
 

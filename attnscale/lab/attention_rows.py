@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,26 +31,35 @@ QUANTITIES = (
 )
 
 
+Span = tuple[int, int]  # slots [first, last)
+
+
 class RowTable(NamedTuple):
-    """Quantities [heads, rows, quantities] of one layer at the given positions."""
+    """Quantities [heads, rows, quantities] of one layer at the given positions.
+
+    `weights` [heads, rows] is the attention weight on the span of each row, if spans were given.
+    """
 
     layer: str
     positions: list[int]
     values: Tensor
+    weights: Tensor | None = None
 
 
 class ChosenRows(Listener):
     """Measures the rows at given positions of a sequence; `offset` is the number of tokens read in earlier chunks.
 
-    Rows are measured before the attention call runs, in the forward pass only.
+    Rows are measured before the attention call runs, in the forward pass only. With `spans`, position → slots, the
+    weight of each row on its span is measured too.
     """
 
     failed = False
     tracking = False
     limit = math.inf
 
-    def __init__(self, positions: Sequence[int]) -> None:
+    def __init__(self, positions: Sequence[int], spans: Mapping[int, Span] | None = None) -> None:
         self.positions = sorted(set(positions))
+        self.spans = spans
         self.offset = 0
         self.listening = bool(self.positions)
         self.tables: list[RowTable] = []
@@ -72,13 +81,17 @@ class ChosenRows(Listener):
         if not chosen:
             return
         rows = torch.tensor([p - self.offset for p in chosen], device=call.query.device)
-        self.tables.append(RowTable(layer, chosen, measure_chosen_rows(call.detached().select(rows))))
+        part = call.detached().select(rows)
+        weights = None if self.spans is None else measure_spans(part, [self.spans[p] for p in chosen])
+        self.tables.append(RowTable(layer, chosen, measure_chosen_rows(part), weights))
 
 
 @contextmanager
-def measure_rows(model: nn.Module, positions: Sequence[int]) -> Iterator[ChosenRows]:
+def measure_rows(
+    model: nn.Module, positions: Sequence[int], spans: Mapping[int, Span] | None = None
+) -> Iterator[ChosenRows]:
     """Measure rows in every attnscale attention layer of a model, inside a `with` block."""
-    chosen = ChosenRows(positions)
+    chosen = ChosenRows(positions, spans)
     attached: list[tuple[Tap, Any]] = []
     try:
         for path, module in find_attention(model).items():
@@ -103,3 +116,16 @@ def measure_chosen_rows(call: AttentionCall) -> Tensor:
     criticality = beta / scales[..., RANKS.index(8)]
     columns = [stats.visible.to(scales.dtype), beta, stats.w_max, stats.entropy, *scales.unbind(-1), criticality]
     return torch.stack(columns, dim=-1)[0].cpu()
+
+
+def measure_spans(call: AttentionCall, spans: Sequence[Span]) -> Tensor:
+    """Return the weight [H, R] of each row of a call with one sequence on its span. Sinks are not counted."""
+    weights = torch.zeros(call.query.shape[:3], device=call.query.device, dtype=torch.float32)
+    bounds = torch.tensor(spans, device=call.query.device)  # [R, 2]
+    for rows, block, scores in whole_row_scores(call):
+        logits = scores * rows.rows_of(rows.beta, block)[..., None]
+        slots = torch.arange(block.left, block.right, device=scores.device)
+        first, last = bounds[block.top : block.bottom].T[..., None]
+        inside = ((slots >= first) & (slots < last)).repeat(call.group, 1)  # [g·r, K]
+        rows.store(weights, block, (logits.softmax(-1) * inside).sum(-1))
+    return weights[0].cpu()

@@ -22,6 +22,8 @@ class Retrieval(NamedTuple):
     tokens: Tensor  # [T]
     answers: Tensor  # [asked, tokens of an answer]: positions; the row at answers − 1 predicts the token
     depths: Tensor  # [asked] in [0, 1): relative position of the needle in the text
+    needles: Tensor = torch.zeros(0, 2, dtype=torch.int64, device="cpu")  # [asked, 2]: slots of the answering needle
+    written: Tensor = torch.zeros(0, 2, dtype=torch.int64, device="cpu")  # [needles, 2]: slots of every needle
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,13 @@ def hide_needles(
     start = int(torch.randint(text.numel() - room + 1, (1,), **drawn))
     body, places = text[start : start + room].tolist(), torch.randperm(room, **drawn)[:needles].tolist()
     tokens: list[int] = []
+    spans = torch.zeros(needles, 2, dtype=torch.int64, device="cpu")
     last = 0
-    for place, needle in sorted(zip(places, written, strict=True), key=lambda pair: pair[0]):
-        tokens += body[last:place] + needle
-        last = place
+    for number in sorted(range(needles), key=lambda number: places[number]):
+        tokens += body[last : places[number]]
+        spans[number] = torch.tensor([len(tokens), len(tokens) + len(written[number])], device="cpu")
+        tokens += written[number]
+        last = places[number]
     tokens += body[last:]
     found = torch.full((len(answers), max(map(len, answers))), -1, device="cpu")
     for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
@@ -117,7 +122,7 @@ def hide_needles(
         found[row, : len(answer)] = torch.arange(len(tokens), len(tokens) + len(answer), device="cpu")
         tokens += answer
     depths = torch.tensor([places[i] / max(1, room) for i in order], device="cpu")
-    return Retrieval(torch.tensor(tokens, device="cpu"), found, depths)
+    return Retrieval(torch.tensor(tokens, device="cpu"), found, depths, spans[order], spans)
 
 
 def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], generator: Generator) -> Retrieval:
@@ -139,7 +144,8 @@ def recall_sequence(length: int, num_kv_pairs: int, vocabulary: Sequence[int], g
     places = 2 * num_kv_pairs + 2 * slots.sort().values
     order = torch.randperm(num_kv_pairs, **drawn)
     tokens[places], tokens[places + 1] = keys[order], values[order]
-    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length)
+    pairs = torch.stack([2 * order, 2 * order + 2], -1)
+    return Retrieval(tokens, (places + 1)[:, None], 2 * order / length, pairs, pairs)
 
 
 def windows_of(tokens: Tensor, length: int, number: int) -> list[Tensor]:

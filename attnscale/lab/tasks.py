@@ -237,17 +237,23 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Perplexity, MultiNe
 
 
 def stream(
-    model: nn.Module, tokens: Tensor, chunk: int, wanted: Tensor | None = None, measured: ChosenRows | None = None
+    model: nn.Module,
+    tokens: Tensor,
+    chunk: int,
+    wanted: Tensor | None = None,
+    measured: ChosenRows | None = None,
+    cache: Any = None,
+    start: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield positions [R] and their fp32 logits [R, vocabulary] of a sequence [T], chunk by chunk.
 
-    `wanted` [T] is a mask of positions; None selects all.
+    `wanted` [T] is a mask of positions; None selects all. With a KV `cache` of the first `start` tokens, reading starts
+    behind them; the cache is extended.
     """
     head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     chunk = min(chunk, max(1, MOST_LOGITS // head.shape[0])) if wanted is None else chunk
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    cache = None
-    for start in range(0, len(tokens), chunk):
+    for start in range(start, len(tokens), chunk):  # noqa: B020 (the first value is the given one)
         part = tokens[start : start + chunk]
         rows = (
             torch.arange(len(part), device="cpu")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnscale._util import state
 from attnscale._util.processes import RowGroup, local, sum_over_rows
-from attnscale.errors import ArgumentError, reject
+from attnscale.errors import ArgumentError, reject, reject_type
 from attnscale.policies.base import ScorePolicy, ln
-from attnscale.policies.fields import flag, length, not_negative, number, positive, read_length
+from attnscale.policies.fields import flag, length, not_negative, number, positive, read_between, read_length
 from attnscale.statistics import RowStats, StatsRequest
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 # Maximum contribution of a call to the running estimate of `GapAdaptive(scope="head")`, relative to the expected 1/Λ.
 LARGEST_STEP = 4.0
+
+# What `GapAdaptive.table` accepts.
+TABLE = "a mapping of two or more lengths to numbers > 0, or to lists with one number > 0 per head"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -75,6 +79,10 @@ class GapAdaptive(ScorePolicy):
     eval mode the estimate is frozen and no scores are read, so prefill and decode agree. In a distributed run the rows
     of all processes enter the estimate, or those selected by `attnscale.distributed.share_rows`.
 
+    With `anchor="trained"`, β(n) = Λ̂(n)/Λ̂(L) from a table of Λ̂ that was measured before: each head keeps the
+    criticality it had at the trained length L. No scores are read. ln Λ̂ is interpolated in ln n, constant below the
+    first length, and continued with its last slope; a table that starts at L therefore has β = 1 up to L.
+
     Args:
         r: The target criticality β/Λ, > 0.
         target_w_max: The guaranteed largest weight in (0, 1), instead of `r`; requires `min_rank=2`.
@@ -86,9 +94,15 @@ class GapAdaptive(ScorePolicy):
         num_heads: The number of heads, required with `scope="head"`.
         momentum: Forgetting factor in [0, 1) of the running estimate.
         gradient: "detach" treats β as a constant in the backward pass, "through" differentiates Λ (`scope="row"` only).
+        anchor: "trained" for β from `table`, None for β from scores.
+        table: length → Λ̂, a number or a list with one number per head; at least two lengths. With `anchor` only.
+        reference_length: The trained length L. With `anchor` only.
 
     Example:
         >>> import attnscale
+        >>> table = {128: 0.4, 512: 0.6}
+        >>> attnscale.build_policy("gap_adaptive", anchor="trained", reference_length=128, table=table)(512)
+        tensor(1.5000)
         >>> q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
         >>> policy = attnscale.build_policy("gap_adaptive", target_w_max=0.6)
         >>> _, stats = attnscale.attention_with_stats(q, k, v, policy=policy)
@@ -107,6 +121,9 @@ class GapAdaptive(ScorePolicy):
     num_heads: int | None = length(None, least=1)
     momentum: float = number("a number in [0, 1)", 0.99, above=-math.ulp(0.0), below=1.0)
     gradient: Literal["detach", "through"] = "detach"  # type: ignore[misc]
+    anchor: Literal["trained"] | None = None
+    table: Mapping[int, Any] | None = None
+    reference_length: int | None = length(None)
 
     _rows: RowGroup | None = field(init=False, default=None)  # set by `share`
     _number: int = field(init=False, default=0)  # rank among all policies in the order of their first reduction
@@ -129,11 +146,27 @@ class GapAdaptive(ScorePolicy):
             if self.gradient == "through":
                 reject("gradient", self.gradient, "'detach' with scope='head': a running estimate has no gradient")
             self.register_buffer("sums", torch.zeros(self.num_heads or 0, 5, dtype=torch.float64))
+        self._check_anchor()
         self._r = self.r if self.target_w_max is None else inverse_zeta(1 / self.target_w_max)
+
+    def _check_anchor(self) -> None:
+        if self.anchor not in (None, "trained"):
+            reject("anchor", self.anchor, "'trained' or None")
+        if self.table is not None and not isinstance(self.table, Mapping):
+            reject_type("table", self.table, TABLE)
+        for name in ("table", "reference_length"):
+            if (getattr(self, name) is None) is not (self.anchor is None):
+                reject(name, getattr(self, name), "a value with anchor='trained', and None without")
+        if self.anchor is None:
+            return
+        if self.scope != "row" or self.target_w_max is not None or self.r != 2.0:
+            given = {"scope": self.scope, "target_w_max": self.target_w_max, "r": self.r}
+            reject("anchor", self.anchor, f"the defaults of scope, target_w_max and r, instead of {given}")
+        self.table = _read_table(self.table or {}, self.num_heads)
 
     @property
     def needs_scores(self) -> bool:  # type: ignore[override]
-        return self.scope == "row" or self.training
+        return self.anchor is None and (self.scope == "row" or self.training)
 
     @property
     def request(self) -> StatsRequest:
@@ -155,12 +188,35 @@ class GapAdaptive(ScorePolicy):
         return torch.where(local(self.sums)[:, :1] > 0, self._estimate(stats.visible), 1.0)
 
     def formula(self, n: Tensor, position: Tensor) -> Tensor:
+        if self.anchor is not None:
+            return self._anchored(n)
         if self.scope == "row":
             return super().formula(n, position)
         count = local(self.sums)[:, 0]
         if not torch.compiler.is_compiling() and not count.is_meta and not bool((count > 0).all()):
             raise ArgumentError("gap_adaptive with scope='head' has seen no rows: train it first, or use scope='row'")
         return self._estimate(n)
+
+    def _anchored(self, n: Tensor) -> Tensor:
+        """Return β = Λ̂(n)/Λ̂(L), [...] for one table or [..., H, Tq] for one per head."""
+        reference = torch.tensor(self.reference_length, device=n.device)
+        beta = self._bounded((self._log_scale(n) - self._log_scale(reference)).exp())
+        per_head = isinstance(next(iter((self.table or {}).values())), list)
+        return self.own_heads.of(beta) if per_head and self.own_heads is not None else beta
+
+    def _log_scale(self, n: Tensor) -> Tensor:
+        table = self.table or {}
+        x = ln(n)
+        places = [math.log(length) for length in table]
+        values = torch.tensor(list(table.values()), dtype=x.dtype, device=x.device).log()  # [K] or [K, H]
+        values = values[..., None] if values.dim() > 1 else values
+        found = values[0]
+        pairs = list(itertools.pairwise(places))
+        for index, (left, right) in enumerate(pairs):
+            last = index == len(pairs) - 1
+            share = ((x - left) / (right - left)).clamp(min=0.0, max=None if last else 1.0)
+            found = found + share * (values[index + 1] - values[index])
+        return found
 
     def _estimate(self, n: Tensor) -> Tensor:
         """Return β = r·Λ of each head, [..., H, Tq], from the running estimate."""
@@ -212,6 +268,23 @@ class GapAdaptive(ScorePolicy):
     def share(self, group: ProcessGroup | None) -> None:
         """Reduce the running estimate over a process group instead of all processes; None disables the reduction."""
         self._rows = RowGroup(group)
+
+
+def _read_table(table: Mapping[Any, Any], heads: int | None) -> dict[int, float | list[float]]:
+    """Return length → Λ̂ in the order of lengths, as plain numbers."""
+    read: dict[int, float | list[float]] = {}
+    for key, value in table.items():
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        numbers = [read_between("table", one, TABLE, above=0.0) for one in (value if listed else [value])]
+        if listed and heads is not None and len(numbers) != heads:
+            reject("table", value, f"lists of {heads} numbers, one per head")
+        read[read_length("table", int(key) if isinstance(key, str) and key.isdecimal() else key)] = (
+            numbers if listed else numbers[0]
+        )
+    kinds = {len(value) if isinstance(value, list) else 0 for value in read.values()}
+    if len(read) < 2 or len(kinds) > 1:
+        reject("table", table, TABLE)
+    return dict(sorted(read.items()))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnscale.errors import reject
 from attnscale.policies.base import FormulaPolicy, UniformPolicy, integers, ln, real
-from attnscale.policies.fields import flag, length, positive
+from attnscale.policies.fields import flag, length, number, positive
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -42,7 +42,7 @@ class LengthLaw(FormulaPolicy):
     Args:
         gamma: The factor γ > 0 of the absolute form; must be 1 in the anchored form.
         reference_length: The length L ≥ 2 of the anchored form; None for the absolute form.
-        floor: Clamp β to at least 1; requires `reference_length`.
+        floor: Keep β = 1 up to `reference_length`, which it requires.
     """
 
     gamma: float = positive(1.0)
@@ -67,7 +67,14 @@ class LengthLaw(FormulaPolicy):
         if self._f_reference is None:
             return self.gamma * self.law(n)
         anchored = self.law(n) / self._f_reference
-        return anchored.clamp(min=1.0) if self.floor else anchored
+        if not self.floor:
+            return anchored
+        return anchored.clamp(min=1.0) if self.grows else anchored.clamp(max=1.0)
+
+    @property
+    def grows(self) -> bool:
+        """Whether f grows with n."""
+        return True
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -129,10 +136,10 @@ class LogSquared(LengthLaw):
 class Power(LengthLaw):
     """f(n) = nᵖ: keys on a sphere in dimension d have p = 2/(d − 1).
 
-    Other fields and forms: see `LengthLaw`.
+    Other fields and forms: see `LengthLaw`. `attnscale calibrate` fits p per head.
 
     Args:
-        exponent: The exponent p > 0.
+        exponent: The exponent p. With `floor` it may be negative or 0: β is then at most 1 beyond the reference length.
 
     Example:
         >>> from attnscale import build_policy
@@ -141,7 +148,16 @@ class Power(LengthLaw):
     """
 
     name = "power"
-    exponent: float = positive()
+    exponent: float = number("a number")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.exponent <= 0 and not self.floor:
+            reject("exponent", self.exponent, "a number > 0, or any number with floor=True")
+
+    @property
+    def grows(self) -> bool:
+        return self.exponent > 0
 
     def law(self, n: Tensor) -> Tensor:
         return real(n).pow(self.exponent)

@@ -57,6 +57,7 @@ def build_evaluation_page(data: EvaluationData) -> str:
     trained = "" if data.trained_length is None else f", trained length {data.trained_length}"
     return fill(
         "evaluation.html",
+        kind="Evaluation",
         title=escape(data.path.resolve().name),
         about=escape(f"{about} · {names}{trained}"),
         style=asset("page.css") + asset("evaluation.css"),

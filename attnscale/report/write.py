@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attnscale._util.files import write_whole
 from attnscale.errors import ArgumentError, MissingDependencyError, reject
+from attnscale.report.calibration_page import build_calibration_page, is_calibration, read_calibration
 from attnscale.report.chart import Chart
 from attnscale.report.data import read_run
 from attnscale.report.drawing import png
@@ -22,13 +23,14 @@ TITLE = "<title>attnscale · "  # identifies attnscale pages
 
 
 def write_report(path: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the HTML page of a monitored run or of an evaluation, or a page that compares several runs.
+    """Write the HTML page of a monitored run, an evaluation or a calibration, or a page that compares several runs.
 
     A page written into the folder of an evaluation is accompanied by the pictures of `write_pictures`, if matplotlib is
     installed. On an exception no file is written or changed.
 
     Args:
-        path: JSONL file of a monitor, a sequence of such files, or output folder of `attnscale evaluate`.
+        path: JSONL file of a monitor, a sequence of such files, or output folder of `attnscale evaluate`
+            or `attnscale calibrate`.
         output: HTML file; by default RUN.html next to RUN.jsonl, A_vs_B.html next to the first of several files, or
             report.html in the folder. The default only replaces an earlier page.
 
@@ -64,13 +66,17 @@ def write_report(path: str | Path | Sequence[str | Path], output: str | Path | N
         raise ArgumentError(
             f"{str(output)!r} exists and is not an attnscale page: pass another output, or this one to replace it"
         )
-    text = build_evaluation_page(read_evaluation(paths[0])) if folder else build_page(*map(read_run, paths))
+    calibration = folder and is_calibration(paths[0])
+    if calibration:
+        text = build_calibration_page(read_calibration(paths[0]))
+    else:
+        text = build_evaluation_page(read_evaluation(paths[0])) if folder else build_page(*map(read_run, paths))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_whole(output, text)
     except OSError as error:
         raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
-    if folder and output.parent.resolve() == paths[0].resolve():
+    if folder and not calibration and output.parent.resolve() == paths[0].resolve():
         try:
             write_pictures(paths[0])
         except MissingDependencyError as error:

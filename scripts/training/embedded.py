@@ -39,6 +39,7 @@ class Training:
         length: The longest sequence. Over the first half of the steps the maximum grows from 32 to this value.
         batch: Sequences per step.
         learning_rate: The peak learning rate.
+        weight_decay: The decay of AdamW.
     """
 
     output: str
@@ -48,12 +49,15 @@ class Training:
     length: int = 128
     batch: int = 64
     learning_rate: float = 3e-3
+    weight_decay: float = 0.2
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1:
             reject("steps, batch", (self.steps, self.batch), "numbers >= 1")
         if self.length < 32 or self.length % 4:
             reject("length", self.length, "a multiple of 4, at least 32")
+        if not self.weight_decay >= 0 or math.isinf(self.weight_decay):
+            reject("weight_decay", self.weight_decay, "a number >= 0")
 
 
 def run(training: Training, progress: Progress | None = None) -> Path:
@@ -125,7 +129,8 @@ def train(training: Training, policy: str, seed: int, report: Callable[[int], No
     learned: dict[str, Any] = {"constant": {}, "log": {"reference_length": training.length}}.get(policy, {})
     handle = attnscale.hf.apply(model, policy, layers="nope", **learned)
     text, generator = read_text("train"), Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), training.learning_rate, (0.9, 0.98), weight_decay=0.2)
+    decay, betas = training.weight_decay, (0.9, 0.98)
+    optimizer = torch.optim.AdamW(model.parameters(), training.learning_rate, betas, weight_decay=decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / training.steps))
     )

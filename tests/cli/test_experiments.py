@@ -83,7 +83,7 @@ BAD = {
     "policies=[1] is not accepted: expected comma-separated names": "policies: [1]",
     "policies=3 is not accepted: expected comma-separated names": "policies: 3",
     "dtype='half' is not accepted: expected float32 or bfloat16": "dtype: half",
-    "experiment='other' is not accepted: expected evaluation, small": "experiment: other",
+    "experiment='other' is not accepted: expected evaluation, calibration, small": "experiment: other",
     "experiment=['small'] is not accepted": "experiment: [small]",
 }
 

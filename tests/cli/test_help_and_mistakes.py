@@ -16,7 +16,8 @@ from attnscale.cli.evaluate import EXPERIMENTS
 from attnscale.cli.parser import COMMANDS
 
 # What `import attnscale` itself imports, torch above all, is left out by a bare module of that name in its place: the
-# command line alone must not need it. `evaluate` needs the dataclass of an experiment; a light one stands in for it.
+# command line alone must not need it. `evaluate` and `calibrate` need the dataclass of an experiment; light ones stand
+# in for them.
 BARE = f"""
 import sys, types
 sys.path.insert(0, {str(Path(small_experiment.__file__).parent)!r})
@@ -26,6 +27,7 @@ sys.modules["attnscale"] = bare
 from attnscale.cli import main
 from attnscale.cli.evaluate import EXPERIMENTS
 EXPERIMENTS["evaluation"] = ("small_experiment", "Small", "run")
+EXPERIMENTS["calibration"] = ("small_experiment", "SmallCalibration", "run")
 codes = []
 for words in WORDS:
     try:
@@ -120,7 +122,8 @@ def test_the_help_of_run_names_the_experiments_of_the_package(capsys: pytest.Cap
     shown = capsys.readouterr().out
     experiments = (Path(__file__).parents[2] / "configs" / "experiment").glob("*.yaml")
     named = {file.stem for file in experiments if f"experiment/{file.stem}" in shown}
-    assert named == {"smollm2", "swapped_in", "trained_with_gap_adaptive", "trained_with_log", "trained_with_ssmax"}
+    evaluations = {"smollm2", "swapped_in", "trained_with_gap_adaptive", "trained_with_log", "trained_with_ssmax"}
+    assert named == evaluations | {"calibrate_smollm2_2x", "calibrate_smollm2_4x"}
 
 
 def test_the_options_of_evaluate_are_the_fields_with_their_documents_and_defaults(

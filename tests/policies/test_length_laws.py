@@ -265,3 +265,15 @@ def test_a_length_or_position_that_is_no_integer_is_refused(argument: str, value
     shown = value.dtype if isinstance(value, torch.Tensor) else repr(value)
     with pytest.raises(ArgumentTypeError, match=f"^{argument}={shown} .*is not accepted: expected an.* integer"):
         build("llama4")(**arguments)
+
+
+def test_a_falling_power_keeps_beta_at_one_up_to_the_reference_and_falls_beyond() -> None:
+    policy = build_policy("power", exponent=-0.5, reference_length=1024, floor=True)
+    assert policy(torch.tensor([1, 512, 1024, 4096])).tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert build_policy("power", exponent=0.0, reference_length=1024, floor=True)(4096) == 1.0
+
+
+@pytest.mark.parametrize("exponent", [0.0, -0.5])
+def test_a_power_that_does_not_grow_needs_the_floor(exponent: float) -> None:
+    with pytest.raises(ArgumentError, match=f"exponent={exponent} is not accepted: .*floor=True"):
+        build_policy("power", exponent=exponent, reference_length=1024)

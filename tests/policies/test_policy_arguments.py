@@ -21,6 +21,7 @@ NONSENSE = {
     "bool": [0, 1, "yes", 1.0, []],
     "Any": [True, [4], 1j],
     "Mapping[str, Any]": [True, "0-1", [4], 1j],
+    "Mapping[int, Any]": [True, "0-1", [4], 1j],
 }
 
 
@@ -66,7 +67,6 @@ def _takes_bool(name: str, parameter: str) -> bool:
         ("log", "gamma"),
         ("log_squared", "gamma"),
         ("power", "gamma"),
-        ("power", "exponent"),
         ("yarn", "factor"),
         ("gpt_oss", "factor"),
         ("deepseek", "factor"),

@@ -36,6 +36,7 @@ def test_it_runs_what_the_file_says_and_says_what_was_written(
     [
         ("training", "stepz=3", "key 'stepz' (value '3') is not accepted: did you mean 'steps'?"),
         ("training", "steps=0", "steps, batch=(0, 64) is not accepted"),
+        ("training", "weight_decay=-1", "weight_decay=-1.0 is not accepted: expected a number >= 0"),
         (
             "smollm2",
             "output=o",
