@@ -1,9 +1,10 @@
 """The command line, `attnscale COMMAND …`.
 
 `parser` lists the commands and imports only the file of the requested one: `evaluate` (also `demo` and `run`),
-`calibrate`, `theory`, `parallel_cost` (`plan`), `bench`, `export`, `recommend`, `show` (`doctor`, `policies`, `watch`,
-`report`). Heavy imports happen only when a command runs. Help, `--version`, `doctor`, `policies` and `report` print plain
-text and require only torch, `export` and `recommend` also transformers; the other commands require the extra `cli`.
+`calibrate`, `theory`, `parallel_cost` (`plan`), `bench`, `export`, `recommend`, `show` (`doctor`, `policies`,
+`watch`, `report`). Heavy imports happen only when a command runs. Help, `--version`, `doctor`, `policies` and
+`report` print plain text and require only torch, `export` and `recommend` also transformers; the other commands
+require the extra `cli`.
 """
 
 from __future__ import annotations
