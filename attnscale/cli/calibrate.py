@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from attnscale.cli.evaluate import EXPERIMENTS, add_fields, build, load
 from attnscale.cli.parser import Parser, shown_progress
+from attnscale.cli.show import show_calibration
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-NOT_HELPED = 1
 
 
 def calibrate(parser: Parser) -> None:
@@ -36,15 +35,3 @@ def _calibrate(console: Console, options: Namespace) -> int:
     with shown_progress(console) as progress:
         folder = function(calibration, progress=progress)
     return show_calibration(console, folder)
-
-
-def show_calibration(console: Console, folder: Path) -> int:
-    """Print the findings of a calibration, write its page, and return 0 if the plan helped, else 1."""
-    from attnscale.report import write_report
-    from attnscale.report.calibration_page import read_calibration, summary_sentences
-
-    data = read_calibration(folder)
-    for sentence in summary_sentences(data):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"wrote {write_report(folder)}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if data.about["helped"] else NOT_HELPED

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from attnscale._util.files import PACKAGED, read_yaml
 from attnscale._util.optional import need
 from attnscale.cli.parser import Parser, moved, shown_progress
-from attnscale.cli.show import show_evaluation
+from attnscale.cli.show import show_calibration, show_evaluation
 from attnscale.errors import ArgumentError, reject
 
 if TYPE_CHECKING:
@@ -117,8 +117,6 @@ def _run_and_show(console: Console, evaluation: Any, function: Callable[..., Pat
     with shown_progress(console) as progress:
         folder = function(evaluation, progress=progress)
     if (folder / "calibration.json").is_file():
-        from attnscale.cli.calibrate import show_calibration
-
         return show_calibration(console, folder)
     return show_evaluation(console, folder, report=report)
 

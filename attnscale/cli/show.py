@@ -129,6 +129,18 @@ def show_evaluation(console: Console, folder: Path, *, report: bool) -> int:
     return 0
 
 
+def show_calibration(console: Console, folder: Path) -> int:
+    """Print the findings of a calibration, write its page, and return 0 if the plan helped, else 1."""
+    from attnscale.report import write_report
+    from attnscale.report.calibration_page import read_calibration, summary_sentences
+
+    data = read_calibration(folder)
+    for sentence in summary_sentences(data):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"wrote {write_report(folder)}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if data.about["helped"] else 1
+
+
 def read_lines(folder: Path) -> dict[str, list[Line]]:
     """Return the table rows by task, ordered by length with `constant` first; every task includes bits per byte.
 
