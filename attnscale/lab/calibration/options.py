@@ -83,7 +83,7 @@ class Calibration:
     samples: int = 64
     windows: int = 8
     asked: int = 32
-    needles: int = 16
+    needles: int = 8
     needle_growth: float = 1.0
     needle: str = NeedleFormat.needle
     question: str = NeedleFormat.question

@@ -13,8 +13,10 @@ from small_calibration import small
 import attnscale.hf
 from attnscale import ArgumentError
 from attnscale._util.files import read_yaml
-from attnscale.lab.calibration import calibrate
+from attnscale.lab.calibration import Calibration, calibrate
 from attnscale.lab.calibration.held_out import judge_plan
+from attnscale.lab.calibration.reading import Needles, prompt
+from attnscale.lab.inputs import ModelFolder, Text
 
 LAYER = "model.layers.1.self_attn"
 TABLES = ("heads.csv", "scales.csv", "held_out.csv", "calibration.json", "policy.yaml", "fitted.yaml", "table.yaml")
@@ -168,3 +170,10 @@ def test_a_plan_helped_only_if_an_interval_excludes_zero(accuracy, bits, outcome
     assert verdict.outcome == outcome
     assert verdict.sentences[0] == f"plan {outcome}."
     assert "8 sequences" in verdict.sentences[1]
+
+
+def test_the_default_needles_fit_into_the_trained_length_of_the_embedded_model(tmp_path) -> None:
+    options = Calibration(model="embedded", to=512, output=str(tmp_path))
+    needles = Needles(options.style, options.needles, options.needle_growth, options.asked)
+    text = Text.read(None, ModelFolder.at("embedded", "float32").tokenizer())
+    assert len(prompt(text, needles, 128, 128, 0, "measure", 128, 0).tokens) == 128
