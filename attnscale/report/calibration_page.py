@@ -116,7 +116,7 @@ def build_calibration_page(data: CalibrationData) -> str:
         style=asset("page.css") + asset("evaluation.css"),
         sections="\n".join(section(data) for section in sections),
         footer=escape(f"{data.path} · attnscale {__version__}"),
-        content={"models": [], "policies": [], "lengths": [], "labels": {}},
+        content={"colours": [], "quantities": [], "labels": {}, "policies": [], "lengths": [], "models": []},
         programs="\n".join(asset(name) for name in PROGRAMS),
     )
 
