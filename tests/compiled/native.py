@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-HERE = Path(__file__).parent
-
 # Results must not depend on the compiler: no contraction to fused operations, and integers wrap.
 FLAGS = (
     "-O2", "-ftree-vectorize", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv",
@@ -21,8 +19,10 @@ FLAGS = (
 )  # fmt: skip
 
 
-def build(definitions: Iterable[tuple[str, int]], generated: str, *sources: Path) -> ctypes.CDLL | None:
-    """Compile sources behind `definitions` and generated code into a library; None if there is no C compiler.
+def build(definitions: Iterable[tuple[str, int]], generated: str, *sources: str | Path) -> ctypes.CDLL | None:
+    """Compile C code, as text or in files, behind `definitions` into a library; None if there is no C compiler.
+
+    `generated` replaces the line `// GENERATED`.
 
     The library is kept in the folder for temporary files, under the hash of its source.
     """
@@ -30,7 +30,7 @@ def build(definitions: Iterable[tuple[str, int]], generated: str, *sources: Path
     if compiler is None:
         return None
     constants = "".join(f"#define {name} {value}\n" for name, value in definitions)
-    text = "\n".join([constants, *(source.read_text() for source in sources)])
+    text = "\n".join([constants, *(x if isinstance(x, str) else x.read_text() for x in sources)])
     return _load(compiler, text.replace("// GENERATED", generated))
 
 
