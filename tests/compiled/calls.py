@@ -29,7 +29,8 @@ from flash_cases import (
 from gap_cases import THRESHOLDS as GAPS
 from gap_cases import assert_bracket, assert_counts, dyadic
 from gap_cases import written_out as gap_scores
-from softmax_cases import THRESHOLDS, assert_as_good_as_torch as assert_softmax, counts_by_torch, normal, random_mask
+from softmax_cases import THRESHOLDS, counts_by_torch, normal, random_mask
+from softmax_cases import assert_as_good_as_torch as assert_softmax
 from torch import Tensor
 
 from attnscale_kernels.decode.launch import decode_launches

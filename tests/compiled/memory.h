@@ -29,6 +29,7 @@ struct shadow {
     uint32_t readers;  // warps, as bits
     int16_t writer, reader;  // thread of the last access as 64 · warp + lane; reader −1: several lanes
     int32_t write_sync, read_sync;  // number of warp barriers that the warp had passed
+    int32_t write_place;  // instruction of the last write
     int16_t pending;  // 1 + warp of an asynchronous copy under way
     uint8_t value;
 };
@@ -134,7 +135,8 @@ static void shared_claim(const struct shared *memory, const struct site *at, int
             if (b->pending) report(at, COPY_UNDER_WAY, lane, address + i), reported = 1;
             else if (b->write_epoch == memory->epoch && b->writer != thread && !same) {
                 if (b->writer / 64 != at->warp) report(at, RACE, lane, address + i), reported = 1;
-                else if (b->write_sync == sync) report(at, RACE_IN_WARP, lane, address + i), reported = 1;
+                else if (b->write_sync == sync)
+                    report(at, b->write_place == at->place ? UNEQUAL_BITS : RACE_IN_WARP, lane, address + i), reported = 1;
             }
         }
         if (!reported && b->read_epoch == memory->epoch && !same) {
@@ -142,7 +144,7 @@ static void shared_claim(const struct shared *memory, const struct site *at, int
             else if (b->readers && b->reader != thread && b->read_sync == sync)
                 report(at, RACE_IN_WARP, lane, address + i), reported = 1;
         }
-        b->write_epoch = memory->epoch, b->writer = thread, b->write_sync = sync;
+        b->write_epoch = memory->epoch, b->writer = thread, b->write_sync = sync, b->write_place = at->place;
     }
 }
 

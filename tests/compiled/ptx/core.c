@@ -181,7 +181,7 @@ static void elementwise(const struct instruction *in, struct warp *w, uint32_t m
 }
 
 static void load(struct block *k, const struct site *at, struct warp *w, const struct instruction *in, uint32_t mask, int is_shared) {
-    int count = in->numbers[0], width = in->numbers[1];  // elements, bytes
+    int count = in->numbers[0], width = in->numbers[1];  // elements, bytes; then whether signed, and 64-bit registers
     const uint32_t *address = ROW(OPERANDS - 1);
     uint8_t bytes[32];
     for (int l = 0; l < LANES; l++) {
@@ -193,7 +193,7 @@ static void load(struct block *k, const struct site *at, struct warp *w, const s
         for (int i = 0; i < count; i++) {
             uint64_t value = 0;
             memcpy(&value, bytes + i * width, width);
-            if (width == 8) ((uint64_t *)ROW(i))[l] = value;
+            if (in->numbers[3]) ((uint64_t *)ROW(i))[l] = in->numbers[2] && width == 4 ? (uint64_t)(int64_t)(int32_t)value : value;
             else ROW(i)[l] = (uint32_t)value;
         }
     }
@@ -205,7 +205,7 @@ static void store(struct block *k, const struct site *at, struct warp *w, const 
     uint8_t bytes[32];
     for (int l = 0; l < LANES; l++) {
         if (!(mask >> l & 1)) continue;
-        for (int i = 0; i < count; i++) memcpy(bytes + i * width, width == 8 ? (void *)&((uint64_t *)ROW(i))[l] : (void *)&ROW(i)[l], width);
+        for (int i = 0; i < count; i++) memcpy(bytes + i * width, in->numbers[3] ? (void *)&((uint64_t *)ROW(i))[l] : (void *)&ROW(i)[l], width);
         if (is_shared) shared_store(k->shared, at, l, (uint64_t)(uint32_t)(address[l] + in->offset), bytes, count * width);
         else global_store(k->global, at, l, ((const uint64_t *)address)[l] + in->offset, bytes, count * width);
     }
@@ -382,11 +382,15 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                     multiply(w, in);
                     break;
                 case OP_SHUFFLE: shuffle(&at, w, in, mask); break;
-                case OP_SUM: {
-                    uint32_t sum = 0;
+                case OP_REDUCE: {
+                    int32_t *from = (int32_t *)ROW(1), found = in->numbers[0] == 0 ? 0 : in->numbers[0] == 1 ? INT32_MIN : INT32_MAX;
                     if (mask != ROW(2)[0]) report(&at, CONVERGENCE, -1, mask);
-                    for (int l = 0; l < LANES; l++) if (mask >> l & 1) sum += ROW(1)[l];
-                    for (int l = 0; l < LANES; l++) if (mask >> l & 1) ROW(0)[l] = sum;
+                    for (int l = 0; l < LANES; l++) {
+                        if (!(mask >> l & 1)) continue;
+                        if (in->numbers[0] == 0) found += from[l];
+                        else if (in->numbers[0] == 1 ? from[l] > found : from[l] < found) found = from[l];
+                    }
+                    for (int l = 0; l < LANES; l++) if (mask >> l & 1) ROW(0)[l] = (uint32_t)found;
                     break;
                 }
                 case OP_COPY: copy_async(k, &at, w, in, mask); break;

@@ -19,7 +19,7 @@ LANES = 32
 RULE_NUMBERS = {opcode: number for number, opcode in enumerate(RULES)}
 SPECIAL = (
     "BRANCH", "RETURN", "BARRIER", "WARP_BARRIER", "LOAD_GLOBAL", "LOAD_SHARED", "STORE_GLOBAL", "STORE_SHARED",
-    "LOAD_MATRICES", "MULTIPLY", "SHUFFLE", "SUM", "COPY", "COMMIT", "WAIT",
+    "LOAD_MATRICES", "MULTIPLY", "SHUFFLE", "REDUCE", "COPY", "COMMIT", "WAIT",
 )  # fmt: skip
 NUMBERS = {f"OP_{name}": len(RULES) + number for number, name in enumerate(SPECIAL)}
 
@@ -31,7 +31,7 @@ CODE = np.dtype(
     align=True,
 )  # fmt: skip
 
-_MEMORY = re.compile(r"(ld|st)\.(global|shared)(?:\.v([24]))?\.([bu])(8|16|32|64)$")
+_MEMORY = re.compile(r"(ld|st)\.(global|shared)(?:\.v([24]))?\.([bus])(8|16|32|64)$")
 _MATRICES = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16$")
 _PRODUCTS = {
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": 0,
@@ -39,6 +39,7 @@ _PRODUCTS = {
     "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": 2,
 }
 _SHUFFLES = {f"shfl.sync.{mode}.b32": number for number, mode in enumerate(("up", "down", "bfly", "idx"))}
+_REDUCTIONS = {f"redux.sync.{name}.s32": number for number, name in enumerate(("add", "max", "min"))}
 _PARAMETER_BITS = {"b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64}
 
 
@@ -122,6 +123,16 @@ class _Encoder:
             return self.constant(0, bits)
         return self.register(operand, bits)
 
+    def rule_source(self, instruction: Instruction, operand: Operand, kind: str) -> int:
+        """The row of an operand of a rule. Conversions take the low bits of wider registers."""
+        bits = WIDTHS[kind]
+        wide = isinstance(operand, Register) and self.bits_of(operand.name) == 64
+        if wide and bits == 32 and kind != "f32" and instruction.opcode.startswith("cvt."):
+            low = self.row(("low", operand), 32)
+            self.emit(RULE_NUMBERS["low.b64"], instruction, [low, self.register(operand, 64)])
+            return low
+        return self.source(operand, bits, kind in ("f32", "f64"))
+
     def emit(
         self, op: int, instruction: Instruction, rows: Sequence[int], numbers: Sequence[int] = (), offset: int = 0,
         address: int = 0,
@@ -129,7 +140,9 @@ class _Encoder:
         place = len(self.starts) - 1
         predicate = -1 if instruction.predicate is None else self.register(Register(instruction.predicate), 1)
         padded = [*rows, *[0] * (ADDRESS - len(rows)), address]
-        self.code.append((op, place, predicate, instruction.negated, padded, [*numbers, *[0] * (4 - len(numbers))], offset))
+        self.code.append(
+            (op, place, predicate, instruction.negated, padded, [*numbers, *[0] * (4 - len(numbers))], offset)
+        )
 
     def expect(self, instruction: Instruction, count: int) -> tuple[Operand, ...]:
         if len(instruction.operands) != count:
@@ -171,8 +184,7 @@ class _Encoder:
             result, *sources = self.expect(instruction, 1 + len(rule.operands))
             rows = [self.register(result, WIDTHS[rule.result])]
             for operand, kind in zip(sources, rule.operands, strict=True):
-                floating = kind in ("f32", "f64")
-                rows.append(self.source(operand, WIDTHS[kind], floating))
+                rows.append(self.rule_source(instruction, operand, kind))
             self.emit(RULE_NUMBERS[opcode], instruction, rows)
         elif opcode.startswith("ld.param."):
             self.load_parameter(instruction)
@@ -191,9 +203,10 @@ class _Encoder:
             result, *sources = self.expect(instruction, 5)
             rows = [self.register(result, 32), *(self.source(x, 32) for x in sources)]
             self.emit(NUMBERS["OP_SHUFFLE"], instruction, rows, [_SHUFFLES[opcode]])
-        elif opcode == "redux.sync.add.s32":
+        elif opcode in _REDUCTIONS:
             result, *sources = self.expect(instruction, 3)
-            self.emit(NUMBERS["OP_SUM"], instruction, [self.register(result, 32), *(self.source(x, 32) for x in sources)])
+            rows = [self.register(result, 32), *(self.source(x, 32) for x in sources)]
+            self.emit(NUMBERS["OP_REDUCE"], instruction, rows, [_REDUCTIONS[opcode]])
         else:
             self.control(instruction)
 
@@ -260,23 +273,33 @@ class _Encoder:
         kind = instruction.opcode.removeprefix("ld.param.")
         if not isinstance(address, Address) or address.offset or address.base not in self.values:
             raise self.error(f"unknown parameter {address}")
-        if kind not in _PARAMETER_BITS or _PARAMETER_BITS[kind] != self.values[address.base][1]:
-            raise self.error(f"unknown instruction {instruction.opcode}")
         value, bits = self.values[address.base]
+        if kind == "s32" and bits == 32 and isinstance(result, Register) and self.bits_of(result.name) == 64:
+            value, bits = value - ((value >> 31) << 32), 64
+        elif _PARAMETER_BITS.get(kind) != bits:
+            raise self.error(f"unknown instruction {instruction.opcode}")
         self.emit(RULE_NUMBERS[f"mov.b{bits}"], instruction, [self.register(result, bits), self.constant(value, bits)])
 
     def memory(self, instruction: Instruction, found: re.Match[str]) -> None:
-        kind, space, count, _, width = found.groups()
+        kind, space, count, letter, width = found.groups()
         operands = self.expect(instruction, 2)
         value, address = operands if kind == "ld" else operands[::-1]
         bits = int(width)
-        allowed = {8: (16, 32), 16: (16, 32), 32: (32,), 64: (64,)}[bits]
+        # A register may be wider than the access: loads extend, stores take the low bits.
+        allowed: tuple[int, ...] = {8: (16, 32), 16: (16, 32), 32: (32, 64), 64: (64,)}[bits]
+        if letter == "s" and bits < 32:
+            raise self.error(f"unknown instruction {instruction.opcode}")
         if isinstance(value, Register):
             value = Vector((value,))
+        if not isinstance(value, Vector):
+            raise self.error(f"registers are expected instead of {value}")
         rows = self.vector(value, int(count or 1), *allowed)
         base, offset = self.address(address, 64 if space == "global" else 32)
         name = f"OP_{'LOAD' if kind == 'ld' else 'STORE'}_{space.upper()}"
-        self.emit(NUMBERS[name], instruction, rows, [len(rows), bits // 8], offset, base)
+        wide = {self.bits_of(part.name) == 64 for part in value.parts if part.name != "_"}
+        if len(wide) > 1:
+            raise self.error("registers of different widths")
+        self.emit(NUMBERS[name], instruction, rows, [len(rows), bits // 8, letter == "s", wide == {True}], offset, base)
 
     def vector(self, operand: Operand, count: int, *allowed: int) -> list[int]:
         if not isinstance(operand, Vector) or len(operand.parts) != count:

@@ -93,7 +93,9 @@ def _core() -> ctypes.CDLL | None:
     powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
     folder = Path(__file__).parent
     definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
-    return native.build(definitions, "\n".join(map(_case, RULES)), powers, folder.parent / "memory.h", folder / "core.c")
+    return native.build(
+        definitions, "\n".join(map(_case, RULES)), powers, folder.parent / "memory.h", folder / "core.c"
+    )
 
 
 def _case(opcode: str) -> str:
@@ -102,12 +104,9 @@ def _case(opcode: str) -> str:
     stored = "uint32_t" if rule.result in ("pred", "u16", "s16") else _C_TYPES[rule.result]
     narrow = {"s16": "uint16_t", "u16": "uint16_t"}.get(rule.result, stored)
     loads = "".join(
-        f"{_C_TYPES[kind]} {name} = READ_{kind}(r{name}, l); "
-        for name, kind in zip("abc", rule.operands, strict=False)
+        f"{_C_TYPES[kind]} {name} = READ_{kind}(r{name}, l); " for name, kind in zip("abc", rule.operands, strict=False)
     )
     return (
         f"case {RULE_NUMBERS[opcode]}: {{ {_C_TYPES[rule.result]} t[LANES]; "
         f"for (int l = 0; l < LANES; l++) {{ {loads}t[l] = {rule.expression}; }} WRITE({stored}, {narrow}) }} break;"
     )
-
-

@@ -1,1 +1,2 @@
-def interpret(*a): raise NotImplementedError
+def interpret(*a):
+    raise NotImplementedError

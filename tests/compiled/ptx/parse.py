@@ -71,6 +71,7 @@ REGISTER_BITS = {".pred": 1, ".b16": 16, ".b32": 32, ".b64": 64, ".f32": 32, ".f
 _HEAD = re.compile(r"\.visible \.entry (\w+)\s*\((.*?)\)\s*((?:\.\w+\s+[\d, ]+\s*)*)\{", re.DOTALL)
 _PARAMETER = re.compile(r"\.param \.(\w+)(?: \.ptr \.global \.align \d+)? (\w+)$")
 _REGISTERS = re.compile(r"\.reg (\.\w+)\s+(%[a-zA-Z]+)<\d+>$")
+_SCOPED = re.compile(r"\.reg (\.\w+)\s+(\w+)$")
 _INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*(%?[\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
 _KNOWN_HEADER = re.compile(
@@ -104,17 +105,24 @@ def parse(text: str) -> Program:
     registers: dict[str, int] = {}
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
+    scoped: dict[str, str] = {}  # registers declared in inner braces, and their unique names
     first = clean.count("\n", 0, head.end()) + 1
     for line, statement in _statements(clean[head.end() :], first):
         if statement.endswith(":"):
             labels[statement[:-1]] = len(instructions)
+        elif statement in ("{", "}"):
+            scoped.clear()
         elif statement.startswith(".reg"):
-            declared = _REGISTERS.match(statement)
-            if declared is None or declared[1] not in REGISTER_BITS:
+            declared, single = _REGISTERS.match(statement), _SCOPED.match(statement)
+            found = declared or single
+            kind, name = found.groups() if found else ("", "")
+            if kind not in REGISTER_BITS:
                 raise PtxError(f"line {line}: unknown declaration {statement!r}")
-            registers[declared[2]] = REGISTER_BITS[declared[1]]
+            if single:
+                scoped[name] = name = f"%{name}_line{line}_"
+            registers[name] = REGISTER_BITS[kind]
         elif not re.match(r"\.(loc|pragma)\s", statement):
-            instructions.append(_instruction(line, statement))
+            instructions.append(_instruction(line, statement, scoped))
     return Program(tuple(parameters), threads, registers, tuple(instructions), labels)
 
 
@@ -132,6 +140,10 @@ def _statements(body: str, first: int) -> Iterator[tuple[int, str]]:
                 continue
         pending = f"{pending} {rest}".strip()
         while pending:
+            if pending[0] in "{}":
+                yield started, pending[0]
+                pending = pending[1:].strip()
+                continue
             label = re.match(r"(\$?[A-Za-z_$][\w$]*:)\s*", pending)
             if label:
                 yield started, label[1]
@@ -145,12 +157,12 @@ def _statements(body: str, first: int) -> Iterator[tuple[int, str]]:
     raise PtxError("the kernel has no end")
 
 
-def _instruction(line: int, statement: str) -> Instruction:
+def _instruction(line: int, statement: str, scoped: dict[str, str]) -> Instruction:
     found = _INSTRUCTION.match(statement)
     if found is None:
         raise PtxError(f"line {line}: cannot read {statement!r}")
     negated, predicate, opcode, rest = found.groups()
-    operands = tuple(_operand(line, part) for part in _split(rest or ""))
+    operands = tuple(_operand(line, part, scoped) for part in _split(rest or ""))
     return Instruction(line, " ".join(statement.split()), predicate, bool(negated), opcode, operands)
 
 
@@ -168,7 +180,9 @@ def _split(rest: str) -> Iterator[str]:
         yield part.strip()
 
 
-def _operand(line: int, text: str) -> Operand:
+def _operand(line: int, text: str, scoped: dict[str, str]) -> Operand:
+    if text in scoped:
+        return Register(scoped[text])
     if text == "_" or re.fullmatch(r"%[a-zA-Z]+\d+|%\w+\.\w+", text):
         return Register(text)
     if re.fullmatch(r"-?\d+U?|-?0[xX][0-9A-Fa-f]+U?", text):
@@ -176,7 +190,7 @@ def _operand(line: int, text: str) -> Operand:
     if re.fullmatch(r"0[fF][0-9A-Fa-f]{8}|0[dD][0-9A-Fa-f]{16}", text):
         return Literal(int(text[2:], 16), "f32" if text[1] in "fF" else "f64")
     if text.startswith("{") and text.endswith("}"):
-        parts = [_operand(line, part) for part in _split(text[1:-1])]
+        parts = [_operand(line, part, scoped) for part in _split(text[1:-1])]
         registers = tuple(part for part in parts if isinstance(part, Register))
         if len(registers) == len(parts):
             return Vector(registers)

@@ -102,6 +102,11 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         if name in ("eq", "ne"):
             for bits in ("b16", "b32", "b64"):
                 yield rule(f"setp.{name}.{bits}", f"pred u{bits[1:]} u{bits[1:]}", f"a {sign} b")
+        ordered = f"(f16(a) {sign} f16(b)) & (f16(a) == f16(a)) & (f16(b) == f16(b))"
+        yield rule(f"setp.{name}.f16", "pred u16 u16", ordered)
+        yield rule(
+            f"setp.{name}u.f16", "pred u16 u16", f"(f16(a) {sign} f16(b)) | (f16(a) != f16(a)) | (f16(b) != f16(b))"
+        )
     for t in ("f32", "f64"):
         yield rule(f"setp.nan.{t}", f"pred {t} {t}", "(a != a) | (b != b)")
         yield rule(f"setp.num.{t}", f"pred {t} {t}", "(a == a) & (b == b)")
@@ -122,6 +127,7 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         for t in ("u16", "s16", "u32", "s32", "u64", "s64"):
             if result != t:
                 yield rule(f"cvt.{result}.{t}", f"{result} {t}", f"to_{result}(a)")
+    yield rule("cvt.s16.s8", "s16 u16", "low_byte(a)")
     yield rule("cvt.s8.s32", "s16 s32", "low_byte(a)")
 
     # Parts of mov with vectors.
