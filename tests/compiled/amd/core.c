@@ -172,6 +172,7 @@ static const void *fetch(const struct wave *w, const struct operand *o, u64 *roo
         u32 value = part_of(scalar_value(w, o), part, o->flags & EXTEND);
         for (int l = 0; l < LANES; l++) small[l] = value;
     }
+    if (o->flags & HALF) for (int l = 0; l < LANES; l++) small[l] = bits32(half_of(small[l]));
     if (o->flags & ABSOLUTE) for (int l = 0; l < LANES; l++) small[l] &= ~(1u << sign);
     if (o->flags & NEGATE) for (int l = 0; l < LANES; l++) small[l] ^= 1u << sign;
     return room;

@@ -81,6 +81,7 @@ class Flag(IntEnum):
     NEGATE = 1
     ABSOLUTE = 2
     EXTEND = 4
+    HALF = 8  # an fp16 number that is converted to fp32
     SELECT = 16  # times a `Select`
     SIGN = 128  # times the number of the sign bit, 15, 31 or 63
     HIGH = 1 << 16  # of a packed operand: the low result uses the high half
@@ -281,8 +282,8 @@ class _Decoder:
             self.lanes()
         elif encoding == "sdwa":
             self.parts(len(sources), compare=rule.result == "mask")
-        if base in ("v_fma_mixlo_f16", "v_fma_mixhi_f16"):
-            out["m"][6], out["m"][7] = Select.WORD_0 if base == "v_fma_mixlo_f16" else Select.WORD_1, 1
+        if base.startswith("v_fma_mix"):
+            self.mixed(base)
         elif "f16" in base or "16" in rule.result or base == "v_pack_b32_f16":
             self.halves(rule)
         if rule.result == "f32" and self.flag("clamp"):
@@ -351,6 +352,18 @@ class _Decoder:
         if selected not in Select.__members__ or unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):
             raise self.statement.error(f"dst_sel is {selected}, dst_unused {unused}")
         out["m"][6], out["m"][7] = Select[selected], unused == "UNUSED_PRESERVE"
+
+    def mixed(self, base: str) -> None:
+        """Sources are fp32, or with `op_sel_hi` a half of a register; the result is fp32 or replaces a half."""
+        out = self.out
+        low, halves = self.bits("op_sel", 3, 0), self.bits("op_sel_hi", 3, 0)
+        for source, high, half in zip(out["source"], low, halves, strict=False):
+            if (half and source["kind"] == Kind.CONSTANT) or high > half:
+                raise self.statement.error("unknown halves")
+            if half:
+                source["flags"] |= Flag.HALF | Flag.SELECT * (Select.WORD_1 if high else Select.WORD_0)
+        if base != "v_fma_mix_f32":
+            out["m"][6], out["m"][7] = Select.WORD_0 if base == "v_fma_mixlo_f16" else Select.WORD_1, 1
 
     def halves(self, rule: Rule) -> None:
         """`op_sel` of a 16-bit instruction: a bit per source, and one for the result."""

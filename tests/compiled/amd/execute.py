@@ -15,7 +15,7 @@ from compiled.execution import Execution, Settings
 from compiled.launching import Argument, Kernel
 from compiled.memory import Findings, GlobalMemory, SharedMemory
 
-from . import core
+from . import core, vectors
 from .decode import Program, decode
 from .text import KernelText, ProgramError, read_kernel
 
@@ -60,6 +60,10 @@ def execute(
     shared = SharedMemory(kernel.shared, kernel.warps)
     counts, conflicts = (np.zeros(len(program.code), np.uint64) for _ in range(2))
     library = core.library()
+    if library is None:
+        start = {name: int(getattr(launch, name)) for name, _ in LaunchStruct._fields_}
+        counts = vectors.run(program, memory, shared, findings, start, block, kernel.warps, settings)
+        return Execution(_by_opcode(program, counts), functools.partial(instruction_at, program))
     waves = ctypes.create_string_buffer(library.wave_size() * kernel.warps)
     registers = np.empty(kernel.warps * REGISTERS, np.uint8)
     library.run(
