@@ -39,6 +39,8 @@ class Execution(NamedTuple):
 
     counts: Counter[str]  # executed instructions of a warp, by opcode
     lines: Callable[[int], str]  # the instruction at a place of the program, with its line number
+    executed: frozenset[int] = frozenset()  # lines of the text
+    conflicts: int = 0  # additional cycles of shared memory, where they are counted
 
 
 # Executes a kernel on arguments for a number of programs; violations are added to the findings.

@@ -14,8 +14,7 @@ struct launch {
     i32 count, entry, grid, warps, reverse, preloaded, program_register, registers;
     u32 poison;
     u64 arguments;
-    i32 argument_bytes;
-    i32 unused;
+    i32 argument_bytes, private_bytes;  // private: of each lane
     u64 limit;
 };
 
@@ -31,7 +30,7 @@ struct pending {
 };
 
 struct wave {
-    lanes *v;
+    lanes *v, *private;
     u32 s[128];
     i32 scc, pc, done, first[2], length[2];  // of both queues: vmcnt, lgkmcnt
     i32 waiting;  // loads under way in all
@@ -317,6 +316,23 @@ static void run_scalar_load(struct machine *m, const struct instruction *i) {
     issue(m, 2, &i->result, 0);
 }
 
+// Memory of a lane, for spilled registers.
+static void run_private(struct machine *m, const struct instruction *i, int stores) {
+    struct wave *w = m->wave;
+    u64 exec = exec_of(w);
+    for (int k = 0; k < i->m[0] / 4; k++) {
+        int place = i->m[2] + 4 * k;
+        if (place < 0 || place % 4 || place + 4 > m->launch->private_bytes) {
+            report(&m->at, OUTSIDE, -1, place);
+            continue;
+        }
+        u32 *inside = w->private[place / 4], *outside = w->v[(stores ? i->source[3].index : i->result.index) + k];
+        for (int l = 0; l < LANES; l++)
+            if (exec >> l & 1) *(stores ? &inside[l] : &outside[l]) = stores ? outside[l] : inside[l];
+    }
+    issue(m, 0, stores ? 0 : &i->result, exec);
+}
+
 static void run_memory(struct machine *m, const struct instruction *i, int stores) {
     struct wave *w = m->wave;
     u64 exec = exec_of(w), base = 0, records = ~0ull, extra = 0;
@@ -497,8 +513,10 @@ static int run_wave(struct machine *m, u64 *budget) {
         case H_BARRIER: w->pc++; return AT_BARRIER;
         case H_END: return ENDED;
         case H_SCALAR_LOAD: run_scalar_load(m, i); break;
-        case H_LOAD: run_memory(m, i, 0); break;
-        case H_STORE: run_memory(m, i, 1); break;
+        case H_LOAD: case H_STORE:
+            if (i->m[3] == 3) run_private(m, i, i->handler == H_STORE);
+            else run_memory(m, i, i->handler == H_STORE);
+            break;
         case H_LOCAL_READ: run_local(m, i, 0); break;
         case H_LOCAL_WRITE: run_local(m, i, 1); break;
         case H_PERMUTE: case H_SWIZZLE: run_lanes(m, i); break;
@@ -509,12 +527,14 @@ static int run_wave(struct machine *m, u64 *budget) {
 }
 
 static void start_wave(const struct launch *l, struct wave *w, int program, int index) {
-    lanes *v = w->v;
+    lanes *v = w->v, *private = w->private;
     for (int r = 0; r < 512; r++)
         if (r < l->registers || r >= 256)
             for (int k = 0; k < LANES; k++) v[r][k] = l->poison;
+    for (int r = 0; r < l->private_bytes / 4; r++)
+        for (int k = 0; k < LANES; k++) private[r][k] = l->poison;
     memset(w, 0, sizeof *w);
-    w->v = v;
+    w->v = v, w->private = private;
     for (int r = 0; r < 128; r++) w->s[r] = l->poison;
     for (int k = 0; k < LANES; k++) v[0][k] = index * LANES + k;
     set_pair(w, 0, l->arguments);
@@ -569,9 +589,12 @@ static void run_block(struct machine *m, struct wave *waves, int program) {
 }
 
 void run(const struct instruction *code, const struct launch *launch, const struct global *global, struct shared *shared,
-         struct findings *found, struct wave *waves, u32 *registers, u64 *counts, u64 *conflicts) {
+         struct findings *found, struct wave *waves, lanes *registers, lanes *private, u64 *counts, u64 *conflicts) {
     struct machine m = {code, launch, global, shared, {found, 0, 0, 0}, 0, counts, conflicts};
-    for (int k = 0; k < launch->warps; k++) waves[k].v = (lanes *)(registers + (size_t)k * 512 * LANES);
+    for (int k = 0; k < launch->warps; k++) {
+        waves[k].v = registers + k * 512;
+        waves[k].private = private + k * launch->private_bytes / 4;
+    }
     for (int n = 0; n < launch->grid; n++) run_block(&m, waves, launch->reverse ? launch->grid - 1 - n : n);
 }
 

@@ -5,6 +5,7 @@ Every operand and every modifier is consumed by the handler of its instruction; 
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -126,8 +127,24 @@ def decode(text: KernelText) -> Program:
     """Number the registers of all statements."""
     code = np.zeros(len(text.statements), INSTRUCTION)
     for index, statement in enumerate(text.statements):
-        _Decoder(statement, text.labels, code[index]).run()
+        try:
+            code[index] = _record(statement._replace(line=0)) if statement.operands else _decoded(statement, {})
+        except ProgramError:  # a branch, or an error that shall name the line
+            code[index] = _decoded(statement, text.labels)
+        code[index]["line"] = statement.line
     return Program(text, code)
+
+
+def _decoded(statement: Statement, labels: dict[str, int]) -> np.void:
+    found = np.zeros((), INSTRUCTION)
+    _Decoder(statement, labels, found).run()
+    return found[()]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _record(statement: Statement) -> np.void:
+    """Variants of a kernel share most of their instructions."""
+    return _decoded(statement, {})
 
 
 WORDS = {"u64": 2, "i64": 2, "f64": 2}
@@ -526,6 +543,21 @@ class _Decoder:
         for hint in _CACHE_HINTS:
             self.flag(hint)
 
+    def private(self, opcode: str) -> None:
+        """Spilled registers: m as for other vector memory, with 3 for the space."""
+        _, kind, size = opcode.split("_", 2)
+        sizes = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+        if size not in sizes:
+            raise self.statement.error("unknown instruction")
+        given, out, loads = self.take(3), self.out, kind == "load"
+        data, address, base = given if loads else (given[1], given[0], given[2])
+        if (address, base) != ("off", "off"):
+            raise self.statement.error("unknown address")
+        out["handler"] = Handler.LOAD if loads else Handler.STORE
+        out["m"][:4] = sizes[size], 0, self.number("offset"), 3
+        self.place(out["result"] if loads else out["source"][3], data, sizes[size] // 4, Kind.VECTOR)
+        out["sources"] = 4
+
     def local(self, opcode: str) -> None:
         """m: bytes, count, first and second offset in bytes, sign extension, 1 for the high half."""
         found = re.fullmatch(r"ds_(read|write)(2?)(st64)?_([bui]\d+)(_d16_hi)?", opcode)
@@ -601,6 +633,7 @@ _METHODS: Sequence[tuple[str, Callable[[_Decoder, str], None]]] = (
     (r"s_load_dword", _Decoder.scalar_load),
     (r"s_", _Decoder.scalar),
     (r"(buffer|global)_(load|store)_", _Decoder.vector_memory),
+    (r"scratch_(load|store)_", _Decoder.private),
     (r"ds_(read|write)", _Decoder.local),
     (r"ds_bpermute_b32$", _Decoder.permute),
     (r"ds_swizzle_b32$", _Decoder.swizzle),

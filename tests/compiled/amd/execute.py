@@ -19,7 +19,7 @@ from . import core, vectors
 from .decode import Program, decode
 from .text import KernelText, ProgramError, read_kernel
 
-LIMIT = 20_000_000  # instructions of a program's waves
+LIMIT = 5_000_000  # instructions of a program's waves
 REGISTERS = 512 * 64 * 4  # bytes of a wave
 _FORMATS = {"fp32": "f", "fp64": "d", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
@@ -37,7 +37,7 @@ class LaunchStruct(ctypes.Structure):
         ("poison", ctypes.c_uint32),
         ("arguments", ctypes.c_uint64),
         ("argument_bytes", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("private_bytes", ctypes.c_int32),
         ("limit", ctypes.c_uint64),
     )  # fmt: skip
 
@@ -63,14 +63,16 @@ def execute(
     if library is None:
         start = {name: int(getattr(launch, name)) for name, _ in LaunchStruct._fields_}
         counts = vectors.run(program, memory, shared, findings, start, block, kernel.warps, settings)
-        return Execution(_by_opcode(program, counts), functools.partial(instruction_at, program))
+        return _execution(program, counts, 0)
     waves = ctypes.create_string_buffer(library.wave_size() * kernel.warps)
-    registers = np.empty(kernel.warps * REGISTERS, np.uint8)
+    registers, private = (
+        np.empty(kernel.warps * size, np.uint8) for size in (REGISTERS, 64 * launch.private_bytes)
+    )
     library.run(
         ctypes.c_void_p(program.code.ctypes.data), ctypes.byref(launch), ctypes.byref(memory.c), ctypes.byref(shared.c),
-        ctypes.byref(findings.c), waves, *(ctypes.c_void_p(a.ctypes.data) for a in (registers, counts, conflicts)),
+        ctypes.byref(findings.c), waves, *(ctypes.c_void_p(a.ctypes.data) for a in (registers, private, counts, conflicts)),
     )  # fmt: skip
-    return Execution(_by_opcode(program, counts), functools.partial(instruction_at, program))
+    return _execution(program, counts, int(conflicts.sum()))
 
 
 def argument_block(text: KernelText, arguments: Sequence[Argument], grid: int, threads: int) -> np.ndarray:
@@ -103,7 +105,7 @@ def _launch(text: KernelText, kernel: Kernel, block: np.ndarray, grid: int, sett
     expected = {
         "user_sgpr_kernarg_segment_ptr": 1, "user_sgpr_dispatch_ptr": 0, "user_sgpr_queue_ptr": 0,
         "user_sgpr_dispatch_id": 0, "user_sgpr_private_segment_size": 0, "user_sgpr_kernarg_preload_offset": 0,
-        "enable_private_segment": 0, "system_sgpr_workgroup_id_x": 1, "system_vgpr_workitem_id": 0,
+        "system_sgpr_workgroup_id_x": 1, "system_vgpr_workitem_id": 0,
         "float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3,
         "float_denorm_mode_16_64": 3, "dx10_clamp": 1, "ieee_mode": 1, "group_segment_fixed_size": 0,
     }  # fmt: skip
@@ -118,14 +120,16 @@ def _launch(text: KernelText, kernel: Kernel, block: np.ndarray, grid: int, sett
         entry=0 if loading else text.preloaded_entry, grid=grid, warps=kernel.warps, reverse=settings.reverse,
         preloaded=0 if loading else preloads, program_register=declared["user_sgpr_count"],
         registers=256, poison=settings.poison, arguments=block.ctypes.data, argument_bytes=len(block), limit=LIMIT,
+        private_bytes=-(-declared["private_segment_fixed_size"] // 4) * 4,
     )  # fmt: skip
 
 
-def _by_opcode(program: Program, counts: np.ndarray) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _execution(program: Program, counts: np.ndarray, conflicts: int) -> Execution:
+    by_opcode: Counter[str] = Counter()
     for statement, count in zip(program.text.statements, counts.tolist(), strict=True):
-        found[statement.opcode] += count
-    return found
+        by_opcode[statement.opcode] += count
+    lines = frozenset(program.code["line"][counts > 0].tolist())
+    return Execution(by_opcode, functools.partial(instruction_at, program), lines, conflicts)
 
 
 def instruction_at(program: Program, place: int) -> str:

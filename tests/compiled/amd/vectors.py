@@ -76,7 +76,8 @@ class Access:
 class Wave:
     """Registers of a wave and what is under way to them."""
 
-    def __init__(self, poison: int, pc: int) -> None:
+    def __init__(self, poison: int, pc: int, private: int = 0) -> None:
+        self.private = np.full((private // 4, 64), poison, np.uint32)  # spilled registers
         self.v = np.full((512, 64), poison, np.uint32)
         self.s = [poison] * 128
         self.scc, self.pc = 0, pc
@@ -183,7 +184,7 @@ class Machine:
                 self._carry_over()
 
     def _start(self, number: int, index: int) -> Wave:
-        wave, start = Wave(self.settings.poison, self.start["entry"]), self.start
+        wave, start = Wave(self.settings.poison, self.start["entry"], self.start["private_bytes"]), self.start
         wave.v[0] = index * 64 + LANES
         wave.set_pair(0, self.block.ctypes.data)
         preloaded = self.block[: 4 * start["preloaded"]].view(np.uint32).tolist()
@@ -388,6 +389,8 @@ class Machine:
 
     def _vector_memory(self, i: Instruction) -> None:
         wave, stores = self.wave, i.handler == Handler.STORE
+        if i.m[3] == 3:
+            return self._private(i)
         base, records, extra, size = 0, 1 << 64, 0, i.m[0]
         address, resource, unit = i.source[0], i.source[1], min(size, 4)
         if i.m[3]:
@@ -414,6 +417,19 @@ class Machine:
                 found = None if outside else global_load(self.memory, self.site, lane, at, unit)
                 value = int.from_bytes(found or b"", "little", signed=bool(i.m[1]))
                 wave.v[i.result.index + k // 4][lane] = value & 0xFFFF_FFFF
+        wave.issue(0, None if stores else i.result)
+        return None
+
+    def _private(self, i: Instruction) -> None:
+        wave, stores, active = self.wave, i.handler == Handler.STORE, self.wave.active()
+        for k in range(i.m[0] // 4):
+            place = i.m[2] // 4 + k
+            if i.m[2] % 4 or not 0 <= place < len(wave.private):
+                self.site.report("OUTSIDE", -1, 4 * place)
+            elif stores:
+                wave.private[place][active] = wave.v[i.source[3].index + k][active]
+            else:
+                wave.v[i.result.index + k][active] = wave.private[place][active]
         wave.issue(0, None if stores else i.result)
 
     def _local(self, i: Instruction) -> None:
