@@ -220,11 +220,17 @@ def sums_first(value_dim: int, size: int, tile: Tile, resources: Resources, *, b
     return entropy or tile.n * value_dim > LARGE_TILE
 
 
-def parts_of_sums(first: bool, size: int, resources: Resources, entropy: bool) -> int:
-    """Return the number of partial sums per row, given `sums_first`; see `sum_in_parts` in device.py."""
+def parts_of_sums(first: bool, size: int, resources: Resources, *, entropy: bool, masked: bool) -> int:
+    """Return the number of partial sums per row, given `sums_first`; see `sum_in_parts` in device.py.
+
+    `masked`: a bool mask, or a bias in half precision. In their layout a row is spread over many threads, and Triton
+    would give it to the partial sums too: 58 shuffles per warp and 16 keys on sm_80, with one part 8.
+    """
     if resources.has_tensor_memory:
         return 2 if size == 2 else 1
-    return 8 if resources.warp_size == 64 or (entropy and not first) else 1
+    if resources.warp_size == 64:
+        return 8
+    return 8 if entropy and not first and not masked else 1
 
 
 def backward_takes_boxes(widest: int, size: int, resources: Resources, *, busy: bool) -> bool:

@@ -61,6 +61,7 @@ def _forward() -> Iterator[Case]:
     yield case("mask", _flash("mask_per_batch", FP32, 64, queries=70))
     yield case("listed mask", _flash("mask_per_batch_and_head", BF16, 64, batch=2), listed=True)
     yield case("bias", _flash("bias_in_half", FP16, 128))
+    yield case("bias", _flash("bias_in_half", BF16, 64))
     yield case("bias that hides", _flash("bias_that_hides", BF16, 64))
     yield case("softcap", _flash("causal", BF16, 128, softcap=3.0))
     yield case("sinks", _flash("causal", BF16, 128, sinks=True))

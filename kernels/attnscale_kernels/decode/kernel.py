@@ -24,6 +24,7 @@ from ..device import (
     better,
     finish_softmax,
     no_winner_of_nan,
+    rounded_product,
     row_bounds,
     row_temperature,
     sign_for_winner,
@@ -148,13 +149,13 @@ def decode_split_kernel(
     start, stop = within(rule, start, stop, keys)
     ranges = _span(rule, batch, slot, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
-    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    moment = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M, 1], HIDDEN, tl.float32)  # columns, as in flash/forward_kernel.py
+    total = tl.zeros([BLOCK_M, 1], tl.float32)
+    moment = tl.zeros([BLOCK_M, 1], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if winner_ptr is not None:
         best = m
-        winner = tl.full([BLOCK_M], -1, tl.int32)
+        winner = tl.full([BLOCK_M, 1], -1, tl.int32)
     k_ptr = k.ptr + kv_head * k.strides[1]
     v_ptr = v.ptr + kv_head * v.strides[1]
 
@@ -185,24 +186,28 @@ def decode_split_kernel(
             # The online softmax of flash/forward_kernel.py.
             if winner_ptr is not None and phase != 3:
                 winner = best_slot(y, left_key, m, winner)
-            peak = tl.maximum(m, tl.max(y, axis=1))
-            fall = tl.maximum((m - peak) * c, -65536.0)  # finite for rows without a visible key so far
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=True))
+            fall = tl.maximum((m - peak) * c[:, None], -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * c
+            base = peak * c[:, None]
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-            x = y * c[:, None] - base[:, None]
+            x = y * c[:, None] - base
             p = tl.exp2(x)
             if entropy_ptr is not None:
-                moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
-            total = total * fade + tl.sum(p, axis=1)
+                terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
+                moment = fade * (moment + fall * total) + tl.sum(terms, axis=1, keep_dims=True)
+            total = total * fade + tl.sum(p, axis=1, keep_dims=True)
             m = peak
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade, input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
             best, winner = no_winner_of_nan(m, winner, total)
 
+    m, total, moment = tl.reshape(m, [BLOCK_M]), tl.reshape(total, [BLOCK_M]), tl.reshape(moment, [BLOCK_M])
+    if winner_ptr is not None:
+        best, winner = tl.reshape(best, [BLOCK_M]), tl.reshape(winner, [BLOCK_M])
     # Heads of a group and their queries are contiguous in scratch memory, as in the tile.
     row_at = (batch * kv_heads + kv_head) * group * queries + packed
     if splits == 1:

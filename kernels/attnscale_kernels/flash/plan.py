@@ -92,6 +92,7 @@ def forward_plan(
         "forward", widest, size, resources, boxed=boxed, busy=busy, masked=visibility.mask is not None,
         dropout=dropout, capped=softcap is not None, entropy=entropy,
     )  # fmt: skip
+    masked = visibility.mask is not None and visibility.mask.element_size() < 4 and size == 2
     first = sums_first(block_of(value_dim), size, tile, resources, boxed=boxed, entropy=entropy)
     constants = {
         **attention_constants(query, tile),
@@ -100,7 +101,7 @@ def forward_plan(
         "K_ROW": 0 if boxed else key.stride(2),
         "V_ROW": 0 if boxed else value.stride(2),
         "ALIGN": alignment(query, key, value, result.out),
-        "PARTS": parts_of_sums(first, size, resources, entropy),
+        "PARTS": parts_of_sums(first, size, resources, entropy=entropy, masked=masked),
         "SUMS_FIRST": first,
         "KEEP_POINTERS": keeps_pointers(widest, tile, resources),
         "PAIRS": works_in_pairs(size, resources),
