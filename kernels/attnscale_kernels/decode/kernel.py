@@ -19,10 +19,12 @@ from ..device import (
     LN2,
     LOG2E,
     SEEN_ABOVE,
+    as_column,
     attention_scores,
     best_slot,
     better,
     finish_softmax,
+    has_columns,
     no_winner_of_nan,
     rounded_product,
     row_bounds,
@@ -149,13 +151,15 @@ def decode_split_kernel(
     start, stop = within(rule, start, stop, keys)
     ranges = _span(rule, batch, slot, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
-    m = tl.full([BLOCK_M, 1], HIDDEN, tl.float32)  # columns, as in flash/forward_kernel.py
-    total = tl.zeros([BLOCK_M, 1], tl.float32)
-    moment = tl.zeros([BLOCK_M, 1], tl.float32)
+    COLUMN: tl.constexpr = has_columns(rule)
+    slope = c[:, None] if COLUMN else c
+    m = tl.full([BLOCK_M, 1] if COLUMN else [BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros_like(m)
+    moment = tl.zeros_like(m)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if winner_ptr is not None:
         best = m
-        winner = tl.full([BLOCK_M, 1], -1, tl.int32)
+        winner = tl.full(m.shape, -1, tl.int32)
     k_ptr = k.ptr + kv_head * k.strides[1]
     v_ptr = v.ptr + kv_head * v.strides[1]
 
@@ -186,22 +190,22 @@ def decode_split_kernel(
             # The online softmax of flash/forward_kernel.py.
             if winner_ptr is not None and phase != 3:
                 winner = best_slot(y, left_key, m, winner)
-            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=True))
-            fall = tl.maximum((m - peak) * c[:, None], -65536.0)  # finite for rows without a visible key so far
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMN))
+            fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * c[:, None]
+            base = peak * slope
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-            x = y * c[:, None] - base
+            x = y * c[:, None] - as_column(base)
             p = tl.exp2(x)
             if entropy_ptr is not None:
                 terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
-                moment = fade * (moment + fall * total) + tl.sum(terms, axis=1, keep_dims=True)
-            total = total * fade + tl.sum(p, axis=1, keep_dims=True)
+                moment = fade * (moment + fall * total) + tl.sum(terms, axis=1, keep_dims=COLUMN)
+            total = total * fade + tl.sum(p, axis=1, keep_dims=COLUMN)
             m = peak
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade, input_precision=PRECISION)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * as_column(fade), input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
             best, winner = no_winner_of_nan(m, winner, total)
 

@@ -14,9 +14,11 @@ from ..device import (
     HIDDEN,
     LN2,
     SEEN_ABOVE,
+    as_column,
     attention_scores,
     best_slot,
     finish_softmax,
+    has_columns,
     keep,
     no_winner_of_nan,
     product,
@@ -100,14 +102,14 @@ def flash_forward_kernel(
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     place = (batch, head, rows, start, stop, queries, keys)
-    # Numbers per row are columns [BM, 1]. Triton gives them the layout of a matrix product, but vectors [BM] that of a
-    # mask: rows would be spread over 32 threads, and each score exchanged through shared memory.
-    m = tl.full([BLOCK_M, 1], HIDDEN, tl.float32)
+    COLUMN: tl.constexpr = has_columns(rule)
+    slope = c[:, None] if COLUMN else c
+    m = tl.full([BLOCK_M, 1] if COLUMN else [BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # reduced over PARTS at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if winner_ptr is not None:
-        winner = tl.full([BLOCK_M, 1], -1, tl.int32)
+        winner = tl.full(m.shape, -1, tl.int32)
     kv_head = head // group
     k_batch, k_head, _ = head_strides(k, ALIGN)
     v_batch, v_head, _ = head_strides(v, ALIGN)
@@ -164,33 +166,33 @@ def flash_forward_kernel(
             # The online softmax, duplicated in decode/kernel.py. As a shared device function it took more instructions
             # on sm_100, by 3 % at D = 64 and 5 % at D = 16 with entropy, because constants are then emitted in a
             # different order.
-            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=True))
-            fall = tl.maximum((m - peak) * c[:, None], -65536.0)  # finite for rows without a visible key so far
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMN))
+            fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * c[:, None]
+            base = peak * slope
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
             # With a bias tile, packed instructions exceed the registers of sm_100 and spilled 16 bytes.
-            x = product_less(y, c[:, None], base, PAIRS and (phase == 1 or rule.bias_ptr is None))
+            x = product_less(y, c[:, None], as_column(base), PAIRS and (phase == 1 or rule.bias_ptr is None))
             p = tl.exp2(x)
             if entropy_ptr is not None:
                 terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
-                moment = fade * (moment + fall * total) + sum_in_parts(terms, PARTS)
-            total = total * fade + sum_in_parts(p, PARTS)
+                moment = as_column(fade) * (moment + as_column(fall) * total) + sum_in_parts(terms, PARTS)
+            total = total * as_column(fade) + sum_in_parts(p, PARTS)
             m = peak
             if SUMS_FIRST:
                 # Makes the product depend on the sums; otherwise x and p of all scores stay live until after it. A NaN
                 # sum makes its row NaN in any case.
-                sums = tl.sum(total + moment, axis=1, keep_dims=True)
+                sums = tl.sum(total + moment, axis=1, keep_dims=COLUMN)
                 fade = tl.where(sums == sums, fade, sums)
-            acc = product(acc, fade, PAIRS)
+            acc = product(acc, as_column(fade), PAIRS)
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
-            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1, keep_dims=True))
+            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1, keep_dims=COLUMN))
 
     m = tl.reshape(m, [BLOCK_M])
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)

@@ -53,14 +53,16 @@ def execute(
     else:
         _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings)
     by_opcode: Counter[str] = Counter()
-    for entry, count in zip(encoded.code[encoded.counted], counts[encoded.counted], strict=True):
-        by_opcode[program.instructions[entry["place"]].opcode] += int(count)
+    for instruction, count in zip(program.instructions, counts[encoded.counted].tolist(), strict=True):
+        by_opcode[instruction.opcode] += count
+    done = counts[encoded.counted] > 0
+    lines = frozenset(x.line for x, was in zip(program.instructions, done, strict=True) if was)
 
     def line(place: int) -> str:
         found = program.instructions[place]
         return f"line {found.line}: {found.text}"
 
-    return Execution(by_opcode, line)
+    return Execution(by_opcode, line, lines)
 
 
 def _run_in_c(
