@@ -88,5 +88,3 @@ def _scalar(rule: Rule) -> str:
         steps.append(f"*scc = ({rule.flag}) != 0")
     unsigned = "u64" if result.endswith("64") else "u32"
     return f"    case {NUMBER[rule.name]}: {{ {'; '.join(steps)}; return ({unsigned})d; }}"
-
-

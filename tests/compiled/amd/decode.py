@@ -317,7 +317,9 @@ class _Decoder:
         else:
             if not given:
                 raise self.statement.error("no operands")
-            words = 2 if rule.name.startswith("v_pk_") and rule.name.endswith(("f32", "b32")) else WORDS.get(rule.result, 1)
+            words = (
+                2 if rule.name.startswith("v_pk_") and rule.name.endswith(("f32", "b32")) else WORDS.get(rule.result, 1)
+            )
             self.place(out["result"], given.pop(0), words, Kind.VECTOR)
         if rule.flag:
             if not given:
@@ -638,5 +640,3 @@ _METHODS: Sequence[tuple[str, Callable[[_Decoder, str], None]]] = (
     (r"ds_bpermute_b32$", _Decoder.permute),
     (r"ds_swizzle_b32$", _Decoder.swizzle),
 )
-
-

@@ -65,12 +65,11 @@ def execute(
         counts = vectors.run(program, memory, shared, findings, start, block, kernel.warps, settings)
         return _execution(program, counts, 0)
     waves = ctypes.create_string_buffer(library.wave_size() * kernel.warps)
-    registers, private = (
-        np.empty(kernel.warps * size, np.uint8) for size in (REGISTERS, 64 * launch.private_bytes)
-    )
+    registers, private = (np.empty(kernel.warps * size, np.uint8) for size in (REGISTERS, 64 * launch.private_bytes))
     library.run(
         ctypes.c_void_p(program.code.ctypes.data), ctypes.byref(launch), ctypes.byref(memory.c), ctypes.byref(shared.c),
-        ctypes.byref(findings.c), waves, *(ctypes.c_void_p(a.ctypes.data) for a in (registers, private, counts, conflicts)),
+        ctypes.byref(findings.c), waves,
+        *(ctypes.c_void_p(array.ctypes.data) for array in (registers, private, counts, conflicts)),
     )  # fmt: skip
     return _execution(program, counts, int(conflicts.sum()))
 
@@ -90,7 +89,7 @@ def argument_block(text: KernelText, arguments: Sequence[Argument], grid: int, t
         if struct.calcsize(code) != size or (kind == "global_buffer") != pointer:
             raise ProgramError(f"argument {argument.name} of type {argument.type} is a {kind} of {size} bytes")
         block[offset : offset + size] = np.frombuffer(struct.pack(f"<{code}", argument.value), np.uint8)
-    hidden = {name: 1 for name in ("block_count_y", "block_count_z", "group_size_y", "group_size_z", "grid_dims")}
+    hidden = dict.fromkeys(("block_count_y", "block_count_z", "group_size_y", "group_size_z", "grid_dims"), 1)
     hidden |= {"block_count_x": grid, "group_size_x": threads}
     for offset, size, kind in text.arguments:
         if kind.startswith("hidden_"):
@@ -135,4 +134,6 @@ def _execution(program: Program, counts: np.ndarray, conflicts: int) -> Executio
 def instruction_at(program: Program, place: int) -> str:
     """An instruction as written, with its line."""
     statement = program.text.statements[place]
-    return f"line {statement.line}: " + " ".join((statement.opcode, ", ".join(statement.operands), *statement.modifiers))
+    return f"line {statement.line}: " + " ".join(
+        (statement.opcode, ", ".join(statement.operands), *statement.modifiers)
+    )

@@ -64,7 +64,9 @@ def read_kernel(text: str) -> KernelText:
                 statements.append(_statement(number, line))
             elif not line.startswith(_SILENT):
                 raise ProgramError(f"line {number}: unknown directive {line!r}")
-    declared = {key: int(value, 0) for key, value in re.findall(r"^\s*\.amdhsa_(\w+) (\w+)$", text, re.M) if value != name}
+    declared = {
+        key: int(value, 0) for key, value in re.findall(r"^\s*\.amdhsa_(\w+) (\w+)$", text, re.M) if value != name
+    }
     entry = _preloaded_entry(statements, labels) if declared.get("user_sgpr_kernarg_preload_length") else 0
     return KernelText(name, tuple(statements), labels, entry, declared, _arguments(text))
 
