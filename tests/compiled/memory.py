@@ -160,8 +160,8 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 SHADOW = np.dtype(
     [
         ("write_epoch", np.int32), ("read_epoch", np.int32), ("readers", np.uint32), ("writer", np.int16),
-        ("reader", np.int16), ("write_sync", np.int32), ("read_sync", np.int32), ("write_place", np.int32), ("pending", np.int16),
-        ("value", np.uint8),
+        ("reader", np.int16), ("write_sync", np.int32), ("read_sync", np.int32), ("write_place", np.int32),
+        ("pending", np.int16), ("value", np.uint8),
     ],
     align=True,
 )  # fmt: skip

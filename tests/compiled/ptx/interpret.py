@@ -73,8 +73,14 @@ def write(file: Array, row: int, value: Array, lanes: Array) -> None:
 
 class _Block:
     def __init__(
-        self, encoded: Encoded, memory: GlobalMemory, shared: SharedMemory, findings: Findings, counts: Array, budget: int
-    ) -> None:  # fmt: skip
+        self,
+        encoded: Encoded,
+        memory: GlobalMemory,
+        shared: SharedMemory,
+        findings: Findings,
+        counts: Array,
+        budget: int,
+    ) -> None:
         self.code, self.memory, self.shared = encoded.code, memory, shared
         self.counts, self.budget = counts, budget
         self.at = Site(findings)
