@@ -368,6 +368,26 @@ def rounded_product(x, y, FP32: tl.constexpr):
 
 
 @triton.jit
+def as_factor(x, dtype: tl.constexpr, SHORT: tl.constexpr):
+    """Round fp32 numbers to the dtype of a matrix product.
+
+    gfx942 has no conversion to bf16. LLVM emits five instructions per number, three of them for NaN. With SHORT, adding
+    half a unit to the bits takes one and a half, and ties round away from zero instead of to even: the largest error is
+    the same. A NaN of at least 17 ones behind the sign is lost; see `rounds_bits` in tile_rules.py and `plain_nan`.
+    """
+    if SHORT:
+        return ((x.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def plain_nan(x):
+    """Replace the bits of NaN by those of the NaN that arithmetic makes, which `as_factor` keeps."""
+    bits = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def sum_in_parts(x, PARTS: tl.constexpr):
     """Return row sums [rows, PARTS], each over every PARTS-th column.
 

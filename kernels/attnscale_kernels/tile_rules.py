@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
+
 from .launch import Resources, Tile
 
 LARGE_TILE = 8192  # elements of a key tile; larger ones fill the registers of sm_80
@@ -231,6 +233,17 @@ def parts_of_sums(first: bool, size: int, resources: Resources, *, entropy: bool
     if resources.warp_size == 64:
         return 8
     return 8 if entropy and not first and not masked else 1
+
+
+def rounds_bits(dtype: torch.dtype, bias: torch.dtype | None, resources: Resources) -> bool:
+    """Whether factors of matrix products are rounded to bf16 by integer arithmetic; see `as_factor` in device.py.
+
+    gfx942 has no conversion instruction; gfx950, with more shared memory, has one. The rounding loses a NaN of ones. A
+    NaN from bf16 ends in zeros, arithmetic makes none of ones, and numbers per row are stored without any. In the
+    forward pass a NaN weight makes the sum of its row NaN. That leaves a `bias` in another dtype, for gradients.
+    """
+    without = resources.warp_size == 64 and resources.shared_memory <= 65_536
+    return without and dtype is torch.bfloat16 and bias in (None, torch.bfloat16)
 
 
 def backward_takes_boxes(widest: int, size: int, resources: Resources, *, busy: bool) -> bool:

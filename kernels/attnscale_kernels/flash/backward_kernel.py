@@ -16,12 +16,14 @@ import triton.language as tl
 from ..device import (
     HIDDEN,
     LOG2E,
+    as_factor,
     bounds_of_keys,
     capped_scores,
     difference,
     keep,
     keep_by_slot,
     less_product,
+    plain_nan,
     product,
     product_less,
     program_rows,
@@ -78,10 +80,10 @@ def flash_backward_rows_kernel(
     lse = tl.load(lse_ptr + row_at, mask=exists, other=0.0)
     lse = tl.where(lse == -float("inf"), 1e30, lse)  # row without visible keys: every weight 2^(y − ∞) is 0
     at = rows_ptr + row_at * 4
-    tl.store(at, row_beta * factor, mask=exists)
-    tl.store(at + 1, lse * LOG2E, mask=exists)
-    tl.store(at + 2, row_beta, mask=exists)
-    tl.store(at + 3, delta, mask=exists)
+    tl.store(at, plain_nan(row_beta * factor), mask=exists)
+    tl.store(at + 1, plain_nan(lse * LOG2E), mask=exists)
+    tl.store(at + 2, plain_nan(row_beta), mask=exists)
+    tl.store(at + 3, plain_nan(delta), mask=exists)
 
 
 @triton.jit
@@ -131,6 +133,7 @@ def flash_backward_query_kernel(
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
+    SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -142,7 +145,7 @@ def flash_backward_query_kernel(
     row_at = head_index.to(tl.int64) * queries + rows
     c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
     if slope_ptr is not None:
-        slope_of_entropy = tl.load(slope_ptr + row_at, mask=exists, other=0.0)
+        slope_of_entropy = plain_nan(tl.load(slope_ptr + row_at, mask=exists, other=0.0))
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
@@ -210,7 +213,7 @@ def flash_backward_query_kernel(
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:
                 dlogit *= slope
-            acc = tl.dot(dlogit.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(as_factor(dlogit, k_tile.dtype, SHORT), k_tile, acc, input_precision=PRECISION)
 
     acc *= scale
     top = tile * BLOCK_M
@@ -252,6 +255,7 @@ def flash_backward_key_kernel(
     DRAW_FOURS: tl.constexpr,  # dropout draws for four slots at once, if registers allow
     EDGE_STAGES: tl.constexpr,  # pipeline stages of phase 2; None: as in the other phases
     ALIGN: tl.constexpr,
+    SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PRECISION: tl.constexpr,
 ):
     tile, _, batch, kv_head, slots = program_rows(heads // group, keys, BLOCK_N, False)
@@ -304,6 +308,8 @@ def flash_backward_key_kernel(
                 if slope_ptr is not None:
                     slope_at = slope_ptr + head_index * queries + row
                     slope_of_entropy = tl.load(slope_at, mask=exists, other=0.0) if phase != 1 else tl.load(slope_at)
+                    if SHORT:
+                        slope_of_entropy = plain_nan(slope_of_entropy)
                 if rule.bias_ptr is not None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # [keys, rows]: the following products take the weights in this layout, and a transposition costs more.
@@ -330,7 +336,7 @@ def flash_backward_key_kernel(
                         kept_here = keep_by_slot(seed, head_index.to(tl.int32), rows, slots, dropout_p)
                     kept = tl.where(kept_here, p / (1 - dropout_p), 0.0)
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
-                dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)
+                dvalue = tl.dot(as_factor(kept, do.dtype, SHORT), do, dvalue, input_precision=PRECISION)
                 change = dp * beta[None, :] - (beta * delta)[None, :]
                 if slope_ptr is not None:
                     change -= slope_of_entropy[None, :] * x
@@ -339,7 +345,7 @@ def flash_backward_key_kernel(
                 if phase != 1:
                     change = tl.where(seen, change, 0.0)  # 0·NaN, if a value is not finite
                 dscore = p * change
-                dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+                dk = tl.dot(as_factor(dscore, q_tile.dtype, SHORT), q_tile, dk, input_precision=PRECISION)
 
     store_block(grad_k, batch, kv_head, tile * BLOCK_N, keys, d, D, dk * scale, ALIGN)
     store_block(grad_v, batch, kv_head, tile * BLOCK_N, keys, dv, DV, dvalue, ALIGN)

@@ -15,6 +15,7 @@ from ..device import (
     LN2,
     SEEN_ABOVE,
     as_column,
+    as_factor,
     attention_scores,
     best_slot,
     finish_softmax,
@@ -84,6 +85,7 @@ def flash_forward_kernel(
     PARTS: tl.constexpr,
     SUMS_FIRST: tl.constexpr,
     KEEP_POINTERS: tl.constexpr,  # keep the pointers of a key tile in registers
+    SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
     PRECISION: tl.constexpr,
 ):
@@ -103,7 +105,6 @@ def flash_forward_kernel(
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     place = (batch, head, rows, start, stop, queries, keys)
     COLUMN: tl.constexpr = has_columns(rule)
-    slope = c[:, None] if COLUMN else c
     m = tl.full([BLOCK_M, 1] if COLUMN else [BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # reduced over PARTS at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
@@ -166,10 +167,11 @@ def flash_forward_kernel(
             # The online softmax, duplicated in decode/kernel.py. As a shared device function it took more instructions
             # on sm_100, by 3 % at D = 64 and 5 % at D = 16 with entropy, because constants are then emitted in a
             # different order.
-            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMN))
-            fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
+            before = tl.reshape(m, [BLOCK_M])
+            peak = tl.maximum(before, tl.max(y, axis=1))
+            fall = tl.maximum((before - peak) * c, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * slope
+            base = peak * c
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
@@ -181,16 +183,16 @@ def flash_forward_kernel(
                 terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
                 moment = as_column(fade) * (moment + as_column(fall) * total) + sum_in_parts(terms, PARTS)
             total = total * as_column(fade) + sum_in_parts(p, PARTS)
-            m = peak
+            m = peak[:, None] if COLUMN else peak
             if SUMS_FIRST:
                 # Makes the product depend on the sums; otherwise x and p of all scores stay live until after it. A NaN
                 # sum makes its row NaN in any case.
-                sums = tl.sum(total + moment, axis=1, keep_dims=COLUMN)
+                sums = tl.sum(total + moment, axis=1)
                 fade = tl.where(sums == sums, fade, sums)
             acc = product(acc, as_column(fade), PAIRS)
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(as_factor(p, v_tile.dtype, SHORT), v_tile, acc, input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
             _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1, keep_dims=COLUMN))
 

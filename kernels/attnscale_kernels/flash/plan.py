@@ -26,6 +26,7 @@ from ..tile_rules import (
     edge_stages,
     keeps_pointers,
     parts_of_sums,
+    rounds_bits,
     sums_first,
     tile_for,
     works_in_pairs,
@@ -104,6 +105,7 @@ def forward_plan(
         "PARTS": parts_of_sums(first, size, resources, entropy=entropy, masked=masked),
         "SUMS_FIRST": first,
         "KEEP_POINTERS": keeps_pointers(widest, tile, resources),
+        "SHORT": rounds_bits(query.dtype, None, resources),
         "PAIRS": works_in_pairs(size, resources),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
@@ -136,6 +138,7 @@ def backward_plan(
 ) -> BackwardPlan:
     """Return the plan of a backward pass; it depends on the signature only."""
     dim, value_dim, resources = query.shape[-1], value.shape[-1], resources_of(query.device)
+    biased = visibility.mask if visibility.biased else None
     launched_for = block_of(max(dim, value_dim)), query.element_size(), resources
     masked = visibility.mask is not None
     boxed = backward_takes_boxes(*launched_for, busy=masked or dropout or capped) and all(
@@ -149,7 +152,11 @@ def backward_plan(
         bounded=visibility.start is not None or visibility.padding is not None, entropy=entropy,
     )  # fmt: skip
     of_values: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
-    shared: dict[str, object] = {**of_values, "ALIGN": alignment(query, key, value, gradient, *gradients)}
+    shared: dict[str, object] = {
+        **of_values,
+        "ALIGN": alignment(query, key, value, gradient, *gradients),
+        "SHORT": rounds_bits(query.dtype, None if biased is None else biased.dtype, resources),
+    }
     to_query = {
         **attention_constants(query, query_tile),
         **shared,
