@@ -105,6 +105,7 @@ def flash_forward_kernel(
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     place = (batch, head, rows, start, stop, queries, keys)
     COLUMN: tl.constexpr = has_columns(rule)
+    slope = c[:, None] if COLUMN else c
     m = tl.full([BLOCK_M, 1] if COLUMN else [BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # reduced over PARTS at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
@@ -167,11 +168,10 @@ def flash_forward_kernel(
             # The online softmax, duplicated in decode/kernel.py. As a shared device function it took more instructions
             # on sm_100, by 3 % at D = 64 and 5 % at D = 16 with entropy, because constants are then emitted in a
             # different order.
-            before = tl.reshape(m, [BLOCK_M])
-            peak = tl.maximum(before, tl.max(y, axis=1))
-            fall = tl.maximum((before - peak) * c, -65536.0)  # finite for rows without a visible key so far
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMN))
+            fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * c
+            base = peak * slope
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
@@ -183,11 +183,11 @@ def flash_forward_kernel(
                 terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
                 moment = as_column(fade) * (moment + as_column(fall) * total) + sum_in_parts(terms, PARTS)
             total = total * as_column(fade) + sum_in_parts(p, PARTS)
-            m = peak[:, None] if COLUMN else peak
+            m = peak
             if SUMS_FIRST:
                 # Makes the product depend on the sums; otherwise x and p of all scores stay live until after it. A NaN
                 # sum makes its row NaN in any case.
-                sums = tl.sum(total + moment, axis=1)
+                sums = tl.sum(total + moment, axis=1, keep_dims=COLUMN)
                 fade = tl.where(sums == sums, fade, sums)
             acc = product(acc, as_column(fade), PAIRS)
             if seed_ptr is not None:
