@@ -321,7 +321,7 @@ static void run_private(struct machine *m, const struct instruction *i, int stor
     struct wave *w = m->wave;
     u64 exec = exec_of(w);
     for (int k = 0; k < i->m[0] / 4; k++) {
-        int place = i->m[2] + 4 * k;
+        i64 place = i->m[2] + 4 * k + (i->source[1].kind ? (i64)w->s[i->source[1].index] : 0);
         if (place < 0 || place % 4 || place + 4 > m->launch->private_bytes) {
             report(&m->at, OUTSIDE, -1, place);
             continue;

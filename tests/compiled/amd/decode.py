@@ -553,8 +553,10 @@ class _Decoder:
             raise self.statement.error("unknown instruction")
         given, out, loads = self.take(3), self.out, kind == "load"
         data, address, base = given if loads else (given[1], given[0], given[2])
-        if (address, base) != ("off", "off"):
+        if address != "off":
             raise self.statement.error("unknown address")
+        if base != "off":
+            self.place(out["source"][1], base, 1, Kind.SCALAR)
         out["handler"] = Handler.LOAD if loads else Handler.STORE
         out["m"][:4] = sizes[size], 0, self.number("offset"), 3
         self.place(out["result"] if loads else out["source"][3], data, sizes[size] // 4, Kind.VECTOR)

@@ -422,9 +422,10 @@ class Machine:
 
     def _private(self, i: Instruction) -> None:
         wave, stores, active = self.wave, i.handler == Handler.STORE, self.wave.active()
+        base = i.m[2] + (wave.s[i.source[1].index] if i.source[1].kind else 0)
         for k in range(i.m[0] // 4):
-            place = i.m[2] // 4 + k
-            if i.m[2] % 4 or not 0 <= place < len(wave.private):
+            place = base // 4 + k
+            if base % 4 or not 0 <= place < len(wave.private):
                 self.site.report("OUTSIDE", -1, 4 * place)
             elif stores:
                 wave.private[place][active] = wave.v[i.source[3].index + k][active]
