@@ -40,17 +40,6 @@ def program_rows(heads, count, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def has_columns(rule):
-    """Whether numbers per row are columns [rows, 1] in loops over keys, instead of vectors [rows].
-
-    For sm_80, Triton gives vectors the layout of the mask, with rows spread over 32 threads, and exchanges every score
-    through shared memory; columns get the layout of the matrix product. Without a mask, vectors take 1 % fewer
-    instructions.
-    """
-    return rule.mask_ptr is not None or rule.bias_ptr is not None
-
-
-@triton.jit
 def as_column(x):
     """Return a vector [rows] or a column as a column [rows, 1]."""
     return x if len(x.shape) == 2 else x[:, None]

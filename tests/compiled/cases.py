@@ -58,6 +58,8 @@ def _forward() -> Iterator[Case]:
     yield case("padding, NaN in hidden keys", _flash("right_padding", BF16, 64, batch=2), nan=True)
     yield case("left padding", _flash("left_padding", FP32, 32, batch=2))
     yield case("mask", _flash("mask_per_head", BF16, 128))
+    yield case("aligned mask", _flash("mask_per_head", BF16, 64, keys=208))
+    yield case("aligned bias", _flash("bias_in_half", BF16, 64, keys=208))
     yield case("mask", _flash("mask_per_batch", FP32, 64, queries=70))
     yield case("listed mask", _flash("mask_per_batch_and_head", BF16, 64, batch=2), listed=True)
     yield case("bias", _flash("bias_in_half", FP16, 128))

@@ -100,7 +100,7 @@ def examine(name: str, target: str, kernels: Sequence[Kernel], execute: Executor
     numbers = ""
     bits: list[list[Tensor]] = []
     for settings in (NAN, FINITE):
-        done, count = _run(call, kernels, execute, settings, problems)
+        done, count = run_launches(call, kernels, execute, settings, problems)
         found += count
         if settings is NAN:
             for kernel, execution in zip(kernels, done, strict=True):
@@ -115,7 +115,7 @@ def examine(name: str, target: str, kernels: Sequence[Kernel], execute: Executor
     return Report(name, problems, found, numbers, sorted(set(unequal)), counts, call.scores)
 
 
-def _run(
+def run_launches(
     call: Call, kernels: Sequence[Kernel], execute: Executor, settings: Settings, problems: list[Problem]
 ) -> tuple[list[Execution], int]:
     """Execute all launches, and return the executions and the number of findings."""

@@ -24,7 +24,6 @@ from ..device import (
     best_slot,
     better,
     finish_softmax,
-    has_columns,
     no_winner_of_nan,
     rounded_product,
     row_bounds,
@@ -120,6 +119,7 @@ def decode_split_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,  # as in flash/forward_kernel.py
     PRECISION: tl.constexpr,
 ):
     tiles = tl.cdiv(group * queries, BLOCK_M)
@@ -151,9 +151,8 @@ def decode_split_kernel(
     start, stop = within(rule, start, stop, keys)
     ranges = _span(rule, batch, slot, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
-    COLUMN: tl.constexpr = has_columns(rule)
-    slope = c[:, None] if COLUMN else c
-    m = tl.full([BLOCK_M, 1] if COLUMN else [BLOCK_M], HIDDEN, tl.float32)
+    slope = c[:, None] if COLUMNS else c
+    m = tl.full([BLOCK_M, 1] if COLUMNS else [BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros_like(m)
     moment = tl.zeros_like(m)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -190,7 +189,7 @@ def decode_split_kernel(
             # The online softmax of flash/forward_kernel.py.
             if winner_ptr is not None and phase != 3:
                 winner = best_slot(y, left_key, m, winner)
-            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMN))
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMNS))
             fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
             base = peak * slope
@@ -202,8 +201,8 @@ def decode_split_kernel(
             p = tl.exp2(x)
             if entropy_ptr is not None:
                 terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
-                moment = fade * (moment + fall * total) + tl.sum(terms, axis=1, keep_dims=COLUMN)
-            total = total * fade + tl.sum(p, axis=1, keep_dims=COLUMN)
+                moment = fade * (moment + fall * total) + tl.sum(terms, axis=1, keep_dims=COLUMNS)
+            total = total * fade + tl.sum(p, axis=1, keep_dims=COLUMNS)
             m = peak
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * as_column(fade), input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:

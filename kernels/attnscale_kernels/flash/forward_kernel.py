@@ -19,7 +19,6 @@ from ..device import (
     attention_scores,
     best_slot,
     finish_softmax,
-    has_columns,
     keep,
     no_winner_of_nan,
     product,
@@ -84,6 +83,7 @@ def flash_forward_kernel(
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     SUMS_FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,  # numbers per row are columns [BM, 1] instead of vectors, see tile_rules.py
     KEEP_POINTERS: tl.constexpr,  # keep the pointers of a key tile in registers
     SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
@@ -104,9 +104,8 @@ def flash_forward_kernel(
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     place = (batch, head, rows, start, stop, queries, keys)
-    COLUMN: tl.constexpr = has_columns(rule)
-    slope = c[:, None] if COLUMN else c
-    m = tl.full([BLOCK_M, 1] if COLUMN else [BLOCK_M], HIDDEN, tl.float32)
+    slope = c[:, None] if COLUMNS else c
+    m = tl.full([BLOCK_M, 1] if COLUMNS else [BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # reduced over PARTS at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -168,7 +167,7 @@ def flash_forward_kernel(
             # The online softmax, duplicated in decode/kernel.py. As a shared device function it took more instructions
             # on sm_100, by 3 % at D = 64 and 5 % at D = 16 with entropy, because constants are then emitted in a
             # different order.
-            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMN))
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMNS))
             fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
             base = peak * slope
@@ -187,14 +186,14 @@ def flash_forward_kernel(
             if SUMS_FIRST:
                 # Makes the product depend on the sums; otherwise x and p of all scores stay live until after it. A NaN
                 # sum makes its row NaN in any case.
-                sums = tl.sum(total + moment, axis=1, keep_dims=COLUMN)
+                sums = tl.sum(total + moment, axis=1, keep_dims=COLUMNS)
                 fade = tl.where(sums == sums, fade, sums)
             acc = product(acc, as_column(fade), PAIRS)
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
             acc = tl.dot(as_factor(p, v_tile.dtype, SHORT), v_tile, acc, input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
-            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1, keep_dims=COLUMN))
+            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1, keep_dims=COLUMNS))
 
     m = tl.reshape(m, [BLOCK_M])
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)

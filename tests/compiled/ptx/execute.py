@@ -47,7 +47,7 @@ def execute(
     shared = SharedMemory(kernel.shared, kernel.warps)
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
-    core = _core() if in_c else None
+    core = library() if in_c else None
     if core is None:
         interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
     else:
@@ -91,7 +91,8 @@ def _parsed(text: str) -> Program:
 
 
 @functools.cache
-def _core() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """The C core, or None without a compiler."""
     powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
     folder = Path(__file__).parent
     definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
