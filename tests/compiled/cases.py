@@ -146,5 +146,17 @@ def _softmax() -> Iterator[Case]:
     yield case(BF16, 9001, "mask", "bias", "counts", rows=(1, 2, 2))
 
 
-CASES = {case.name: case for make in (_forward, _backward, _decode, _gaps, _softmax) for case in make()}
+# Counted instructions per score, beside the static table: a head of n causal queries and keys.
+LENGTHS = (256, 1024)
+
+
+def _counted() -> Iterator[Case]:
+    for build in (calls.forward, calls.backward):
+        for dim in (64, 128):
+            for n in LENGTHS:
+                flash = Flash(sees="causal", dtype=BF16, dim=dim, queries=n, keys=n, heads=1)
+                yield Case(f"counted {build.__name__} bf16 D{dim} n = {n}", "counted", partial(build, flash))
+
+
+CASES = {case.name: case for make in (_forward, _backward, _decode, _gaps, _softmax, _counted) for case in make()}
 CASES |= {f"stock {name}": Case(f"stock {name}", "stock", build) for name, build in stock.CALLS.items()}

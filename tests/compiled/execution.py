@@ -70,6 +70,7 @@ class Report(NamedTuple):
     unequal: list[str]  # outputs whose bits differ between both runs
     counts: dict[str, Counter[str]]  # executed instructions by kernel and opcode, of the first run
     scores: int
+    launches: int
 
     @property
     def right(self) -> bool:
@@ -112,7 +113,7 @@ def examine(name: str, target: str, kernels: Sequence[Kernel], execute: Executor
         bits.append([_bits(x) for launch in call.launches if not leaves_gaps(launch) for x in outputs_of(launch)])
     names = [name_of(launch) for launch in call.launches if not leaves_gaps(launch) for _ in outputs_of(launch)]
     unequal = [f"{name} {i}" for i, name in enumerate(names) if not torch.equal(bits[0][i], bits[1][i])]
-    return Report(name, problems, found, numbers, sorted(set(unequal)), counts, call.scores)
+    return Report(name, problems, found, numbers, sorted(set(unequal)), counts, call.scores, len(kernels))
 
 
 def run_launches(
