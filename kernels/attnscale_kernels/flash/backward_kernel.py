@@ -87,18 +87,24 @@ def flash_backward_rows_kernel(
 
 
 @triton.jit
-def _row_numbers(at, exists, EDGE: tl.constexpr):
+def _row_numbers(head_at, row, queries, EDGE: tl.constexpr, CLAMP: tl.constexpr):
     """Load c, lse in units of ln 2, β and Δ of rows; at an edge some rows may be past the end.
 
-    Those rows load as zeros, without a select instruction: their weights are 1, their queries and gradients 0.
+    Those rows load as zeros, without a select instruction: their weights are 1, their queries and gradients 0. With
+    CLAMP they load as the last row, with an lse of ∞: their weights are 0, and the four numbers are loaded at once.
     """
-    if EDGE:
+    exists = row < queries
+    if EDGE and not CLAMP:
+        at = head_at + row * 4
         c = tl.load(at, mask=exists, other=0.0)
         lse = tl.load(at + 1, mask=exists, other=0.0)
         beta = tl.load(at + 2, mask=exists, other=0.0)
         delta = tl.load(at + 3, mask=exists, other=0.0)
     else:
+        at = head_at + (tl.minimum(row, queries - 1) if EDGE else row) * 4
         c, lse, beta, delta = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        if EDGE:
+            lse = tl.where(exists, lse, 1e30)
     return c, lse, beta, delta
 
 
@@ -143,7 +149,8 @@ def flash_backward_query_kernel(
     q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
     do = load_rows(grad_out, batch, head, rows, queries, dv, DV, ALIGN)
     row_at = head_index.to(tl.int64) * queries + rows
-    c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
+    first_number = rows_ptr + head_index.to(tl.int64) * queries * 4
+    c, lse, beta, delta = _row_numbers(first_number, rows.to(tl.int64), queries, True, False)
     if slope_ptr is not None:
         slope_of_entropy = plain_nan(tl.load(slope_ptr + row_at, mask=exists, other=0.0))
 
@@ -252,6 +259,7 @@ def flash_backward_key_kernel(
     BLOCK_N: tl.constexpr,
     Q_ROW: tl.constexpr,  # row strides of q and grad_out
     DO_ROW: tl.constexpr,
+    CLAMP_ROWS: tl.constexpr,  # how edge tiles load the numbers of rows, see `_row_numbers`
     DRAW_FOURS: tl.constexpr,  # dropout draws for four slots at once, if registers allow
     EDGE_STAGES: tl.constexpr,  # pipeline stages of phase 2; None: as in the other phases
     ALIGN: tl.constexpr,
@@ -304,7 +312,7 @@ def flash_backward_key_kernel(
                 do_at = do_ptr + row[:, None] * DO_ROW + dv[None, :]  # [BM, BDV]
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
-                c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
+                c, lse, beta, delta = _row_numbers(rows_head, row, queries, phase != 1, CLAMP_ROWS)
                 if slope_ptr is not None:
                     slope_at = slope_ptr + head_index * queries + row
                     slope_of_entropy = tl.load(slope_at, mask=exists, other=0.0) if phase != 1 else tl.load(slope_at)

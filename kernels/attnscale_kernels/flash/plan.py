@@ -22,6 +22,7 @@ from ..launch import (
 )
 from ..tile_rules import (
     backward_takes_boxes,
+    clamps_rows,
     draws_fours,
     edge_stages,
     keeps_columns,
@@ -147,8 +148,9 @@ def backward_plan(
         fits_box(x, resources) for x in (key, value)
     )
     query_tile = query_tile or tile_for(
-        "dQ", *launched_for, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or capped
-    )
+        "dQ", *launched_for, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or capped,
+        entropy=entropy,
+    )  # fmt: skip
     key_tile = key_tile or tile_for(
         "dK dV", *launched_for, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or capped,
         bounded=visibility.start is not None or visibility.padding is not None, entropy=entropy,
@@ -171,6 +173,7 @@ def backward_plan(
         **shared,
         "Q_ROW": query.stride(2),
         "DO_ROW": gradient.stride(2),
+        "CLAMP_ROWS": clamps_rows(key_tile, resources, busy=entropy or _is_padded(dim, value_dim)),
         "DRAW_FOURS": draws_fours(resources),
         "EDGE_STAGES": edge_stages(launched_for[0], resources, masked=masked and not visibility.biased),
     }
