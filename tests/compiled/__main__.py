@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from compiled.cases import CASES, LENGTHS
 from compiled.execution import Report, examine
 from compiled.launching import ROOT, compile_cases

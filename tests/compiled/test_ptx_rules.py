@@ -144,7 +144,7 @@ def test_examples_from_the_manual(opcode: str, operands: tuple[str, ...], expect
 )
 def test_what_is_unknown_is_an_error_that_names_it(statement: str, told: str) -> None:
     text = text_of(f"\t{statement};\n\tret;", 1)
-    with pytest.raises(PtxError, match="line 1[0-9]: .*") as error:
+    with pytest.raises(PtxError, match=r"line 1\d: ") as error:
         encode(parse(text), [Argument("p_0", "*i8", 0)], 1, 0)
     assert told in str(error.value)
 

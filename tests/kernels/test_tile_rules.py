@@ -13,7 +13,7 @@ from attnscale_kernels.flash import launch as flash
 from attnscale_kernels.flash import plan
 from attnscale_kernels.gaps import launch as gaps
 from attnscale_kernels.launch import GFX_942, SM_80, SM_90, SM_100, Resources, Tile
-from attnscale_kernels.tile_rules import TILES, TileRow, tile_for, traits_of
+from attnscale_kernels.tile_rules import TILES, TileRow, keeps_columns, tile_for, traits_of
 
 DEVICES = {
     "sm_80": SM_80,
@@ -184,3 +184,13 @@ def test_the_options_of_the_tables_are_those_that_launches_give(monkeypatch: pyt
     gaps.bracket_launches(q, q, causal, scale=0.25)
 
     assert given == {kernel: words(kernel) for kernel in TILES}
+
+
+def test_rows_are_columns_where_a_mask_would_spread_them_over_threads() -> None:
+    aligned = torch.ones(1, 2, 8, 32, dtype=torch.bool)
+    unaligned, shared = aligned[..., :9].contiguous(), torch.ones(9, dtype=torch.bool).expand(1, 1, 8, 9)
+
+    assert [keeps_columns(mask, SM_80) for mask in (None, aligned, unaligned, shared)] == [False, False, True, False]
+    assert not any(keeps_columns(unaligned, resources) for resources in (SM_90, SM_100))
+    assert keeps_columns(aligned, GFX_942)
+    assert not keeps_columns(None, GFX_942)
