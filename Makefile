@@ -9,7 +9,7 @@ SERVING     := .cache/serving
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-llm experiments calibration attention-loss test test-real test-serving test-versions lint types bench provoke resources figures theory format wheel docs hub-kernel clean
+.PHONY: help setup demo demo-llm experiments calibration attention-loss test test-real test-serving test-versions lint types bench provoke compiled resources figures theory format wheel docs hub-kernel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ attention-loss: $(INSTALLED)  ## train with and without a loss on the attention;
 provoke: $(INSTALLED)  ## train healthy and damaged models under a monitor and write the table of events; takes 40 minutes
 	$(PY) scripts/smollm2.py
 	$(PY) -m scripts.provoke --real --output .github/assets
+
+compiled: $(INSTALLED)  ## execute PTX (sm_80) and machine code (gfx942) of all kernels and write the tables; takes minutes
+	PYTHONPATH=tests:kernels:. OMP_NUM_THREADS=1 $(PY) -m compiled
 
 resources: $(INSTALLED)  ## compile every kernel for every target and write the resource table
 	$(PY) -m scripts.static --write

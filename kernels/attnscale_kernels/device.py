@@ -21,6 +21,7 @@ HIDDEN_BELOW = tl.constexpr(-1e4)  # an additive mask at or below this value hid
 # Replaces β = 0: hidden scores still get weight 0, visible ones equal weights.
 LEAST_BETA = tl.constexpr(2.0**-60)
 NO_ROW = tl.constexpr(2**30)  # beyond any row; differences from a row index still fit into an int32
+LEAST_SHARE = tl.constexpr(2.0**-126)  # a smaller constant would make Triton compute in fp64
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -36,6 +37,12 @@ def program_rows(heads, count, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     head_index = tl.program_id(0) // tiles
     batch, head = (head_index // heads).to(tl.int64), (head_index % heads).to(tl.int64)
     return tile, head_index, batch, head, tile * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def as_column(x):
+    """Return a vector [rows] or a column as a column [rows, 1]."""
+    return x if len(x.shape) == 2 else x[:, None]
 
 
 @triton.jit
@@ -275,12 +282,13 @@ def sign_for_winner(sign, beta):
 def best_slot(y, left, m, winner):
     """Return the slot of each row's largest score so far, in y [BM, BN] from slot `left` on or among earlier tiles.
 
-    `m` and `winner` are the maximum and its slot so far. Ties go to the lowest slot. Slots are compared explicitly,
-    because tile lists are not in slot order.
+    `m` and `winner` are the maximum and its slot so far, vectors or columns. Ties go to the lowest slot. Slots are
+    compared explicitly, because tile lists are not in slot order.
     """
-    highest = tl.max(y, axis=1)
+    COLUMN: tl.constexpr = len(m.shape) == 2
+    highest = tl.max(y, axis=1, keep_dims=COLUMN)
     place = tl.arange(0, y.shape[1])[None, :]
-    first = left + tl.min(tl.where(y == highest[:, None], place, y.shape[1]), axis=1)
+    first = left + tl.min(tl.where(y == as_column(highest), place, y.shape[1]), axis=1, keep_dims=COLUMN)
     return better((highest, first), (m, winner))[1]
 
 
@@ -325,14 +333,47 @@ def finish_softmax(seen, top, total, moment, sinks_ptr, lse_ptr, top_ptr, entrop
         rest = sink_part / (keys_part + sink_part)
         lse = tl.where(high <= HIDDEN, -float("inf"), high + tl.log2(keys_part + sink_part) * LN2)
         if entropy_ptr is not None:
-            mixing = tl.where(share > 0, share * tl.log2(tl.maximum(share, 1e-38)), 0.0)
-            mixing += tl.where(rest > 0, rest * tl.log2(tl.maximum(rest, 1e-38)), 0.0)
+            mixing = tl.where(share > 0, share * tl.log2(tl.maximum(share, LEAST_SHARE)), 0.0)
+            mixing += tl.where(rest > 0, rest * tl.log2(tl.maximum(rest, LEAST_SHARE)), 0.0)
             entropy = share * entropy - mixing * LN2
     tl.store(lse_ptr + row_at, lse, mask=exists)
     tl.store(top_ptr + row_at, tl.where(seen, top + (total - total), -float("inf")), mask=exists)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row_at, tl.where(entropy < 0, 0.0, entropy), mask=exists)
     return share / total
+
+
+@triton.jit
+def rounded_product(x, y, FP32: tl.constexpr):
+    """x·y for a sum over columns, not fused into the sum if FP32.
+
+    In fp32 a thread may hold one column of a row. A fused sum of two threads adds the exact product of its own column
+    and the rounded product of the other, so that the threads disagree in the last bit. Matrix products in half
+    precision leave at least two columns in each thread, where fusing is harmless.
+    """
+    if FP32:
+        return tl.fma(x, y, tl.zeros_like(x))
+    return x * y
+
+
+@triton.jit
+def as_factor(x, dtype: tl.constexpr, SHORT: tl.constexpr):
+    """Round fp32 numbers to the dtype of a matrix product.
+
+    gfx942 has no conversion to bf16. LLVM emits five instructions per number, three of them for NaN. With SHORT, adding
+    half a unit to the bits takes one and a half, and ties round away from zero instead of to even: the largest error is
+    the same. A NaN of at least 17 ones behind the sign is lost; see `rounds_bits` in tile_rules.py and `plain_nan`.
+    """
+    if SHORT:
+        return ((x.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def plain_nan(x):
+    """Replace the bits of NaN by those of the NaN that arithmetic makes, which `as_factor` keeps."""
+    bits = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

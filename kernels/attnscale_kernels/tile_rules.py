@@ -10,6 +10,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from .launch import Resources, Tile
 
 LARGE_TILE = 8192  # elements of a key tile; larger ones fill the registers of sm_80
@@ -75,13 +78,16 @@ TILES: dict[str, tuple[TileRow, ...]] = {
         TileRow(2, 256, "", Tile(32, 32, 4, 2), "55.5; 64 rows and 8 warps 87.3"),
     ),
     # dQ: one matrix product more than the forward pass. `busy`: softcap, or dβ, whose final product of queries and
-    # gradients takes as many registers as both; `biased`: an additive mask.
+    # gradients takes as many registers as both; `biased`: an additive mask; `entropy`: the entropy has a gradient.
     "dQ": (
         TileRow(4, 128, "amd", Tile(32, 32, 4, 1), "small tile, as fp32 products are unrolled"),
         TileRow(4, 64, "", Tile(32, 32, 8, 1), "small tile, as fp32 products are unrolled"),
         TileRow(4, 128, "", Tile(16, 16, 4, 1, 168), "without a limit ptxas takes 72 registers and spills 16 bytes"),
         TileRow(4, 256, "", Tile(16, 16, 4, 1), "smallest tile of a matrix product"),
-        TileRow(2, 64, "amd", Tile(128, 64, 4, 1), "12.9; with 32 keys 16.7"),
+        TileRow(
+            2, 64, "amd !busy !dropout !biased !entropy", Tile(128, 64, 4, 1, 256), "9.6, two blocks at 256 registers"
+        ),
+        TileRow(2, 64, "amd", Tile(128, 64, 4, 1), "at 256 registers 80 bytes spill with dβ"),
         TileRow(2, 128, "amd", Tile(128, 32, 4, 1), "16.9; with 64 rows 37.7"),
         TileRow(2, 256, "amd", Tile(64, 16, 4, 1), "48.5; 32 keys spill 8 bytes"),
         TileRow(2, 128, "boxed busy", Tile(128, 128, 8, 2), "6.5; 4 warps spill 8 bytes with softcap, 16 with dβ"),
@@ -116,9 +122,9 @@ TILES: dict[str, tuple[TileRow, ...]] = {
             2, 64, "amd !padded !dropout !busy !entropy", Tile(32, 128, 4, 1, 256), "30.9, two blocks at 256 registers"
         ),
         TileRow(2, 64, "amd", Tile(32, 128, 4, 1), "at 256 registers 136 bytes spill with softcap"),
-        TileRow(2, 128, "amd !padded !dropout !busy !bounded", Tile(32, 128, 4, 1), "39.2; with 16 rows 45.6"),
+        TileRow(2, 128, "amd !padded !dropout !busy !bounded !entropy", Tile(32, 128, 4, 1), "27.5; 16 rows 36.5"),
         TileRow(2, 128, "amd dropout", Tile(16, 128, 4, 1), "32 rows spill 48 bytes; two stages take 486 registers"),
-        TileRow(2, 128, "amd", Tile(16, 128, 4, 2), "32 rows spill 128 bytes with bounds"),
+        TileRow(2, 128, "amd", Tile(16, 128, 4, 2), "32 rows spill 128 bytes with bounds, 4 with dentropy"),
         TileRow(2, 256, "amd", Tile(16, 64, 4, 1), "73.5; 32 rows spill 672 bytes"),
         TileRow(2, 64, "tensor_memory dropout", Tile(32, 64, 4, 2, 168), "without a limit ptxas spills 8 bytes"),
         TileRow(2, 64, "tensor_memory", Tile(64, 64, 4, 2), "12.0, two blocks; 128 keys 11.4, but edges add 12 %"),
@@ -220,11 +226,48 @@ def sums_first(value_dim: int, size: int, tile: Tile, resources: Resources, *, b
     return entropy or tile.n * value_dim > LARGE_TILE
 
 
-def parts_of_sums(first: bool, size: int, resources: Resources, entropy: bool) -> int:
-    """Return the number of partial sums per row, given `sums_first`; see `sum_in_parts` in device.py."""
+def parts_of_sums(first: bool, size: int, resources: Resources, *, entropy: bool, masked: bool) -> int:
+    """Return the number of partial sums per row, given `sums_first`; see `sum_in_parts` in device.py.
+
+    `masked`: a bool mask, or a bias in half precision. In their layout a row is spread over many threads, and Triton
+    would give it to the partial sums too: 58 shuffles per warp and 16 keys on sm_80, with one part 8.
+    """
     if resources.has_tensor_memory:
         return 2 if size == 2 else 1
-    return 8 if resources.warp_size == 64 or (entropy and not first) else 1
+    if resources.warp_size == 64:
+        return 8
+    return 8 if entropy and not first and not masked else 1
+
+
+def rounds_bits(dtype: torch.dtype, bias: torch.dtype | None, resources: Resources) -> bool:
+    """Whether factors of matrix products are rounded to bf16 by integer arithmetic; see `as_factor` in device.py.
+
+    gfx942 has no conversion instruction; gfx950, with more shared memory, has one. The rounding loses a NaN of ones. A
+    NaN from bf16 ends in zeros, arithmetic makes none of ones, and numbers per row are stored without any. In the
+    forward pass a NaN weight makes the sum of its row NaN. That leaves a `bias` in another dtype, for gradients.
+    """
+    without = resources.warp_size == 64 and resources.shared_memory <= 65_536
+    return without and dtype is torch.bfloat16 and bias in (None, torch.bfloat16)
+
+
+def keeps_columns(mask: Tensor | None, resources: Resources) -> bool:
+    """Whether numbers per row are columns [rows, 1] in loops over keys, instead of vectors [rows].
+
+    Triton gives vectors the layout of the mask, and columns that of the matrix product. On sm_80, a mask with unaligned
+    rows is loaded with each row spread over 32 threads: in that layout all scores are exchanged through shared memory,
+    with 5 times the shuffles and a quarter more instructions (`make compiled`). With aligned rows, and on sm_90, where
+    8 bytes would spill, columns take 2 to 4 % more instructions than vectors; on gfx942 4 % fewer.
+    """
+    if mask is None or resources.copies_boxes:
+        return False
+    return resources.warp_size == 64 or not has_aligned_rows(mask)
+
+
+def has_aligned_rows(mask: Tensor) -> bool:
+    """Whether a mask is loaded in pieces of several keys: its strides are multiples of 16."""
+    return mask.data_ptr() % 16 == 0 and all(
+        n == 1 or stride % 16 == 0 for n, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True)
+    )
 
 
 def backward_takes_boxes(widest: int, size: int, resources: Resources, *, busy: bool) -> bool:
@@ -243,6 +286,16 @@ def edge_stages(widest: int, resources: Resources, *, masked: bool) -> int | Non
     Two stages at 128 dimensions would spill 176 bytes on sm_80.
     """
     return 1 if masked and widest > 64 and resources.shared_memory <= 200_000 else None
+
+
+def clamps_rows(tile: Tile, resources: Resources, *, busy: bool) -> bool:
+    """Whether edge tiles of the dK/dV kernel load the numbers of existing rows only, four at once.
+
+    On gfx942 a guarded load takes an instruction per number: 770 instead of 528 per edge tile at 128 dimensions.
+    `busy`: a padded head dimension or a gradient of the entropy, where 4 and 104 bytes would spill; at 64 dimensions
+    and the 256 registers of the tile, 56.
+    """
+    return resources.warp_size == 64 and not tile.registers and not busy
 
 
 def draws_fours(resources: Resources) -> bool:

@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
 def compile_launch(launch: Launch, target: Target, structure: Structure) -> Compiled:
     """Compile for a target and analyse the result."""
-    kernel = _compile(launch, target)
+    kernel = compile_kernel(launch, target)
     shared = int(kernel.metadata.shared)
     if target.backend == "hip":
         text = str(kernel.asm["amdgcn"])
@@ -74,7 +74,7 @@ def cubin_usage(text: str) -> tuple[int, int]:
     return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
 
 
-def _compile(launch: Launch, target: Target) -> Any:
+def compile_kernel(launch: Launch, target: Target) -> Any:
     """Compile with the functions that Triton itself uses to specialise the arguments of a launch."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -181,4 +181,4 @@ def test_rows_that_begin_every_16_bytes_are_said_to():
 
 
 def test_sums_are_kept_in_as_many_parts_as_the_device_adds_without_exchange():
-    assert [parts_of_sums(False, 2, resources, True) for resources in (SM_90, SM_100)] == [8, 2]
+    assert [parts_of_sums(False, 2, resources, entropy=True, masked=False) for resources in (SM_90, SM_100)] == [8, 2]

@@ -7,7 +7,7 @@ not covered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from corrected_interpreter import corrected
 from flash_cases import DTYPES, Case, Inputs, inputs_of
+from launch_tensors import OUTPUTS, name_of, outputs_of, tensors_of
 from recorded_memory import assert_no_race, assert_reads_inside, recording
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from attnscale_kernels.decode.launch import decode, decode_launches
 from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.flash.launch import backward_launches, flash_backward, flash_forward, forward_launches
 from attnscale_kernels.gaps.launch import bracket_launches, count_launches, gap_count
-from attnscale_kernels.launch import Launch, Tile, View
+from attnscale_kernels.launch import Launch, Tile
 from attnscale_kernels.softmax.launch import backward_launches as softmax_backward_launches
 from attnscale_kernels.softmax.launch import forward_launches as softmax_launches
 from attnscale_kernels.visibility import Visibility
@@ -31,45 +32,11 @@ from attnscale_kernels.visibility import Visibility
 FP32, FP16, BF16 = DTYPES
 TILE, WIDE = Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)
 
-# Outputs of each kernel, by argument name.
-STATISTICS = ("lse_ptr", "top_ptr", "entropy_ptr", "winner_ptr")
-OUTPUTS = {
-    "mask_squares_kernel": ("squares_ptr",),
-    "mask_tiles_kernel": ("lists_ptr",),
-    "flash_forward_kernel": ("out", *STATISTICS),
-    "flash_backward_rows_kernel": ("rows_ptr",),
-    "flash_backward_query_kernel": ("grad_q", "dbeta_ptr"),
-    "flash_backward_key_kernel": ("grad_k", "grad_v"),
-    "decode_split_kernel": ("scratch_ptr",),
-    "decode_merge_kernel": ("out", *STATISTICS),
-    "gap_bracket_kernel": ("top_ptr", "gap_ptr", "lower_ptr", "upper_ptr"),
-    "gap_count_kernel": ("counts_ptr",),
-    "softmax_forward_kernel": ("weights", "lse_ptr", "top_ptr", "w_max_ptr", "entropy_ptr", "counts_ptr"),
-    "softmax_backward_kernel": ("grad_scores", "dbeta_ptr"),
-}
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreter():
     with corrected():
         yield
-
-
-def outputs_of(launch: Launch) -> list[Tensor]:
-    names = OUTPUTS[launch.kernel.fn.__name__]
-    if launch.kernel.fn.__name__ == "decode_split_kernel" and launch.arguments["splits"] == 1:
-        names = OUTPUTS["decode_merge_kernel"]
-    given = [launch.arguments[name] for name in names if launch.arguments[name] is not None]
-    return [x.ptr if isinstance(x, View) else x for x in given]
-
-
-def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
-    """All tensors among arguments, including those in tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple):
-            yield from tensors_of(value)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -93,7 +60,7 @@ def check(launches: tuple[Launch, ...], like: Tensor) -> set[str]:
             launch.run(like)
         for x, before in zip(outputs, expected, strict=True):
             assert torch.equal(bits(x), before), "the order of programs matters"
-    return {launch.kernel.fn.__name__ for launch in launches}
+    return {name_of(launch) for launch in launches}
 
 
 SHAPE = {"batch": 2, "heads": 2, "kv_heads": 1, "queries": 21, "keys": 29, "dim": 24}

@@ -13,7 +13,7 @@ from attnscale_kernels.flash import launch as flash
 from attnscale_kernels.flash import plan
 from attnscale_kernels.gaps import launch as gaps
 from attnscale_kernels.launch import GFX_942, SM_80, SM_90, SM_100, Resources, Tile
-from attnscale_kernels.tile_rules import TILES, TileRow, tile_for, traits_of
+from attnscale_kernels.tile_rules import TILES, TileRow, keeps_columns, tile_for, traits_of
 
 DEVICES = {
     "sm_80": SM_80,
@@ -37,7 +37,7 @@ PLAIN = {
     ("dQ", "sm_89", 2): "128x32x4x2 128x32x4x2 128x32x8x2 32x32x4x2",
     ("dQ", "sm_90", 2): "128x128x8x2 128x128x8x2 128x64x8x2 128x32x8x2",
     ("dQ", "sm_100", 2): "128x64x4x2r255 128x64x4x2r255 128x64x4x2r255 128x64x8x1",
-    ("dQ", "gfx942", 2): "128x64x4x1 128x64x4x1 128x32x4x1 64x16x4x1",
+    ("dQ", "gfx942", 2): "128x64x4x1r256 128x64x4x1r256 128x32x4x1 64x16x4x1",
     ("dQ", "sm_80", 4): "32x32x8x1 32x32x8x1 16x16x4x1r168 16x16x4x1",
     ("dQ", "gfx942", 4): "32x32x4x1 32x32x4x1 32x32x4x1 16x16x4x1",
     ("dK dV", "sm_80", 2): "64x128x8x2 32x128x8x2 32x64x4x2 32x32x4x1",
@@ -184,3 +184,13 @@ def test_the_options_of_the_tables_are_those_that_launches_give(monkeypatch: pyt
     gaps.bracket_launches(q, q, causal, scale=0.25)
 
     assert given == {kernel: words(kernel) for kernel in TILES}
+
+
+def test_rows_are_columns_where_a_mask_would_spread_them_over_threads() -> None:
+    aligned = torch.ones(1, 2, 8, 32, dtype=torch.bool)
+    unaligned, shared = aligned[..., :9].contiguous(), torch.ones(9, dtype=torch.bool).expand(1, 1, 8, 9)
+
+    assert [keeps_columns(mask, SM_80) for mask in (None, aligned, unaligned, shared)] == [False, False, True, False]
+    assert not any(keeps_columns(unaligned, resources) for resources in (SM_90, SM_100))
+    assert keeps_columns(aligned, GFX_942)
+    assert not keeps_columns(None, GFX_942)

@@ -19,11 +19,13 @@ from ..device import (
     LN2,
     LOG2E,
     SEEN_ABOVE,
+    as_column,
     attention_scores,
     best_slot,
     better,
     finish_softmax,
     no_winner_of_nan,
+    rounded_product,
     row_bounds,
     row_temperature,
     sign_for_winner,
@@ -117,6 +119,7 @@ def decode_split_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,  # as in flash/forward_kernel.py
     PRECISION: tl.constexpr,
 ):
     tiles = tl.cdiv(group * queries, BLOCK_M)
@@ -148,13 +151,14 @@ def decode_split_kernel(
     start, stop = within(rule, start, stop, keys)
     ranges = _span(rule, batch, slot, queries, keys)
     part_low, part_high = _part(ranges[0], ranges[3], split, splits, BLOCK_N)
-    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    moment = tl.zeros([BLOCK_M], tl.float32)
+    slope = c[:, None] if COLUMNS else c
+    m = tl.full([BLOCK_M, 1] if COLUMNS else [BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros_like(m)
+    moment = tl.zeros_like(m)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if winner_ptr is not None:
         best = m
-        winner = tl.full([BLOCK_M], -1, tl.int32)
+        winner = tl.full(m.shape, -1, tl.int32)
     k_ptr = k.ptr + kv_head * k.strides[1]
     v_ptr = v.ptr + kv_head * v.strides[1]
 
@@ -185,24 +189,28 @@ def decode_split_kernel(
             # The online softmax of flash/forward_kernel.py.
             if winner_ptr is not None and phase != 3:
                 winner = best_slot(y, left_key, m, winner)
-            peak = tl.maximum(m, tl.max(y, axis=1))
-            fall = tl.maximum((m - peak) * c, -65536.0)  # finite for rows without a visible key so far
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMNS))
+            fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * c
+            base = peak * slope
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
-            x = y * c[:, None] - base[:, None]
+            x = y * c[:, None] - as_column(base)
             p = tl.exp2(x)
             if entropy_ptr is not None:
-                moment = fade * (moment + fall * total) + tl.sum(p * x, axis=1)
-            total = total * fade + tl.sum(p, axis=1)
+                terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
+                moment = fade * (moment + fall * total) + tl.sum(terms, axis=1, keep_dims=COLUMNS)
+            total = total * fade + tl.sum(p, axis=1, keep_dims=COLUMNS)
             m = peak
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * as_column(fade), input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
             best, winner = no_winner_of_nan(m, winner, total)
 
+    m, total, moment = tl.reshape(m, [BLOCK_M]), tl.reshape(total, [BLOCK_M]), tl.reshape(moment, [BLOCK_M])
+    if winner_ptr is not None:
+        best, winner = tl.reshape(best, [BLOCK_M]), tl.reshape(winner, [BLOCK_M])
     # Heads of a group and their queries are contiguous in scratch memory, as in the tile.
     row_at = (batch * kv_heads + kv_head) * group * queries + packed
     if splits == 1:

@@ -30,7 +30,7 @@ from ..launch import (
     unit_stride,
 )
 from ..launch_cache import layout, layout_of_any_length, remember
-from ..tile_rules import tile_for
+from ..tile_rules import keeps_columns, tile_for
 from ..visibility import Rule, Visibility
 from .kernel import decode_merge_kernel, decode_split_kernel
 
@@ -183,7 +183,15 @@ def _decode_plan(
         out.stride(),
         visibility.rule(slot=0) if visibility.is_plain else None,
         PlannedKernel(
-            decode_split_kernel, {**attention_constants(query, tile), **constants}, tile.warps, tile.stages, []
+            decode_split_kernel,
+            {
+                **attention_constants(query, tile),
+                **constants,
+                "COLUMNS": keeps_columns(visibility.mask, resources),
+            },
+            tile.warps,
+            tile.stages,
+            [],
         ),
         PlannedKernel(decode_merge_kernel, {**constants, "BLOCK_S": MERGED_AT_ONCE}, 4, 1, []),
     )

@@ -16,12 +16,14 @@ import triton.language as tl
 from ..device import (
     HIDDEN,
     LOG2E,
+    as_factor,
     bounds_of_keys,
     capped_scores,
     difference,
     keep,
     keep_by_slot,
     less_product,
+    plain_nan,
     product,
     product_less,
     program_rows,
@@ -78,25 +80,31 @@ def flash_backward_rows_kernel(
     lse = tl.load(lse_ptr + row_at, mask=exists, other=0.0)
     lse = tl.where(lse == -float("inf"), 1e30, lse)  # row without visible keys: every weight 2^(y − ∞) is 0
     at = rows_ptr + row_at * 4
-    tl.store(at, row_beta * factor, mask=exists)
-    tl.store(at + 1, lse * LOG2E, mask=exists)
-    tl.store(at + 2, row_beta, mask=exists)
-    tl.store(at + 3, delta, mask=exists)
+    tl.store(at, plain_nan(row_beta * factor), mask=exists)
+    tl.store(at + 1, plain_nan(lse * LOG2E), mask=exists)
+    tl.store(at + 2, plain_nan(row_beta), mask=exists)
+    tl.store(at + 3, plain_nan(delta), mask=exists)
 
 
 @triton.jit
-def _row_numbers(at, exists, EDGE: tl.constexpr):
+def _row_numbers(head_at, row, queries, EDGE: tl.constexpr, CLAMP: tl.constexpr):
     """Load c, lse in units of ln 2, β and Δ of rows; at an edge some rows may be past the end.
 
-    Those rows load as zeros, without a select instruction: their weights are 1, their queries and gradients 0.
+    Those rows load as zeros, without a select instruction: their weights are 1, their queries and gradients 0. With
+    CLAMP they load as the last row, with an lse of ∞: their weights are 0, and the four numbers are loaded at once.
     """
-    if EDGE:
+    exists = row < queries
+    if EDGE and not CLAMP:
+        at = head_at + row * 4
         c = tl.load(at, mask=exists, other=0.0)
         lse = tl.load(at + 1, mask=exists, other=0.0)
         beta = tl.load(at + 2, mask=exists, other=0.0)
         delta = tl.load(at + 3, mask=exists, other=0.0)
     else:
+        at = head_at + (tl.minimum(row, queries - 1) if EDGE else row) * 4
         c, lse, beta, delta = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        if EDGE:
+            lse = tl.where(exists, lse, 1e30)
     return c, lse, beta, delta
 
 
@@ -131,6 +139,7 @@ def flash_backward_query_kernel(
     V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
+    SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PRECISION: tl.constexpr,
 ):
     tile, head_index, batch, head, rows = program_rows(heads, queries, BLOCK_M, True)
@@ -140,9 +149,10 @@ def flash_backward_query_kernel(
     q_tile = load_rows(q, batch, head, rows, queries, d, D, ALIGN)
     do = load_rows(grad_out, batch, head, rows, queries, dv, DV, ALIGN)
     row_at = head_index.to(tl.int64) * queries + rows
-    c, lse, beta, delta = _row_numbers(rows_ptr + row_at * 4, exists, True)
+    first_number = rows_ptr + head_index.to(tl.int64) * queries * 4
+    c, lse, beta, delta = _row_numbers(first_number, rows.to(tl.int64), queries, True, False)
     if slope_ptr is not None:
-        slope_of_entropy = tl.load(slope_ptr + row_at, mask=exists, other=0.0)
+        slope_of_entropy = plain_nan(tl.load(slope_ptr + row_at, mask=exists, other=0.0))
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     kv_head = head // group
@@ -210,7 +220,7 @@ def flash_backward_query_kernel(
                 dbeta += tl.sum(dlogit * y, axis=1)
             if softcap is not None:
                 dlogit *= slope
-            acc = tl.dot(dlogit.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(as_factor(dlogit, k_tile.dtype, SHORT), k_tile, acc, input_precision=PRECISION)
 
     acc *= scale
     top = tile * BLOCK_M
@@ -249,9 +259,11 @@ def flash_backward_key_kernel(
     BLOCK_N: tl.constexpr,
     Q_ROW: tl.constexpr,  # row strides of q and grad_out
     DO_ROW: tl.constexpr,
+    CLAMP_ROWS: tl.constexpr,  # how edge tiles load the numbers of rows, see `_row_numbers`
     DRAW_FOURS: tl.constexpr,  # dropout draws for four slots at once, if registers allow
     EDGE_STAGES: tl.constexpr,  # pipeline stages of phase 2; None: as in the other phases
     ALIGN: tl.constexpr,
+    SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PRECISION: tl.constexpr,
 ):
     tile, _, batch, kv_head, slots = program_rows(heads // group, keys, BLOCK_N, False)
@@ -300,10 +312,12 @@ def flash_backward_key_kernel(
                 do_at = do_ptr + row[:, None] * DO_ROW + dv[None, :]  # [BM, BDV]
                 q_tile = load_tile(q_at, (d < D)[None, :], exists[:, None], D != BLOCK_D, phase != 1)
                 do = load_tile(do_at, (dv < DV)[None, :], exists[:, None], DV != BLOCK_DV, phase != 1)
-                c, lse, beta, delta = _row_numbers(rows_head + row * 4, exists, phase != 1)
+                c, lse, beta, delta = _row_numbers(rows_head, row, queries, phase != 1, CLAMP_ROWS)
                 if slope_ptr is not None:
                     slope_at = slope_ptr + head_index * queries + row
                     slope_of_entropy = tl.load(slope_at, mask=exists, other=0.0) if phase != 1 else tl.load(slope_at)
+                    if SHORT:
+                        slope_of_entropy = plain_nan(slope_of_entropy)
                 if rule.bias_ptr is not None:
                     seen, bias = visible_from(rule, batch, head, top, rows, slots, bounds, queries, keys, phase != 1)
                 # [keys, rows]: the following products take the weights in this layout, and a transposition costs more.
@@ -330,7 +344,7 @@ def flash_backward_key_kernel(
                         kept_here = keep_by_slot(seed, head_index.to(tl.int32), rows, slots, dropout_p)
                     kept = tl.where(kept_here, p / (1 - dropout_p), 0.0)
                     dp = tl.where(kept_here, dp / (1 - dropout_p), 0.0)
-                dvalue = tl.dot(kept.to(do.dtype), do, dvalue, input_precision=PRECISION)
+                dvalue = tl.dot(as_factor(kept, do.dtype, SHORT), do, dvalue, input_precision=PRECISION)
                 change = dp * beta[None, :] - (beta * delta)[None, :]
                 if slope_ptr is not None:
                     change -= slope_of_entropy[None, :] * x
@@ -339,7 +353,7 @@ def flash_backward_key_kernel(
                 if phase != 1:
                     change = tl.where(seen, change, 0.0)  # 0·NaN, if a value is not finite
                 dscore = p * change
-                dk = tl.dot(dscore.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+                dk = tl.dot(as_factor(dscore, q_tile.dtype, SHORT), q_tile, dk, input_precision=PRECISION)
 
     store_block(grad_k, batch, kv_head, tile * BLOCK_N, keys, d, D, dk * scale, ALIGN)
     store_block(grad_v, batch, kv_head, tile * BLOCK_N, keys, dv, DV, dvalue, ALIGN)

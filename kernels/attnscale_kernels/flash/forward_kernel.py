@@ -14,6 +14,8 @@ from ..device import (
     HIDDEN,
     LN2,
     SEEN_ABOVE,
+    as_column,
+    as_factor,
     attention_scores,
     best_slot,
     finish_softmax,
@@ -22,6 +24,7 @@ from ..device import (
     product,
     product_less,
     program_rows,
+    rounded_product,
     row_temperature,
     sign_for_winner,
     sum_in_parts,
@@ -80,7 +83,9 @@ def flash_forward_kernel(
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     SUMS_FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,  # numbers per row are columns [BM, 1] instead of vectors, see tile_rules.py
     KEEP_POINTERS: tl.constexpr,  # keep the pointers of a key tile in registers
+    SHORT: tl.constexpr,  # short rounding, see `as_factor`
     PAIRS: tl.constexpr,  # packed fp32 instructions, see device.py
     PRECISION: tl.constexpr,
 ):
@@ -99,12 +104,13 @@ def flash_forward_kernel(
 
     start, stop, ranges = visible_keys(rule, batch, tile, rows, queries, keys, BLOCK_M)
     place = (batch, head, rows, start, stop, queries, keys)
-    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    slope = c[:, None] if COLUMNS else c
+    m = tl.full([BLOCK_M, 1] if COLUMNS else [BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, PARTS], tl.float32)  # reduced over PARTS at the end
     moment = tl.zeros([BLOCK_M, PARTS], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if winner_ptr is not None:
-        winner = tl.full([BLOCK_M], -1, tl.int32)
+        winner = tl.full(m.shape, -1, tl.int32)
     kv_head = head // group
     k_batch, k_head, _ = head_strides(k, ALIGN)
     v_batch, v_head, _ = head_strides(v, ALIGN)
@@ -161,33 +167,35 @@ def flash_forward_kernel(
             # The online softmax, duplicated in decode/kernel.py. As a shared device function it took more instructions
             # on sm_100, by 3 % at D = 64 and 5 % at D = 16 with entropy, because constants are then emitted in a
             # different order.
-            peak = tl.maximum(m, tl.max(y, axis=1))
-            fall = tl.maximum((m - peak) * c, -65536.0)  # finite for rows without a visible key so far
+            peak = tl.maximum(m, tl.max(y, axis=1, keep_dims=COLUMNS))
+            fall = tl.maximum((m - peak) * slope, -65536.0)  # finite for rows without a visible key so far
             fade = tl.exp2(fall)
-            base = peak * c
+            base = peak * slope
             if phase != 1:
                 # x is one fused multiply-add. For two hidden scores it would be the rounding error of 1e30 instead of
                 # 0.
                 base = tl.where(peak > SEEN_ABOVE, base, 0.0)
             # With a bias tile, packed instructions exceed the registers of sm_100 and spilled 16 bytes.
-            x = product_less(y, c[:, None], base[:, None], PAIRS and (phase == 1 or rule.bias_ptr is None))
+            x = product_less(y, c[:, None], as_column(base), PAIRS and (phase == 1 or rule.bias_ptr is None))
             p = tl.exp2(x)
             if entropy_ptr is not None:
-                moment = fade[:, None] * (moment + fall[:, None] * total) + sum_in_parts(p * x, PARTS)
-            total = total * fade[:, None] + sum_in_parts(p, PARTS)
+                terms = rounded_product(p, x, q.ptr.dtype.element_ty == tl.float32)
+                moment = as_column(fade) * (moment + as_column(fall) * total) + sum_in_parts(terms, PARTS)
+            total = total * as_column(fade) + sum_in_parts(p, PARTS)
             m = peak
             if SUMS_FIRST:
                 # Makes the product depend on the sums; otherwise x and p of all scores stay live until after it. A NaN
                 # sum makes its row NaN in any case.
-                sums = tl.sum(total + moment, axis=1)
+                sums = tl.sum(total + moment, axis=1, keep_dims=COLUMNS)
                 fade = tl.where(sums == sums, fade, sums)
-            acc = product(acc, fade[:, None], PAIRS)
+            acc = product(acc, as_column(fade), PAIRS)
             if seed_ptr is not None:
                 p = tl.where(keep(seed, head_index, rows, left_key, dropout_p, BLOCK_N), p, 0.0)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(as_factor(p, v_tile.dtype, SHORT), v_tile, acc, input_precision=PRECISION)
         if winner_ptr is not None and phase != 3:
-            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1))
+            _, winner = no_winner_of_nan(m, winner, tl.sum(total, axis=1, keep_dims=COLUMNS))
 
+    m = tl.reshape(m, [BLOCK_M])
     total, moment = tl.sum(total, axis=1), tl.sum(moment, axis=1)
     seen = (m > SEEN_ABOVE) | (total != total)
     top = tile * BLOCK_M
@@ -207,7 +215,7 @@ def flash_forward_kernel(
         places < queries - top,
     )
     if winner_ptr is not None:
-        tl.store(winner_ptr + row_at, winner, mask=places < queries - top)
+        tl.store(winner_ptr + row_at, tl.reshape(winner, [BLOCK_M]), mask=places < queries - top)
     if seed_ptr is not None:
         factor /= 1 - dropout_p
     store_block(out, batch, head, top, queries, dv, DV, acc * factor[:, None], ALIGN)

@@ -22,10 +22,13 @@ from ..launch import (
 )
 from ..tile_rules import (
     backward_takes_boxes,
+    clamps_rows,
     draws_fours,
     edge_stages,
+    keeps_columns,
     keeps_pointers,
     parts_of_sums,
+    rounds_bits,
     sums_first,
     tile_for,
     works_in_pairs,
@@ -92,6 +95,7 @@ def forward_plan(
         "forward", widest, size, resources, boxed=boxed, busy=busy, masked=visibility.mask is not None,
         dropout=dropout, capped=softcap is not None, entropy=entropy,
     )  # fmt: skip
+    masked = visibility.mask is not None and visibility.mask.element_size() < 4 and size == 2
     first = sums_first(block_of(value_dim), size, tile, resources, boxed=boxed, entropy=entropy)
     constants = {
         **attention_constants(query, tile),
@@ -100,9 +104,11 @@ def forward_plan(
         "K_ROW": 0 if boxed else key.stride(2),
         "V_ROW": 0 if boxed else value.stride(2),
         "ALIGN": alignment(query, key, value, result.out),
-        "PARTS": parts_of_sums(first, size, resources, entropy),
+        "PARTS": parts_of_sums(first, size, resources, entropy=entropy, masked=masked),
         "SUMS_FIRST": first,
+        "COLUMNS": keeps_columns(visibility.mask, resources),
         "KEEP_POINTERS": keeps_pointers(widest, tile, resources),
+        "SHORT": rounds_bits(query.dtype, None, resources),
         "PAIRS": works_in_pairs(size, resources),
     }
     copies = any(near is not x for near, x in zip((query, key, value), given, strict=True))
@@ -135,20 +141,26 @@ def backward_plan(
 ) -> BackwardPlan:
     """Return the plan of a backward pass; it depends on the signature only."""
     dim, value_dim, resources = query.shape[-1], value.shape[-1], resources_of(query.device)
+    biased = visibility.mask if visibility.biased else None
     launched_for = block_of(max(dim, value_dim)), query.element_size(), resources
     masked = visibility.mask is not None
     boxed = backward_takes_boxes(*launched_for, busy=masked or dropout or capped) and all(
         fits_box(x, resources) for x in (key, value)
     )
     query_tile = query_tile or tile_for(
-        "dQ", *launched_for, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or capped
-    )
+        "dQ", *launched_for, boxed=boxed, dropout=dropout, biased=visibility.biased, busy=dbeta or capped,
+        entropy=entropy,
+    )  # fmt: skip
     key_tile = key_tile or tile_for(
         "dK dV", *launched_for, padded=_is_padded(dim, value_dim), dropout=dropout, busy=masked or capped,
         bounded=visibility.start is not None or visibility.padding is not None, entropy=entropy,
     )  # fmt: skip
     of_values: dict[str, object] = {"DV": value_dim, "BLOCK_DV": block_of(value_dim)}
-    shared: dict[str, object] = {**of_values, "ALIGN": alignment(query, key, value, gradient, *gradients)}
+    shared: dict[str, object] = {
+        **of_values,
+        "ALIGN": alignment(query, key, value, gradient, *gradients),
+        "SHORT": rounds_bits(query.dtype, None if biased is None else biased.dtype, resources),
+    }
     to_query = {
         **attention_constants(query, query_tile),
         **shared,
@@ -161,6 +173,7 @@ def backward_plan(
         **shared,
         "Q_ROW": query.stride(2),
         "DO_ROW": gradient.stride(2),
+        "CLAMP_ROWS": clamps_rows(key_tile, resources, busy=entropy or _is_padded(dim, value_dim)),
         "DRAW_FOURS": draws_fours(resources),
         "EDGE_STAGES": edge_stages(launched_for[0], resources, masked=masked and not visibility.biased),
     }

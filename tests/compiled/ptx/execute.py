@@ -1,0 +1,115 @@
+"""Execution of a launch from its PTX, in C or, where there is no compiler, in numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from compiled import memory as memories
+from compiled import native
+from compiled.execution import Execution, Settings
+from compiled.launching import Argument, Kernel
+from compiled.memory import Findings, GlobalMemory, SharedMemory
+from compiled.ptx.encode import NUMBERS, RULE_NUMBERS, Encoded, encode
+from compiled.ptx.interpret import interpret
+from compiled.ptx.numbers import POWERS
+from compiled.ptx.parse import Program, parse
+from compiled.ptx.rules import RULES
+
+BUDGET = 20_000_000  # instructions of a warp, over the warps of a block
+
+_C_TYPES = {
+    "pred": "uint32_t", "u16": "uint16_t", "s16": "int16_t", "u32": "uint32_t", "s32": "int32_t", "f32": "float",
+    "u64": "uint64_t", "s64": "int64_t", "f64": "double",
+}  # fmt: skip
+
+
+def execute(
+    kernel: Kernel,
+    arguments: Sequence[Argument],
+    memory: GlobalMemory,
+    findings: Findings,
+    grid: int,
+    settings: Settings,
+    *,
+    in_c: bool = True,
+) -> Execution:
+    """Execute a launch; see `Executor` in execution.py."""
+    program = _parsed(kernel.text)
+    if program.threads != 32 * kernel.warps:
+        raise ValueError(f"{program.threads} threads per block instead of {32 * kernel.warps}")
+    encoded = encode(program, arguments, grid, settings.poison)
+    shared = SharedMemory(kernel.shared, kernel.warps)
+    shared.start_block(settings.poison)
+    counts = np.zeros(len(encoded.code), np.int64)
+    core = library() if in_c else None
+    if core is None:
+        interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
+    else:
+        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings)
+    by_opcode: Counter[str] = Counter()
+    for instruction, count in zip(program.instructions, counts[encoded.counted].tolist(), strict=True):
+        by_opcode[instruction.opcode] += count
+    done = counts[encoded.counted] > 0
+    lines = frozenset(x.line for x, was in zip(program.instructions, done, strict=True) if was)
+
+    def line(place: int) -> str:
+        found = program.instructions[place]
+        return f"line {found.line}: {found.text}"
+
+    return Execution(by_opcode, line, lines)
+
+
+def _run_in_c(
+    core: ctypes.CDLL,
+    encoded: Encoded,
+    memory: GlobalMemory,
+    shared: SharedMemory,
+    findings: Findings,
+    counts: np.ndarray,
+    warps: int,
+    grid: int,
+    settings: Settings,
+) -> None:
+    empty = shared.bytes.copy()
+    core.run_grid(
+        ctypes.c_void_p(encoded.code.ctypes.data), ctypes.byref(memory.c), ctypes.byref(shared.c),
+        ctypes.byref(findings.c), ctypes.c_void_p(counts.ctypes.data), ctypes.c_int64(BUDGET),
+        ctypes.c_void_p(encoded.start.ctypes.data), len(encoded.start), encoded.thread, encoded.program, warps, grid,
+        int(settings.reverse), ctypes.c_void_p(empty.ctypes.data),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Program:
+    return parse(text)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The C core, or None without a compiler."""
+    powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
+    folder = Path(__file__).parent
+    definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
+    return native.build(
+        definitions, "\n".join(map(_case, RULES)), powers, folder.parent / "memory.h", folder / "core.c"
+    )
+
+
+def _case(opcode: str) -> str:
+    """The C code of a rule."""
+    rule = RULES[opcode]
+    stored = "uint32_t" if rule.result in ("pred", "u16", "s16") else _C_TYPES[rule.result]
+    narrow = {"s16": "uint16_t", "u16": "uint16_t"}.get(rule.result, stored)
+    loads = "".join(
+        f"{_C_TYPES[kind]} {name} = READ_{kind}(r{name}, l); " for name, kind in zip("abc", rule.operands, strict=False)
+    )
+    return (
+        f"case {RULE_NUMBERS[opcode]}: {{ {_C_TYPES[rule.result]} t[LANES]; "
+        f"for (int l = 0; l < LANES; l++) {{ {loads}t[l] = {rule.expression}; }} WRITE({stored}, {narrow}) }} break;"
+    )

@@ -1,0 +1,91 @@
+"""A selection of the cases on both targets, executed instruction by instruction; `make compiled` runs all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch_tensors import outputs_of
+
+from compiled.cases import CASES
+from compiled.execution import NAN, examine, executor_of, run_launches
+from compiled.launching import Kernel, compile_cases
+from scripts.static.targets import TARGETS as DEVICES
+
+TARGETS = ("sm_80", "gfx942")
+LIBRARIES = {"sm_80": "compiled.ptx.execute.library", "gfx942": "compiled.amd.core.library"}
+SELECTION = (
+    "forward bf16 D64 causal",
+    "forward bf16 D128 causal",
+    "forward fp32 D32 left padding",
+    "forward bf16 D64 padding, NaN in hidden keys",
+    "forward bf16 D128 mask",
+    "forward bf16 D64 listed mask",
+    "forward bf16 D64 bias, softcap, sinks, dropout",
+    "forward fp16 D64 winner, mask",
+    "backward fp16 D64 causal",
+    "backward bf16 D128 mask",
+    "decode bf16 D64 padding, sinks, winner, 3 splits",
+    "decode fp16 D64 NaN in hidden keys, 3 splits",
+    "gaps fp16 D64 causal",
+    "softmax bf16 n = 1024, mask, bias, counts",
+    "softmax fp32 n = 129",
+    "stock row softmax",
+    "stock matrix product bf16",
+)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> tuple[str, dict[str, list[Kernel]]]:
+    """The target, and the kernels of the selection; Triton's cache is kept in pytest's."""
+    kept = getattr(pytestconfig, "cache", None)  # missing with -p no:cacheprovider
+    cache = tmp_path_factory.mktemp("triton") if kept is None else Path(kept.mkdir("triton"))
+    return request.param, compile_cases(SELECTION, request.param, cache)
+
+
+@pytest.mark.parametrize("name", SELECTION)
+def test_a_compiled_case_is_right_and_nothing_is_reported(
+    compiled: tuple[str, dict[str, list[Kernel]]], name: str
+) -> None:
+    target, kernels = compiled
+    report = examine(name, target, kernels[name])
+    assert report.right, str(report)
+
+
+@pytest.mark.parametrize("compiled", ["sm_80"], indirect=True)  # shuffles are an instruction of CUDA
+def test_masks_exchange_little_more_than_a_causal_rule(compiled: tuple[str, dict[str, list[Kernel]]]) -> None:
+    target, kernels = compiled
+    # Products of a warp per step over keys: 16 rows of 64 keys at D = 64 and of 32 keys at D = 128, for both matrices.
+    for name, most in (
+        ("forward bf16 D64 causal", 8),
+        ("forward bf16 D128 mask", 24),
+        ("forward bf16 D64 listed mask", 32),
+        ("forward fp16 D64 winner, mask", 40),
+    ):
+        counts = examine(name, target, kernels[name]).counts["flash_forward_kernel"]
+        steps = sum(count for opcode, count in counts.items() if opcode.startswith("mma.")) / 64
+        shuffles = sum(count for opcode, count in counts.items() if opcode.startswith("shfl."))
+        assert shuffles / steps <= most, f"{name}: {shuffles / steps:.1f} shuffles per warp and step"
+        assert counts["bar.sync"] / steps <= 6, f"{name}: {counts['bar.sync'] / steps:.1f} barriers per warp and step"
+
+
+@pytest.mark.parametrize("name", ["stock row softmax", "softmax fp32 n = 129"])
+def test_numpy_gives_the_same_bits_as_c(
+    compiled: tuple[str, dict[str, list[Kernel]]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, kernels = compiled
+    results = []
+    for in_c in (True, False):
+        if not in_c:
+            monkeypatch.setattr(LIBRARIES[target], lambda: None)
+        call = CASES[name].call(DEVICES[target].resources)
+        executions, found = run_launches(call, kernels[name], executor_of(target), NAN, [])
+        assert found == 0
+        outputs = [x.contiguous().view(torch.uint8) for launch in call.launches for x in outputs_of(launch)]
+        results.append((outputs, [execution.counts for execution in executions]))
+    (in_c, counts), (in_numpy, others) = results
+    assert all(torch.equal(one, other) for one, other in zip(in_c, in_numpy, strict=True))
+    assert counts == others
