@@ -56,7 +56,9 @@ def test_a_scale_that_is_not_positive_is_an_ordinary_number(scale: float, querie
     found = measured("triton", torch.float32, scale, queries, softcap)
     true = measured("reference", torch.float64, scale, queries, softcap)
     for name, value in true.items():
-        torch.testing.assert_close(found[name].to(value.dtype), value, rtol=1e-5, atol=4e-6, msg=name)
+        # An element is a sum of terms as large as the largest element, which cancel, each with its own rounding.
+        largest = max(1.0, value.abs().max().item())
+        torch.testing.assert_close(found[name].to(value.dtype), value, rtol=1e-5, atol=4e-6 * largest, msg=name)
 
 
 def test_results_have_the_layout_of_the_query() -> None:
