@@ -1,9 +1,9 @@
 """What each arithmetic instruction of gfx942 computes, written once for both engines.
 
-A rule is an expression over the operands a, b and c, and `m` (the bit of the lane in a mask operand). `core.py` turns it
-into C, `vectors.py` evaluates it with numpy. Functions such as `sel` and `fma32` exist in both. Types: u32, i32, f32,
-u64, i64, f64, and u16, i16, f16 in the low half of a register; an f16 operand is converted to fp32, where a sum or
-product of two is exact enough to be rounded once.
+A rule is an expression over the operands a, b and c, and `m` (the bit of the lane in a mask operand). `core.py` turns
+it into C, `vectors.py` evaluates it with numpy. Functions such as `sel` and `fma32` exist in both. Types: u32, i32,
+f32, u64, i64, f64, and u16, i16, f16 in the low half of a register; an f16 operand is converted to fp32, where a sum
+or product of two is exact enough to be rounded once.
 
 The rules follow AMD's guide to the instruction set of MI300 (CDNA3). Where the hardware's rounding is not specified
 (exp, log, rcp), a rule rounds the exact value once.
