@@ -158,5 +158,35 @@ def _counted() -> Iterator[Case]:
                 yield Case(f"counted {build.__name__} bf16 D{dim} n = {n}", "counted", partial(build, flash))
 
 
-CASES = {case.name: case for make in (_forward, _backward, _decode, _gaps, _softmax, _counted) for case in make()}
+# Cases whose texts are mutated, and others with the same text: rows and keys in places that are padding in the first,
+# temperatures of any sign, and a column of NaN in hidden keys, which only a part of the lanes holds.
+OTHER_INPUTS: dict[str, tuple[str, ...]] = {}
+
+
+def _others() -> Iterator[Case]:
+    def other(name: str, word: str, build: Callable[..., Call], *args: Any, **options: Any) -> Case:
+        OTHER_INPUTS[name] = (*OTHER_INPUTS.get(name, ()), f"{name}: {word}")
+        return Case(f"{name}: {word}", "other", partial(build, *args, **options))
+
+    broken = {"nan": True, "columns": slice(7, 8)}
+    for build, kind in ((calls.forward, "forward"), (calls.backward, "backward")):
+        for dim in (64, 128) if kind == "forward" else (64,):
+            name = f"{kind} bf16 D{dim} causal"
+            larger = _flash("causal", BF16, dim, queries=190, keys=331, beta="any_sign")
+            yield other(name, "other rows, keys and signs", build, larger)
+            yield other(name, "NaN", build, _flash("causal_far_into_the_cache", BF16, dim), **broken)
+    name = "decode bf16 D64 causal, 3 splits"
+    rows = {**DECODED, "dtype": BF16, "dim": 64, "heads": 28, "beta": "any_sign"}
+    yield other(name, "other rows, keys and signs", calls.decode, Flash(sees="causal", **{**rows, "keys": 333}), 3)
+    hidden = Flash(sees="causal_far_into_the_cache", **{**rows, "keys": 45})
+    yield other(name, "NaN", calls.decode, hidden, 3, **broken)
+    name = "softmax bf16 n = 1024, mask, bias, counts"
+    yield other(name, "fewer keys", calls.row_softmax, BF16, 1008, "mask", "bias", "counts", rows=(2, 2, 7))
+    name = "gaps fp16 D64 causal"
+    yield other(name, "other rows and keys", calls.gaps, _flash("causal", FP16, 64, queries=190, keys=331))
+
+
+CASES = {
+    case.name: case for make in (_forward, _backward, _decode, _gaps, _softmax, _counted, _others) for case in make()
+}
 CASES |= {f"stock {name}": Case(f"stock {name}", "stock", build) for name, build in stock.CALLS.items()}

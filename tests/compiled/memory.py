@@ -33,6 +33,7 @@ KINDS = {
     "UNFINISHED": "program that does not end",
     "HAZARD": "register that is used while its load is under way",
     "UNWRITTEN": "output element that no program writes",
+    "REPAIRED": "repair phase although all inputs are finite",
 }
 NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
