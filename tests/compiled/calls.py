@@ -36,7 +36,7 @@ from torch import Tensor
 from attnscale_kernels.decode.launch import decode_launches
 from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.flash.launch import backward_launches, forward_launches
-from attnscale_kernels.gaps.launch import bracket_launches, count_launches
+from attnscale_kernels.gaps.launch import GapBracket, bracket_launches, count_launches
 from attnscale_kernels.launch import Forward, Launch
 from attnscale_kernels.softmax import launch as softmax
 
@@ -86,17 +86,27 @@ def backward(case: Case, *, dbeta: bool = True, kernels: tuple[int, ...] = (), *
     return Call(launches, check, _scores(x), _is_finite(x))
 
 
-def gaps(case: Case) -> Call:
-    """The bracket of Λ and the counts at thresholds, on scores that are exact in fp32."""
+def gaps(case: Case, *, thresholds: tuple[float, ...] = GAPS, broken: int | None = None) -> Call:
+    """The bracket of Λ and the counts at thresholds, on scores that are exact in fp32.
+
+    The key `broken` is NaN. The rows of a causal rule that see it, the last ones, are NaN and count nothing.
+    """
     x = dyadic(case)
+    scores, visible, doubt = gap_scores(x)
+    rows = visible.shape[2]
+    if broken is not None:
+        x.k[:, :, broken] = math.nan
+        rows = int((~visible[..., broken]).sum(-1).amax())
     given = {"scale": x.scale, "softcap": x.softcap}
     one, bracket = bracket_launches(x.q, x.k, x.seen.visibility, **given)
-    other, counts = count_launches(x.q, x.k, x.seen.visibility, GAPS, **given)
+    other, counts = count_launches(x.q, x.k, x.seen.visibility, thresholds, **given)
+    finite = scores[:, :, :rows], visible[:, :, :rows], doubt
 
     def check() -> None:
-        scores, visible, doubt = gap_scores(x)
-        assert_bracket(bracket, scores, visible, doubt)
-        assert_counts(counts, scores, visible, doubt)
+        assert_bracket(GapBracket(*(number[:, :, :rows] for number in bracket)), *finite)
+        assert_counts(counts[:, :, :rows], *finite, thresholds)
+        assert all(number[:, :, rows:].isnan().all() for number in bracket), "a row with NaN has a bracket"
+        assert not counts[:, :, rows:].any(), "a row with NaN has counts"
 
     return Call((*one, *other), check, 2 * _scores(x))
 
@@ -140,7 +150,7 @@ def _prepared(
 ) -> tuple[Inputs, Any]:
     """Inputs and results in fp64.
 
-    `nan` plants NaN in these columns of the keys and values that no row sees; `inside` puts the heads inside of the rows.
+    `nan` plants NaN in columns of the keys and values that no row sees; `inside` puts the heads inside of the rows.
     """
     x = inputs_of(replace(case, dropout_p=0.0))
     if case.dropout_p:

@@ -158,8 +158,8 @@ def _counted() -> Iterator[Case]:
                 yield Case(f"counted {build.__name__} bf16 D{dim} n = {n}", "counted", partial(build, flash))
 
 
-# Cases whose texts are mutated, and others with the same text: rows and keys in places that are padding in the first,
-# temperatures of any sign, and a column of NaN in hidden keys, which only a part of the lanes holds.
+# Cases whose texts are mutated, and other inputs for the same texts. They fill rows and keys that are padding in the
+# first, have temperatures of any sign, or NaN where it reaches a part of the lanes only.
 OTHER_INPUTS: dict[str, tuple[str, ...]] = {}
 
 
@@ -168,22 +168,23 @@ def _others() -> Iterator[Case]:
         OTHER_INPUTS[name] = (*OTHER_INPUTS.get(name, ()), f"{name}: {word}")
         return Case(f"{name}: {word}", "other", partial(build, *args, **options))
 
-    broken = {"nan": True, "columns": slice(7, 8)}
-    for build, kind in ((calls.forward, "forward"), (calls.backward, "backward")):
-        for dim in (64, 128) if kind == "forward" else (64,):
-            name = f"{kind} bf16 D{dim} causal"
-            larger = _flash("causal", BF16, dim, queries=190, keys=331, beta="any_sign")
-            yield other(name, "other rows, keys and signs", build, larger)
-            yield other(name, "NaN", build, _flash("causal_far_into_the_cache", BF16, dim), **broken)
+    larger: dict[str, Any] = {"queries": 190, "keys": 379}
+    nan = {"nan": True, "columns": slice(7, 8)}
+    for build, dim in ((calls.forward, 64), (calls.forward, 128), (calls.backward, 64)):
+        name = f"{build.__name__} bf16 D{dim} causal"
+        yield other(name, "full tiles", build, _flash("causal", BF16, dim, **larger, beta="any_sign"))
+        yield other(name, "NaN", build, _flash("causal_far_into_the_cache", BF16, dim), **nan)
     name = "decode bf16 D64 causal, 3 splits"
-    rows = {**DECODED, "dtype": BF16, "dim": 64, "heads": 28, "beta": "any_sign"}
-    yield other(name, "other rows, keys and signs", calls.decode, Flash(sees="causal", **{**rows, "keys": 333}), 3)
-    hidden = Flash(sees="causal_far_into_the_cache", **{**rows, "keys": 45})
-    yield other(name, "NaN", calls.decode, hidden, 3, **broken)
+    decoded: dict[str, Any] = {**DECODED, "dtype": BF16, "dim": 64, "heads": 28, "beta": "any_sign"}
+    yield other(name, "full tiles", calls.decode, Flash(sees="causal", **{**decoded, "keys": 381}), 3)
+    hidden = Flash(sees="causal_far_into_the_cache", **{**decoded, "keys": 45})
+    yield other(name, "NaN", calls.decode, hidden, 3, **nan)
     name = "softmax bf16 n = 1024, mask, bias, counts"
     yield other(name, "fewer keys", calls.row_softmax, BF16, 1008, "mask", "bias", "counts", rows=(2, 2, 7))
     name = "gaps fp16 D64 causal"
-    yield other(name, "other rows and keys", calls.gaps, _flash("causal", FP16, 64, queries=190, keys=331))
+    between = (0.5, 0.75, 1.5, 2.0, 2.5, 4.0)
+    yield other(name, "full tiles", calls.gaps, _flash("causal", FP16, 64, **larger), thresholds=between)
+    yield other(name, "NaN", calls.gaps, _flash("causal", FP16, 64), broken=127)
 
 
 CASES = {

@@ -176,6 +176,7 @@ class SharedStruct(ctypes.Structure):
         ("epoch", ctypes.c_int32),
         ("bytes", ctypes.c_void_p),
         ("syncs", ctypes.c_void_p),
+        ("loaded", ctypes.c_void_p),
     )
 
 
@@ -185,7 +186,7 @@ class SharedMemory:
     def __init__(self, size: int, warps: int) -> None:
         self.bytes = np.zeros(size, SHADOW)
         self.syncs = np.zeros(warps, np.int32)
-        self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data)
+        self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data, None)
 
     def start_block(self, poison: int) -> None:
         """Forget everything and fill the memory with a 32-bit pattern."""

@@ -17,6 +17,9 @@ from compiled.execution import Execution, Report, examine, executor_of
 from compiled.launching import Kernel, compile_cases
 from compiled.reasons import Comparison, Mutant, Reason
 
+# How a mutant is caught, in the order of the tables.
+WORDS = ("finding only", "finding and result", "result only", "other input", "refused", "survived")
+
 
 class Outcome(NamedTuple):
     """What a mutant did."""
@@ -45,9 +48,7 @@ class Outcome(NamedTuple):
             return "other input"
         if self.refused:
             return "refused"
-        return {(1, 0): "finding only", (1, 1): "finding and result", (0, 1): "result only"}[
-            bool(self.found), self.numbers
-        ]
+        return WORDS[(1 if self.found else 2) if self.numbers else 0]
 
 
 def replaced(text: str, kind: str, line: int, after: str | None) -> Mutant:

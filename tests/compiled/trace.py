@@ -1,6 +1,6 @@
-"""Digests of what each instruction reads and writes, so that two runs of nearly the same text can be compared.
+"""What each instruction reads and writes, so that two runs of nearly the same text can be compared.
 
-They show where the values of a mutant differ from those of the original, and where the difference ends.
+A trace shows where the values of a mutant differ from those of the original, and where the difference ends.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from compiled.memory import SharedMemory
+
 
 class Trace(NamedTuple):
-    """Digests [warps, lines] of an execution; 0 where nothing was read or written."""
+    """An execution by line of the text; the first two hold digests [warps, lines]."""
 
     read: np.ndarray  # registers in all lanes, whether the instruction is executed in them or not
     written: np.ndarray  # results and stored values in the lanes that execute it
+    idle: np.ndarray  # whether nothing is written [lines]
+    zero: np.ndarray  # whether only zeros are written [lines]
+    loaded: np.ndarray  # bytes loaded from shared memory that the line has written [lines]
 
     def cone(self, other: Trace) -> frozenset[int]:
         """Lines that write other values."""
@@ -35,18 +40,27 @@ class TraceStruct(ctypes.Structure):
 
 
 class Recorder:
-    """The digests of a running execution, by place of the program."""
+    """The trace of a running execution, by place of the program."""
 
-    def __init__(self, places: int, warps: int, on: bool) -> None:
-        self._digests = np.zeros((2, warps, places), np.uint64) if on else None
-        read, written = (None, None) if self._digests is None else (x.ctypes.data for x in self._digests)
+    def __init__(self, places: int, warps: int, shared: SharedMemory, on: bool) -> None:
+        self._on = on
+        self._seen = np.zeros((2, warps, places if on else 0, 2), np.uint64)
+        self._loaded = np.zeros(places, np.int64)
+        read, written = (x.ctypes.data if on else None for x in self._seen)
         self.c = TraceStruct(read, written, places)
+        shared.c.loaded = self._loaded.ctypes.data if on else None
 
-    def by_line(self, lines: Sequence[int], count: int) -> Trace | None:
-        """The trace, given the line of each place and the number of lines."""
-        if self._digests is None:
+    def by_line(self, lines: Sequence[int], count: int, loaded_lines: Sequence[int] | None = None) -> Trace | None:
+        """The trace, given the line of each place and the number of lines; shared memory may count places otherwise."""
+        if not self._on:
             return None
-        found = np.zeros((*self._digests.shape[:2], count + 1), np.uint64)
+        digests = np.zeros((*self._seen.shape[:2], count + 1), np.uint64)
+        bits = np.zeros(count + 1, np.uint64)
+        loaded = np.zeros(count + 1, np.int64)
         for place, line in enumerate(lines):  # several instructions of a line in their order
-            found[..., line] = found[..., line] * np.uint64(3) + self._digests[..., place]
-        return Trace(*found)
+            digests[..., line] = digests[..., line] * np.uint64(3) + self._seen[..., place, 0]
+            bits[line] |= np.bitwise_or.reduce(self._seen[1, :, place, 1])
+        for line, found in zip(lines if loaded_lines is None else loaded_lines, self._loaded.tolist(), strict=False):
+            loaded[line] += found
+        idle = ~digests[1].any(0)
+        return Trace(*digests, idle, (bits == 0) & ~idle, loaded)

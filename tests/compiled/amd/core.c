@@ -473,7 +473,7 @@ static void run_matrix(struct machine *m, const struct instruction *i) {
 
 // Execution
 
-static void note(u64 *to, const struct wave *w, const struct operand *o, int words, u64 mask) {
+static void note(struct seen *to, const struct wave *w, const struct operand *o, int words, u64 mask) {
     for (int k = 0; k < words && o->kind == VECTOR; k++)
         for (int l = 0; l < LANES; l++)
             if (mask >> l & 1) digest(to, w->v[o->index + k][l]);
@@ -483,7 +483,7 @@ static void note(u64 *to, const struct wave *w, const struct operand *o, int wor
 
 static void note_read(struct machine *m, const struct instruction *i) {
     if (!m->trace->read) return;
-    u64 *to = m->trace->read + (u64)m->at.warp * m->trace->places + m->at.place;
+    struct seen *to = m->trace->read + (u64)m->at.warp * m->trace->places + m->at.place;
     for (int k = 0; k < 4; k++) note(to, m->wave, &i->source[k], i->source[k].words, ~0ull);
 }
 
@@ -491,7 +491,7 @@ static void note_read(struct machine *m, const struct instruction *i) {
 static void note_written(struct machine *m, const struct instruction *i, u64 exec) {
     if (!m->trace->read) return;
     const struct wave *w = m->wave;
-    u64 *to = m->trace->written + (u64)m->at.warp * m->trace->places + m->at.place;
+    struct seen *to = m->trace->written + (u64)m->at.warp * m->trace->places + m->at.place;
     int words = i->handler == H_MATRIX ? i->m[0] * i->m[0] / 64 : i->result.words;
     note(to, w, &i->result, words, i->handler == H_MATRIX ? ~0ull : exec);
     note(to, w, &i->second, i->second.words, exec);

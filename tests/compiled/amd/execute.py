@@ -67,7 +67,7 @@ def execute(
         return _execution(program, counts, 0, None)
     waves = ctypes.create_string_buffer(library.wave_size() * kernel.warps)
     registers, private = (np.empty(kernel.warps * size, np.uint8) for size in (REGISTERS, 64 * launch.private_bytes))
-    recorder = Recorder(len(program.code), kernel.warps, settings.traced)
+    recorder = Recorder(len(program.code), kernel.warps, shared, settings.traced)
     library.run(
         ctypes.c_void_p(program.code.ctypes.data), ctypes.byref(launch), ctypes.byref(memory.c), ctypes.byref(shared.c),
         ctypes.byref(findings.c), waves,

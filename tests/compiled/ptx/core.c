@@ -324,7 +324,7 @@ static void wait_for_copies(struct block *k, const struct site *at, struct warp 
     w->copies = left;
 }
 
-static void note(uint64_t *to, const struct warp *w, const int32_t *registers, uint32_t mask) {
+static void note(struct seen *to, const struct warp *w, const int32_t *registers, uint32_t mask) {
     for (; *registers >= 0; registers++) {
         const uint32_t *row = w->file + 32 * (int64_t)(*registers >> 1);
         for (int l = 0; l < LANES; l++)

@@ -49,7 +49,7 @@ def execute(
     shared = SharedMemory(kernel.shared, kernel.warps)
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
-    recorder = Recorder(len(encoded.code), kernel.warps, settings.traced)
+    recorder = Recorder(len(encoded.code), kernel.warps, shared, settings.traced)
     core = library() if in_c else None
     if core is None:
         interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
@@ -65,8 +65,9 @@ def execute(
         found = program.instructions[place]
         return f"line {found.line}: {found.text}"
 
-    places = [program.instructions[place].line for place in encoded.code["place"]]
-    return Execution(by_opcode, line, lines, trace=recorder.by_line(places, kernel.text.count("\n")))
+    own = [instruction.line for instruction in program.instructions]
+    trace = recorder.by_line([own[place] for place in encoded.code["place"]], kernel.text.count("\n"), own)
+    return Execution(by_opcode, line, lines, trace=trace)
 
 
 def _run_in_c(
@@ -102,14 +103,8 @@ def library() -> ctypes.CDLL | None:
     powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
     folder = Path(__file__).parent
     definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
-    return native.build(
-        definitions,
-        "\n".join(map(_case, RULES)),
-        powers,
-        folder.parent / "memory.h",
-        folder.parent / "trace.h",
-        folder / "core.c",
-    )
+    sources = (folder.parent / "memory.h", folder.parent / "trace.h", folder / "core.c")
+    return native.build(definitions, "\n".join(map(_case, RULES)), powers, *sources)
 
 
 def _case(opcode: str) -> str:
