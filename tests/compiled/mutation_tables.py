@@ -1,38 +1,38 @@
-"""The outcomes of mutants as a CSV with one row each, and as tables by kind and by reason."""
+"""The outcomes of mutants as a CSV with one row each, and its tables by kind and by reason."""
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compiled.memory import KINDS
 from compiled.mutations import WORDS, Outcome
 from compiled.source import origins_of
 
-COLUMNS = (
-    "target", "case", "kernel", "kind", "line", "change", "source", "outcome", "shown by", "reason", "evidence",
-)  # fmt: skip
+Row = dict[str, str]
 
 
-def write_outcomes(file: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write a row for each mutant."""
-    with file.open("w", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(_row(outcome) for outcome in outcomes)
-
-
-def _row(outcome: Outcome) -> tuple[str | int, ...]:
+def row_of(outcome: Outcome) -> Row:
+    """The row of a mutant."""
     mutant, kernel = outcome.mutant, outcome.kernel
     shown = [KINDS[outcome.found]] if outcome.found else []
     shown += ["numbers"] * outcome.numbers + [outcome.refused] * bool(outcome.refused)
-    by = " and ".join(shown) + (f" ({outcome.other})" if outcome.other else "")
-    reason = ("", "") if outcome.reason is None else tuple(outcome.reason)
-    change = " ".join(mutant.change.split())
-    where = (outcome.target, outcome.case, kernel.name, mutant.kind, mutant.line)
-    return (*where, change, _source(kernel.text, mutant.line), outcome.word, by, *reason)
+    reason, evidence = ("", "") if outcome.reason is None else outcome.reason
+    return {
+        "target": outcome.target,
+        "case": outcome.case,
+        "kernel": kernel.name,
+        "kind": mutant.kind,
+        "line": str(mutant.line),
+        "change": " ".join(mutant.change.split()),
+        "source": _source(kernel.text, mutant.line),
+        "outcome": outcome.word,
+        "shown by": " and ".join(shown) + (f" ({outcome.other})" if outcome.other else ""),
+        "reason": reason,
+        "evidence": evidence,
+    }
 
 
 def _source(text: str, line: int) -> str:
@@ -41,30 +41,32 @@ def _source(text: str, line: int) -> str:
     return f"{chain[0][0]}:{chain[0][1]}" if chain else ""
 
 
-def by_kind(target: str, outcomes: Sequence[Outcome]) -> str:
-    """How the mutants of a target are caught."""
-    counts = {kind: Counter[str]() for kind in sorted({outcome.mutant.kind for outcome in outcomes})}
-    for outcome in outcomes:
-        counts[outcome.mutant.kind][outcome.word] += 1
-    counts[f"all {len(outcomes)}"] = Counter(outcome.word for outcome in outcomes)
-    words = [word for word in WORDS if any(found[word] for found in counts.values())]
-    lines = [f"| {target} | {' | '.join(words)} |", "|---|" + "---|" * len(words)]
-    lines += [f"| {kind} | {' | '.join(str(found[word]) for word in words)} |" for kind, found in counts.items()]
-    return "\n".join(lines)
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Write a CSV with a row for each mutant."""
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def by_reason(outcomes: Sequence[Outcome]) -> str:
-    """Why the others survive, by target."""
-    targets = list(dict.fromkeys(outcome.target for outcome in outcomes))
-    found = Counter((x.reason.words, x.target) for x in outcomes if x.reason is not None)
-    lines = [f"| survivors | {' | '.join(targets)} |", "|---|" + "---|" * len(targets)]
-    for words in sorted({words for words, _ in found}):
-        lines.append(f"| {words} | {' | '.join(str(found[words, target]) for target in targets)} |")
-    return "\n".join(lines)
-
-
-def tables_of(outcomes: Sequence[Outcome]) -> str:
+def tables_of(rows: Sequence[Row]) -> str:
     """A table by kind for each target, and one by reason."""
-    targets = dict.fromkeys(outcome.target for outcome in outcomes)
-    tables = [by_kind(target, [x for x in outcomes if x.target == target]) for target in targets]
-    return "\n\n".join([*tables, by_reason(outcomes)])
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    tables = []
+    for target in targets:
+        own = [row for row in rows if row["target"] == target]
+        kinds = [(row["kind"], row["outcome"]) for row in own]
+        words = [word for word in WORDS if word in {row["outcome"] for row in own}]
+        tables.append(_table(target, kinds, words, f"all {len(own)}"))
+    reasons = [(row["reason"], row["target"]) for row in rows if row["reason"]]
+    return "\n\n".join([*tables, _table("survivors", reasons, targets, f"all {len(reasons)}")])
+
+
+def _table(title: str, cells: Iterable[tuple[str, str]], columns: Sequence[str], last: str) -> str:
+    """How often each pair of line and column occurs, with the sums of all lines."""
+    counts = Counter(cells)
+    lines = [f"| {title} | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for name in sorted({name for name, _ in counts}):
+        lines.append(f"| {name} | {' | '.join(str(counts[name, column]) for column in columns)} |")
+    sums = [sum(count for (_, other), count in counts.items() if other == column) for column in columns]
+    return "\n".join([*lines, f"| {last} | {' | '.join(map(str, sums))} |"])

@@ -60,6 +60,7 @@ IN_TIME = "commit or wait: another one completes the access before it is used"
 FALSE_GUARD = "guard: false in every lane"
 TRUE_GUARD = "guard: true in every lane"
 SAME_STORES = "guard or store: other lanes or instructions store the same bits"
+SAME_REGION = "guard of a region: other lanes store the same bits, or bytes that nothing reads"
 UNUSED = "guard of a load: nothing uses what the other lanes load"
 NOT_READ = "store or copy: nothing reads it"
 HELD = "store, copy or load: the same bits are there without it"
@@ -85,6 +86,8 @@ class Comparison:
         done, _ = run_launches(self._call, kernels, self._execute, settings._replace(traced=True), [])
         outputs = [x for launch in self._call.launches for x in outputs_of(launch)]
         traces = [execution.trace for execution in done if execution.trace is not None]
+        if len(traces) < len(done):
+            raise ValueError("only the C cores trace")
         return traces, [x.contiguous().view(torch.uint8).clone() for x in outputs]
 
     def difference(self, place: int, mutant: Mutant) -> Difference:
@@ -117,7 +120,9 @@ def _words(text: str, mutant: Mutant, found: Difference) -> str:
         words = ORDER
     elif not found.bits:
         words = UNKNOWN
-    elif mutant.kind.startswith("guard") and _only_stores(text, mutant.line, found):
+    elif mutant.kind.startswith("guard") and found.cone and found.cone <= _region(text, mutant.line):
+        words = SAME_REGION
+    elif mutant.kind.startswith("guard") and not found.ends and all(_stores(text, x) for x in found.cone):
         words = SAME_STORES
     elif any(_stores(text, line) for line in found.ends) and not any(_stores(text, line) for line in found.cone):
         words = PADDING
@@ -159,13 +164,13 @@ def _same_lanes_combined(text: str, mutant: Mutant) -> bool:
     return [int(mask) for mask in following[: len(halves)]] == halves
 
 
-def _only_stores(text: str, line: int, found: Difference) -> bool:
-    """Whether only stores see a guard: those that use its offset, or a region up to the end of `s_and_saveexec`."""
+def _region(text: str, line: int) -> frozenset[int]:
+    """The lines that `s_and_saveexec` guards, up to the end of the region."""
     lines = text.splitlines()
-    if "s_and_saveexec" in lines[line - 1]:
-        end = next(i for i in range(line, len(lines)) if re.match(r"\s*s_or_b64 exec, exec", lines[i]))
-        return found.cone <= frozenset(range(line, end + 2))
-    return bool(found.cone) and not found.ends and all(_stores(text, x) for x in found.cone)
+    if "s_and_saveexec" not in lines[line - 1]:
+        return frozenset()
+    end = next(i for i in range(line, len(lines)) if re.match(r"\s*s_or_b64 exec, exec", lines[i]))
+    return frozenset(range(line, end + 2))
 
 
 def _in_flag(text: str, line: int, found: Difference) -> bool:

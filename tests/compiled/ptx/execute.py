@@ -49,8 +49,8 @@ def execute(
     shared = SharedMemory(kernel.shared, kernel.warps)
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
-    recorder = Recorder(len(encoded.code), kernel.warps, shared, settings.traced)
     core = library() if in_c else None
+    recorder = Recorder(len(encoded.code), kernel.warps, shared, settings.traced and core is not None)
     if core is None:
         interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
     else:
