@@ -168,25 +168,31 @@ def _others() -> Iterator[Case]:
         OTHER_INPUTS[name] = (*OTHER_INPUTS.get(name, ()), f"{name}: {word}")
         return Case(f"{name}: {word}", "other", partial(build, *args, **options))
 
-    # The last tiles of rows and keys are nearly full, and all stages of a pipeline are used.
-    larger: dict[str, Any] = {"queries": 318, "keys": 955}
+    # The last tiles of rows and keys are nearly full. With more tiles, all stages of a pipeline are used.
+    full: dict[str, Any] = {"queries": 190, "keys": 379}
+    more: dict[str, Any] = {"queries": 318, "keys": 955}
     nan = {"nan": True, "columns": slice(7, 8)}
     for build, dim in ((calls.forward, 64), (calls.forward, 128), (calls.backward, 64)):
         name = f"{build.__name__} bf16 D{dim} causal"
-        yield other(name, "more tiles", build, _flash("causal", BF16, dim, **larger, beta="any_sign"))
+        yield other(name, "full tiles", build, _flash("causal", BF16, dim, **full, beta="any_sign"))
         yield other(name, "NaN", build, _flash("causal_far_into_the_cache", BF16, dim), **nan)
+        yield other(name, "more tiles", build, _flash("causal", BF16, dim, **more, beta="any_sign"))
     name = "decode bf16 D64 causal, 3 splits"
     decoded: dict[str, Any] = {**DECODED, "dtype": BF16, "dim": 64, "heads": 28, "beta": "any_sign"}
-    for splits, keys in ((3, 1149), (13, 1101)):
-        long = Flash(sees="causal", **{**decoded, "keys": keys})
-        yield other(name, f"more tiles, {splits} splits", calls.decode, long, splits)
+
+    def decode(word: str, keys: int, splits: int) -> Case:
+        return other(name, word, calls.decode, Flash(sees="causal", **{**decoded, "keys": keys}), splits)
+
+    yield decode("full tiles", 381, 3)
     hidden = Flash(sees="causal_far_into_the_cache", **{**decoded, "keys": 45})
     yield other(name, "NaN", calls.decode, hidden, 3, **nan)
+    yield decode("more tiles", 1101, 3)
+    yield decode("more splits", 1149, 13)
     name = "softmax bf16 n = 1024, mask, bias, counts"
     yield other(name, "fewer keys", calls.row_softmax, BF16, 1008, "mask", "bias", "counts", rows=(2, 2, 7))
     name = "gaps fp16 D64 causal"
     between = (0.5, 0.75, 1.5, 2.0, 2.5, 4.0)
-    yield other(name, "more tiles", calls.gaps, _flash("causal", FP16, 64, **larger), thresholds=between)
+    yield other(name, "full tiles", calls.gaps, _flash("causal", FP16, 64, **full), thresholds=between)
     yield other(name, "NaN", calls.gaps, _flash("causal", FP16, 64), broken=127)
 
 
