@@ -54,11 +54,13 @@ def assert_bracket(got: GapBracket, scores: Tensor, visible: Tensor, doubt: floa
             assert torch.equal(got.lower == math.inf, gap == 0)
 
 
-def assert_counts(got: Tensor, scores: Tensor, visible: Tensor, doubt: float = 0.0) -> None:
+def assert_counts(
+    got: Tensor, scores: Tensor, visible: Tensor, doubt: float = 0.0, thresholds: tuple[float, ...] = THRESHOLDS
+) -> None:
     """Each count matches its threshold, up to the uncertainty of the scores."""
     scores = scores.double().masked_fill(~visible, -math.inf)
     assert got.dtype == torch.int32
-    least, most = (count_gaps(scores, tuple(t + side for t in THRESHOLDS)) for side in (-doubt, doubt))
+    least, most = (count_gaps(scores, tuple(t + side for t in thresholds)) for side in (-doubt, doubt))
     assert (got >= least).all()
     assert (got <= most).all()
 

@@ -1,6 +1,6 @@
 """Execute every case on every target and write the tables: `make compiled`, or `python -m compiled [TARGET...]`.
 
-With `--mutations N`, N mutants of each kind and kernel of some cases are executed instead.
+With `--mutations N`, N mutants of each kind and kernel of some cases are executed instead, and their tables written.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # compilation runs in processes of its own
 
 import argparse
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from compiled.cases import CASES, LENGTHS
+from compiled.cases import CASES, LENGTHS, OTHER_INPUTS
 from compiled.execution import Report, examine
 from compiled.launching import ROOT, compile_cases
-from compiled.mutations import examine_mutants
+from compiled.mutation_tables import row_of, tables_of, write_rows
+from compiled.mutations import Outcome, examine_mutants
 from scripts.static.calls import visible_scores
 from scripts.static.per_score import with_the_rest
 from scripts.static.table import static_table
@@ -36,14 +36,8 @@ FAMILIES = {
     "stock": "vector add, row softmax, matrix product",
     "counted": "causal calls of 256 and 1024 keys",
 }
-MUTATED = (
-    "stock matrix product bf16",
-    "forward bf16 D64 causal",
-    "forward bf16 D128 causal",
-    "decode bf16 D64 causal, 3 splits",
-    "backward bf16 D64 causal",
-    "softmax bf16 n = 1024, mask, bias, counts",
-)
+MUTATED = ("stock matrix product bf16", *OTHER_INPUTS)
+README = ROOT / "tests" / "compiled" / "README.md"
 # A counted kernel: name in the static table.
 COUNTED = {
     "flash_forward_kernel": ("forward", "causal, entropy"),
@@ -60,14 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.mutations:
-        for target in options.targets:
-            _mutate(target, options.mutations)
+        rows = [row_of(outcome) for target in options.targets for outcome in _mutate(target, options.mutations)]
+        if set(options.targets) == set(EXECUTED):
+            write_rows(ROOT / ".github" / "assets" / "compiled_mutations.csv", rows)
+            write_between(README, "mutations", tables_of(rows))
         return 0
     reports = {target: _examine_all(target) for target in options.targets}
     failed = [report for found in reports.values() for report in found.values() if not report.right]
     if set(options.targets) == set(EXECUTED) and not failed:
         write_between(ROOT / "kernels" / "README.md", "compiled", table_of(reports))
-        write_between(ROOT / "tests" / "compiled" / "README.md", "counted", counts_of(reports))
+        write_between(README, "counted", counts_of(reports))
     return 1 if failed else 0
 
 
@@ -119,22 +115,15 @@ def counts_of(reports: dict[str, dict[str, Report]]) -> str:
     return "\n".join(lines)
 
 
-def _mutate(target: str, each: int) -> None:
-    """Print how mutants are caught, by kind, and the survivors."""
-    caught: dict[str, Counter[str]] = {}
+def _mutate(target: str, each: int) -> Iterator[Outcome]:
+    """Run the mutants of a target and print the survivors."""
     for name in MUTATED:
         for outcome in examine_mutants(name, target, each):
-            told = "finding" if outcome.found else "refused" if outcome.refused else "result"
-            told = told if outcome.caught else "survived"
-            told = "both" if outcome.found and outcome.numbers else told
-            caught.setdefault(outcome.mutant.kind, Counter())[told] += 1
-            if not outcome.caught:
-                where = f"{name}, {outcome.kernel}, line {outcome.mutant.line}"
-                sys.stdout.write(f"{where}: {outcome.mutant.kind}: {outcome.mutant.change}\n")
-    words = ("finding", "both", "result", "refused", "survived")
-    sys.stdout.write(f"| {target} | {' | '.join(words)} |\n|---|---|---|---|---|---|\n")
-    for kind, counts in sorted(caught.items()):
-        sys.stdout.write(f"| {kind} | {' | '.join(str(counts[word]) for word in words)} |\n")
+            if outcome.reason is not None:
+                where = f"{target}: {name}, {outcome.kernel.name}, line {outcome.mutant.line}"
+                sys.stdout.write(f"{where}: {outcome.mutant.kind}: {outcome.reason.words}\n")
+                sys.stdout.flush()
+            yield outcome
 
 
 def write_between(file: Path, name: str, text: str) -> None:

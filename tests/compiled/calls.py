@@ -36,7 +36,7 @@ from torch import Tensor
 from attnscale_kernels.decode.launch import decode_launches
 from attnscale_kernels.flash import mask as masks
 from attnscale_kernels.flash.launch import backward_launches, forward_launches
-from attnscale_kernels.gaps.launch import bracket_launches, count_launches
+from attnscale_kernels.gaps.launch import GapBracket, bracket_launches, count_launches
 from attnscale_kernels.launch import Forward, Launch
 from attnscale_kernels.softmax import launch as softmax
 
@@ -47,6 +47,7 @@ class Call(NamedTuple):
     launches: tuple[Launch, ...]
     check: Callable[[], None]  # raises AssertionError
     scores: int = 0  # products q·k of the call, visible or not
+    finite: bool = True  # whether q, k and v are
 
 
 def forward(case: Case, *, entropy: bool = True, winner: bool = False, **options: Any) -> Call:
@@ -56,7 +57,7 @@ def forward(case: Case, *, entropy: bool = True, winner: bool = False, **options
         launches, result = forward_launches(
             x.q, x.k, x.v, x.beta, x.seen.visibility, **x.options, entropy=entropy, winner=winner
         )
-    return Call(launches, lambda: _check_forward(x, result, true), _scores(x))
+    return Call(launches, lambda: _check_forward(x, result, true), _scores(x), _is_finite(x))
 
 
 def decode(case: Case, splits: int, *, winner: bool = False, entropy: bool = True, **options: Any) -> Call:
@@ -66,7 +67,7 @@ def decode(case: Case, splits: int, *, winner: bool = False, entropy: bool = Tru
     launches, result = decode_launches(
         x.q, x.k, x.v, x.beta, x.seen.visibility, **given, entropy=entropy, winner=winner, splits=splits
     )
-    return Call(launches, lambda: _check_forward(x, result, true), _scores(x))
+    return Call(launches, lambda: _check_forward(x, result, true), _scores(x), _is_finite(x))
 
 
 def backward(case: Case, *, dbeta: bool = True, kernels: tuple[int, ...] = (), **options: Any) -> Call:
@@ -78,20 +79,34 @@ def backward(case: Case, *, dbeta: bool = True, kernels: tuple[int, ...] = (), *
         launches, result = backward_launches(
             x.gradient, x.q, x.k, x.v, x.beta, x.seen.visibility, before.out, before.lse, **given, dbeta=dbeta
         )
-    return Call(launches, lambda: assert_as_good_as_torch(_clean(x), gradients(result), true), _scores(x))
-
-
-def gaps(case: Case) -> Call:
-    """The bracket of Λ and the counts at thresholds, on scores that are exact in fp32."""
-    x = dyadic(case)
-    given = {"scale": x.scale, "softcap": x.softcap}
-    one, bracket = bracket_launches(x.q, x.k, x.seen.visibility, **given)
-    other, counts = count_launches(x.q, x.k, x.seen.visibility, GAPS, **given)
 
     def check() -> None:
-        scores, visible, doubt = gap_scores(x)
-        assert_bracket(bracket, scores, visible, doubt)
-        assert_counts(counts, scores, visible, doubt)
+        assert_as_good_as_torch(_clean(x), gradients(result), true)
+
+    return Call(launches, check, _scores(x), _is_finite(x))
+
+
+def gaps(case: Case, *, thresholds: tuple[float, ...] = GAPS, broken: int | None = None) -> Call:
+    """The bracket of Λ and the counts at thresholds, on scores that are exact in fp32.
+
+    The key `broken` is NaN. The rows of a causal rule that see it, the last ones, are NaN and count nothing.
+    """
+    x = dyadic(case)
+    scores, visible, doubt = gap_scores(x)
+    rows = visible.shape[2]
+    if broken is not None:
+        x.k[:, :, broken] = math.nan
+        rows = int((~visible[..., broken]).sum(-1).amax())
+    given = {"scale": x.scale, "softcap": x.softcap}
+    one, bracket = bracket_launches(x.q, x.k, x.seen.visibility, **given)
+    other, counts = count_launches(x.q, x.k, x.seen.visibility, thresholds, **given)
+    finite = scores[:, :, :rows], visible[:, :, :rows], doubt
+
+    def check() -> None:
+        assert_bracket(GapBracket(*(number[:, :, :rows] for number in bracket)), *finite)
+        assert_counts(counts[:, :, :rows], *finite, thresholds)
+        assert all(number[:, :, rows:].isnan().all() for number in bracket), "a row with NaN has a bracket"
+        assert not counts[:, :, rows:].any(), "a row with NaN has counts"
 
     return Call((*one, *other), check, 2 * _scores(x))
 
@@ -115,16 +130,27 @@ def row_softmax(dtype: torch.dtype, keys: int, *extras: str, rows: tuple[int, in
         assert_softmax(got, scores, beta, mask, bias)
         assert gradient.beta is not None
         assert_softmax({"dscores": gradient.scores, "dbeta": gradient.beta}, scores, beta, mask, bias, upstream)
+        _check_centre(gradient.beta, found.weights, upstream, scores, bias)
         if found.gap_counts is not None:
             assert torch.equal(found.gap_counts, counts_by_torch(scores, mask, bias, THRESHOLDS)), "gap counts"
 
     return Call((*launches, *behind), check, scores.numel())
 
 
-def _prepared(case: Case, *, nan: bool = False, inside: bool = False, listed: bool = False) -> tuple[Inputs, Any]:
+def _check_centre(dbeta: Tensor, weights: Tensor, upstream: Tensor, scores: Tensor, bias: Tensor | None) -> None:
+    """dβ = Σ dℓ·(s − Σ w·s) of the stored weights, whose sum is not exactly 1: another centre gives another number."""
+    w, dw, raw = weights.double(), upstream.double(), scores.double() + (0.0 if bias is None else bias.double())
+    terms = w * (dw - (w * dw).sum(-1, keepdim=True)) * (raw - (w * raw).sum(-1, keepdim=True))
+    error = (dbeta.double() - terms.sum(-1)).abs()
+    assert (error <= 16 * FP32_ROUNDING * terms.abs().sum(-1)).all(), f"dβ is off by up to {error.max():.2e}"
+
+
+def _prepared(
+    case: Case, *, nan: bool = False, columns: slice = slice(None), inside: bool = False, listed: bool = False
+) -> tuple[Inputs, Any]:
     """Inputs and results in fp64.
 
-    `nan` plants NaN in the keys and values that no row sees; `inside` puts the heads inside of the rows.
+    `nan` plants NaN in columns of the keys and values that no row sees; `inside` puts the heads inside of the rows.
     """
     x = inputs_of(replace(case, dropout_p=0.0))
     if case.dropout_p:
@@ -135,7 +161,9 @@ def _prepared(case: Case, *, nan: bool = False, inside: bool = False, listed: bo
         unseen = ~x.seen.table.expand(x.q.shape[0], x.q.shape[1], -1, -1).any((1, 2))  # [B, Tk]
         assert unseen.any(), "every key is seen"
         x.clean = replace(x)  # type: ignore[attr-defined]
-        x.k, x.v = (guarded(t.masked_fill(unseen[:, None, :, None], math.nan)) for t in (x.k, x.v))
+        planted = torch.zeros(x.k.shape[-1], dtype=torch.bool)
+        planted[columns] = True
+        x.k, x.v = (guarded(t.masked_fill(unseen[:, None, :, None] & planted, math.nan)) for t in (x.k, x.v))
     if inside:
         x.q, x.k, x.v, x.gradient = (guarded(t.transpose(1, 2)).transpose(1, 2) for t in (x.q, x.k, x.v, x.gradient))
     return x, true
@@ -167,6 +195,10 @@ def assert_winner(winner: Tensor, logits: Tensor) -> None:
     own = logits.gather(-1, winner.clamp(min=0)[..., None])[..., 0]
     doubt = NATS + 16 * FP32_ROUNDING * top.masked_fill(empty, 0.0).abs().max()
     assert ((top - own).masked_fill(empty, 0.0) <= doubt).all(), "the winner's logit is not the largest"
+
+
+def _is_finite(x: Inputs) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in (x.q, x.k, x.v))
 
 
 def _scores(x: Inputs) -> int:

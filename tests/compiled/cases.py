@@ -158,5 +158,45 @@ def _counted() -> Iterator[Case]:
                 yield Case(f"counted {build.__name__} bf16 D{dim} n = {n}", "counted", partial(build, flash))
 
 
-CASES = {case.name: case for make in (_forward, _backward, _decode, _gaps, _softmax, _counted) for case in make()}
+# Cases whose texts are mutated, and other inputs for the same texts. They fill rows and keys that are padding in the
+# first, have temperatures of any sign, or NaN where it reaches a part of the lanes only.
+OTHER_INPUTS: dict[str, tuple[str, ...]] = {}
+
+
+def _others() -> Iterator[Case]:
+    def other(name: str, word: str, build: Callable[..., Call], *args: Any, **options: Any) -> Case:
+        OTHER_INPUTS[name] = (*OTHER_INPUTS.get(name, ()), f"{name}: {word}")
+        return Case(f"{name}: {word}", "other", partial(build, *args, **options))
+
+    # The last tiles of rows and keys are nearly full. With more tiles, all stages of a pipeline are used.
+    full: dict[str, Any] = {"queries": 190, "keys": 379}
+    more: dict[str, Any] = {"queries": 318, "keys": 955}
+    nan = {"nan": True, "columns": slice(7, 8)}
+    for build, dim in ((calls.forward, 64), (calls.forward, 128), (calls.backward, 64)):
+        name = f"{build.__name__} bf16 D{dim} causal"
+        yield other(name, "full tiles", build, _flash("causal", BF16, dim, **full, beta="any_sign"))
+        yield other(name, "NaN", build, _flash("causal_far_into_the_cache", BF16, dim), **nan)
+        yield other(name, "more tiles", build, _flash("causal", BF16, dim, **more, beta="any_sign"))
+    name = "decode bf16 D64 causal, 3 splits"
+    decoded: dict[str, Any] = {**DECODED, "dtype": BF16, "dim": 64, "heads": 28, "beta": "any_sign"}
+
+    def decode(word: str, keys: int, splits: int) -> Case:
+        return other(name, word, calls.decode, Flash(sees="causal", **{**decoded, "keys": keys}), splits)
+
+    yield decode("full tiles", 381, 3)
+    hidden = Flash(sees="causal_far_into_the_cache", **{**decoded, "keys": 45})
+    yield other(name, "NaN", calls.decode, hidden, 3, **nan)
+    yield decode("more tiles", 1101, 3)
+    yield decode("more splits", 1149, 13)
+    name = "softmax bf16 n = 1024, mask, bias, counts"
+    yield other(name, "fewer keys", calls.row_softmax, BF16, 1008, "mask", "bias", "counts", rows=(2, 2, 7))
+    name = "gaps fp16 D64 causal"
+    between = (0.5, 0.75, 1.5, 2.0, 2.5, 4.0)
+    yield other(name, "full tiles", calls.gaps, _flash("causal", FP16, 64, **full), thresholds=between)
+    yield other(name, "NaN", calls.gaps, _flash("causal", FP16, 64), broken=127)
+
+
+CASES = {
+    case.name: case for make in (_forward, _backward, _decode, _gaps, _softmax, _counted, _others) for case in make()
+}
 CASES |= {f"stock {name}": Case(f"stock {name}", "stock", build) for name, build in stock.CALLS.items()}

@@ -20,6 +20,8 @@ from compiled.calls import Call
 from compiled.cases import CASES
 from compiled.launching import Argument, Kernel, arguments_of
 from compiled.memory import KINDS, Finding, Findings, GlobalMemory, poison_tensor
+from compiled.source import repair_lines
+from compiled.trace import Trace
 from scripts.static.targets import TARGETS
 
 
@@ -28,6 +30,7 @@ class Settings(NamedTuple):
 
     poison: int = 0xFFFF_FFFF  # a NaN in every format
     reverse: bool = False  # warps and programs in reverse order
+    traced: bool = False  # digests of what each instruction reads and writes, see trace.py; in C only
 
 
 NAN = Settings()
@@ -41,6 +44,7 @@ class Execution(NamedTuple):
     lines: Callable[[int], str]  # the instruction at a place of the program, with its line number
     executed: frozenset[int] = frozenset()  # lines of the text
     conflicts: int = 0  # additional cycles of shared memory, where they are counted
+    trace: Trace | None = None
 
 
 # Executes a kernel on arguments for a number of programs; violations are added to the findings.
@@ -131,6 +135,8 @@ def run_launches(
         execution = execute(kernel, arguments_of(launch, kernel), memory, findings, launch.grid, settings)
         for address in [] if leaves_gaps(launch) else memory.unwritten():
             findings.add("UNWRITTEN", -1, -1, address=address)
+        if call.finite and repair_lines(kernel.text) & execution.executed:
+            findings.add("REPAIRED", -1, -1)
         for finding in findings.kept():
             text = execution.lines(finding.place) if finding.place >= 0 else "the end"
             problems.append(Problem(kernel.name, finding, text))

@@ -38,6 +38,7 @@ struct shared {
     int32_t size, epoch;
     struct shadow *bytes;
     int32_t *syncs;  // of each warp
+    int64_t *loaded;  // bytes that were loaded, by the place of the instruction that wrote them; or null
 };
 
 // The instruction that accesses memory.
@@ -120,6 +121,7 @@ static int shared_load(const struct shared *memory, const struct site *at, int l
         if (b->read_epoch != memory->epoch) b->readers = 0;
         b->reader = b->readers == 0 || (b->readers == warp && b->reader == thread) ? thread : -1;
         b->read_epoch = memory->epoch, b->readers |= warp, b->read_sync = sync;
+        if (memory->loaded && b->write_epoch >= 0) memory->loaded[b->write_place]++;
         ((uint8_t *)to)[i] = b->value;
     }
     return 1;

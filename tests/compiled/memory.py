@@ -33,6 +33,7 @@ KINDS = {
     "UNFINISHED": "program that does not end",
     "HAZARD": "register that is used while its load is under way",
     "UNWRITTEN": "output element that no program writes",
+    "REPAIRED": "repair phase although all inputs are finite",
 }
 NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -175,6 +176,7 @@ class SharedStruct(ctypes.Structure):
         ("epoch", ctypes.c_int32),
         ("bytes", ctypes.c_void_p),
         ("syncs", ctypes.c_void_p),
+        ("loaded", ctypes.c_void_p),
     )
 
 
@@ -184,7 +186,7 @@ class SharedMemory:
     def __init__(self, size: int, warps: int) -> None:
         self.bytes = np.zeros(size, SHADOW)
         self.syncs = np.zeros(warps, np.int32)
-        self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data)
+        self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data, None)
 
     def start_block(self, poison: int) -> None:
         """Forget everything and fill the memory with a 32-bit pattern."""

@@ -1,7 +1,8 @@
 """Mutations of compiled text: what the executors notice when one instruction is missing or wrong.
 
 A mutant is caught by a finding (a race, a hazard, an access out of bounds, ...), by wrong numbers, by bits that differ
-in reverse order, or because the text is refused. Each survivor has to be explained.
+in reverse order, or because the text is refused. What one input does not show is tried on the other inputs of the text.
+The reasons of survivors are in reasons.py.
 """
 
 from __future__ import annotations
@@ -11,33 +12,43 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from compiled.execution import Execution, examine, executor_of
+from compiled.cases import OTHER_INPUTS
+from compiled.execution import Execution, Report, examine, executor_of
 from compiled.launching import Kernel, compile_cases
+from compiled.reasons import Comparison, Mutant, Reason
 
-
-class Mutant(NamedTuple):
-    """A text with one change."""
-
-    kind: str
-    line: int
-    text: str
-    change: str  # before → after
+# How a mutant is caught, in the order of the tables.
+WORDS = ("finding only", "finding and result", "result only", "other input", "refused", "survived")
 
 
 class Outcome(NamedTuple):
     """What a mutant did."""
 
+    target: str
     case: str
-    kernel: str
+    kernel: Kernel  # without the mutation
     mutant: Mutant
-    found: str  # the kind of the first finding, or ""
-    numbers: bool  # the results are wrong or depend on the order or the poison
+    found: str = ""  # the kind of the first finding
+    numbers: bool = False  # the results are wrong or depend on the order or the poison
     refused: str = ""
+    other: str = ""  # the case that shows it, if the first one does not
+    reason: Reason | None = None  # why nothing shows it
 
     @property
     def caught(self) -> bool:
         """Whether anything shows it."""
         return bool(self.found or self.numbers or self.refused)
+
+    @property
+    def word(self) -> str:
+        """The column of the table."""
+        if not self.caught:
+            return "survived"
+        if self.other:
+            return "other input"
+        if self.refused:
+            return "refused"
+        return WORDS[(1 if self.found else 2) if self.numbers else 0]
 
 
 def replaced(text: str, kind: str, line: int, after: str | None) -> Mutant:
@@ -65,17 +76,39 @@ def mutants_of(kernel: Kernel, executed: frozenset[int], each: int, seed: int = 
 def examine_mutants(name: str, target: str, each: int, kernels: Sequence[Kernel] | None = None) -> Iterator[Outcome]:
     """Run mutants of every kernel of a case."""
     kernels = kernels or compile_cases([name], target)[name]
+    others = OTHER_INPUTS.get(name, ())
+    for other, compiled in compile_cases(others, target).items() if others else ():
+        if [kernel.text for kernel in compiled] != [kernel.text for kernel in kernels]:
+            raise ValueError(f"{other} has another text than {name}")
     lines = executed_lines(name, target, kernels)
+    comparison = Comparison(name, target, kernels)
     for place, kernel in enumerate(kernels):
         for mutant in mutants_of(kernel, lines[place], each):
             changed = [*kernels[:place], kernel._replace(text=mutant.text), *kernels[place + 1 :]]
-            try:
-                report = examine(name, target, changed)
-            except ValueError as error:
-                yield Outcome(name, kernel.name, mutant, "", False, str(error))
-                continue
-            found = report.problems[0].finding.kind if report.problems else ""
-            yield Outcome(name, kernel.name, mutant, found, bool(report.numbers or report.unequal))
+            outcome = Outcome(target, name, kernel, mutant)
+            for case in (name, *others):
+                found = _examined(case, target, changed)
+                if isinstance(found, str) or not found.right:
+                    outcome = _caught(outcome, found, case)
+                    break
+            else:
+                outcome = outcome._replace(reason=comparison.reason_of(place, mutant))
+            yield outcome
+
+
+def _examined(case: str, target: str, kernels: Sequence[Kernel]) -> Report | str:
+    try:
+        return examine(case, target, kernels)
+    except ValueError as error:
+        return str(error)
+
+
+def _caught(outcome: Outcome, found: Report | str, case: str) -> Outcome:
+    other = case if case != outcome.case else ""
+    if isinstance(found, str):
+        return outcome._replace(refused=found, other=other)
+    kind = found.problems[0].finding.kind if found.problems else ""
+    return outcome._replace(found=kind, numbers=bool(found.numbers or found.unequal), other=other)
 
 
 def executed_lines(name: str, target: str, kernels: Sequence[Kernel]) -> list[frozenset[int]]:

@@ -11,6 +11,8 @@ from launch_tensors import outputs_of
 from compiled.cases import CASES
 from compiled.execution import NAN, examine, executor_of, run_launches
 from compiled.launching import Kernel, compile_cases
+from compiled.mutations import examine_mutants
+from compiled.reasons import UNKNOWN
 from scripts.static.targets import TARGETS as DEVICES
 
 TARGETS = ("sm_80", "gfx942")
@@ -53,6 +55,24 @@ def test_a_compiled_case_is_right_and_nothing_is_reported(
     target, kernels = compiled
     report = examine(name, target, kernels[name])
     assert report.right, str(report)
+
+
+@pytest.mark.parametrize("name", [name for name in SELECTION if "NaN" in name])
+def test_a_repair_of_finite_numbers_is_reported(
+    compiled: tuple[str, dict[str, list[Kernel]]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, kernels = compiled
+    monkeypatch.setattr("compiled.calls._is_finite", lambda x: True)  # the NaN that are planted make a repair run
+    report = examine(name, target, kernels[name])
+    assert {problem.finding.kind for problem in report.problems} == {"REPAIRED"}
+
+
+def test_mutants_are_caught_or_explained(compiled: tuple[str, dict[str, list[Kernel]]]) -> None:
+    target, kernels = compiled
+    outcomes = list(examine_mutants("stock matrix product bf16", target, 1, kernels["stock matrix product bf16"]))
+    assert any(outcome.found for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome.caught or (outcome.reason and outcome.reason.words != UNKNOWN), outcome.mutant.change
 
 
 @pytest.mark.parametrize("compiled", ["sm_80"], indirect=True)  # shuffles are an instruction of CUDA

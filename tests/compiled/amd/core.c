@@ -46,6 +46,7 @@ struct machine {
     struct site at;
     struct wave *wave;
     u64 *counts, *conflicts;
+    const struct trace *trace;
 };
 
 static inline u64 exec_of(const struct wave *w) { return (u64)w->s[EXEC + 1] << 32 | w->s[EXEC]; }
@@ -472,6 +473,34 @@ static void run_matrix(struct machine *m, const struct instruction *i) {
 
 // Execution
 
+static void note(struct seen *to, const struct wave *w, const struct operand *o, int words, u64 mask) {
+    for (int k = 0; k < words && o->kind == VECTOR; k++)
+        for (int l = 0; l < LANES; l++)
+            if (mask >> l & 1) digest(to, w->v[o->index + k][l]);
+    for (int k = 0; k < words && o->kind == SCALAR; k++) digest(to, w->s[o->index + k]);
+    if (o->kind == CONDITION) digest(to, w->scc);
+}
+
+static void note_read(struct machine *m, const struct instruction *i) {
+    if (!m->trace->read) return;
+    struct seen *to = m->trace->read + (u64)m->at.warp * m->trace->places + m->at.place;
+    for (int k = 0; k < 4; k++) note(to, m->wave, &i->source[k], i->source[k].words, ~0ull);
+}
+
+// What an instruction has written in the lanes of `exec`. A store has no result: its operands count.
+static void note_written(struct machine *m, const struct instruction *i, u64 exec) {
+    if (!m->trace->read) return;
+    const struct wave *w = m->wave;
+    struct seen *to = m->trace->written + (u64)m->at.warp * m->trace->places + m->at.place;
+    int words = i->handler == H_MATRIX ? i->m[0] * i->m[0] / 64 : i->result.words;
+    note(to, w, &i->result, words, i->handler == H_MATRIX ? ~0ull : exec);
+    note(to, w, &i->second, i->second.words, exec);
+    if (i->handler == H_STORE || i->handler == H_LOCAL_WRITE)
+        for (int k = 0; k < 4; k++) note(to, w, &i->source[k], i->source[k].words, exec);
+    if (i->handler == H_SCALAR || i->handler == H_SAVE_EXEC) digest(to, w->scc);
+    if (i->handler == H_SAVE_EXEC) digest(to, exec_of(w));
+}
+
 enum { RUNNING, AT_BARRIER, ENDED, STUCK };
 
 static int run_wave(struct machine *m, u64 *budget) {
@@ -492,6 +521,8 @@ static int run_wave(struct machine *m, u64 *budget) {
             check_idle(m, &i->result, kind);
             check_idle(m, &i->second, 0);
         }
+        u64 exec = exec_of(w);
+        note_read(m, i);
         switch (i->handler) {
         case H_VECTOR: case H_COMPARE: run_vector(m, i); break;
         case H_PACKED: run_packed(m, i); break;
@@ -506,6 +537,7 @@ static int run_wave(struct machine *m, u64 *budget) {
             w->v[i->result.index][scalar_value(w, &i->source[1]) & 63] = scalar_value(w, &i->source[0]);
             break;
         case H_BRANCH:
+            if (m->trace->read) digest(m->trace->written + (u64)m->at.warp * m->trace->places + w->pc, taken(w, i->m[0]));
             if (taken(w, i->m[0])) { w->pc = i->m[1]; continue; }
             break;
         case H_WAIT: wait_for(w, 0, i->m[0]), wait_for(w, 1, i->m[1]); break;
@@ -522,6 +554,7 @@ static int run_wave(struct machine *m, u64 *budget) {
         case H_PERMUTE: case H_SWIZZLE: run_lanes(m, i); break;
         case H_MATRIX: run_matrix(m, i); break;
         }
+        note_written(m, i, exec);
         w->pc++;
     }
 }
@@ -589,8 +622,9 @@ static void run_block(struct machine *m, struct wave *waves, int program) {
 }
 
 void run(const struct instruction *code, const struct launch *launch, const struct global *global, struct shared *shared,
-         struct findings *found, struct wave *waves, lanes *registers, lanes *private, u64 *counts, u64 *conflicts) {
-    struct machine m = {code, launch, global, shared, {found, 0, 0, 0}, 0, counts, conflicts};
+         struct findings *found, struct wave *waves, lanes *registers, lanes *private, u64 *counts, u64 *conflicts,
+         const struct trace *trace) {
+    struct machine m = {code, launch, global, shared, {found, 0, 0, 0}, 0, counts, conflicts, trace};
     for (int k = 0; k < launch->warps; k++) {
         waves[k].v = registers + k * 512;
         waves[k].private = private + k * launch->private_bytes / 4;

@@ -14,6 +14,7 @@ import numpy as np
 from compiled.execution import Execution, Settings
 from compiled.launching import Argument, Kernel
 from compiled.memory import Findings, GlobalMemory, SharedMemory
+from compiled.trace import Recorder, Trace
 
 from . import core, vectors
 from .decode import Program, decode
@@ -63,15 +64,18 @@ def execute(
     if library is None:
         start = {name: int(getattr(launch, name)) for name, _ in LaunchStruct._fields_}
         counts = vectors.run(program, memory, shared, findings, start, block, kernel.warps, settings)
-        return _execution(program, counts, 0)
+        return _execution(program, counts, 0, None)
     waves = ctypes.create_string_buffer(library.wave_size() * kernel.warps)
     registers, private = (np.empty(kernel.warps * size, np.uint8) for size in (REGISTERS, 64 * launch.private_bytes))
+    recorder = Recorder(len(program.code), kernel.warps, shared, settings.traced)
     library.run(
         ctypes.c_void_p(program.code.ctypes.data), ctypes.byref(launch), ctypes.byref(memory.c), ctypes.byref(shared.c),
         ctypes.byref(findings.c), waves,
         *(ctypes.c_void_p(array.ctypes.data) for array in (registers, private, counts, conflicts)),
+        ctypes.byref(recorder.c),
     )  # fmt: skip
-    return _execution(program, counts, int(conflicts.sum()))
+    trace = recorder.by_line(program.code["line"].tolist(), kernel.text.count("\n"))
+    return _execution(program, counts, int(conflicts.sum()), trace)
 
 
 def argument_block(text: KernelText, arguments: Sequence[Argument], grid: int, threads: int) -> np.ndarray:
@@ -123,12 +127,12 @@ def _launch(text: KernelText, kernel: Kernel, block: np.ndarray, grid: int, sett
     )  # fmt: skip
 
 
-def _execution(program: Program, counts: np.ndarray, conflicts: int) -> Execution:
+def _execution(program: Program, counts: np.ndarray, conflicts: int, trace: Trace | None) -> Execution:
     by_opcode: Counter[str] = Counter()
     for statement, count in zip(program.text.statements, counts.tolist(), strict=True):
         by_opcode[statement.opcode] += count
     lines = frozenset(program.code["line"][counts > 0].tolist())
-    return Execution(by_opcode, functools.partial(instruction_at, program), lines, conflicts)
+    return Execution(by_opcode, functools.partial(instruction_at, program), lines, conflicts, trace)
 
 
 def instruction_at(program: Program, place: int) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from .text import Statement, read_kernel
 
 _REMOVED = (
-    ("barrier", r"s_barrier$"),
-    ("wait", r"s_waitcnt$"),
-    ("matrix instruction", r"v_mfma_"),
-    ("store", r"(buffer|global)_store_"),
-    ("shared store", r"ds_write"),
-    ("shared load", r"ds_read"),
+    ("barrier removed", r"s_barrier$"),
+    ("wait removed", r"s_waitcnt$"),
+    ("matrix instruction removed", r"v_mfma_"),
+    ("global store removed", r"(buffer|global)_store_"),
+    ("shared store removed", r"ds_write"),
+    ("shared load removed", r"ds_read"),
 )
 
 
@@ -27,16 +27,16 @@ def places(text: str) -> Iterator[tuple[str, int, str | None]]:
             if re.match(pattern, opcode):
                 yield kind, statement.line, None
         if opcode == "s_and_saveexec_b64":
-            yield "guard", statement.line, f"s_mov_b64 {operands[0]}, exec"
+            yield "guard of an access removed", statement.line, f"s_mov_b64 {operands[0]}, exec"
         guarded = _guarded(statement, invalid)
         if guarded is not None and _is_offset(operands[0], statements[index + 1 : index + 40]):
-            yield "guard", statement.line, f"v_mov_b32_e32 {operands[0]}, {guarded}"
+            yield "guard of an access removed", statement.line, f"v_mov_b32_e32 {operands[0]}, {guarded}"
         if opcode.startswith("v_mfma_") and operands[1] != operands[2]:
             yield "registers swapped", statement.line, _written(statement, (0, 2, 1, 3))
         if re.match(r"ds_write2|v_sub_f32|v_sub_u32", opcode) and operands[1] != operands[2]:
             yield "registers swapped", statement.line, _written(statement, (0, 2, 1))
         if re.match(r"ds_|(buffer|global)_", opcode) and "permute" not in opcode and "swizzle" not in opcode:
-            yield "offset", statement.line, _moved(statement)
+            yield "offset changed", statement.line, _moved(statement)
 
 
 def _guarded(statement: Statement, invalid: set[str]) -> str | None:

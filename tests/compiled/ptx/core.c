@@ -148,8 +148,15 @@ struct warp {
     int32_t waiting;  // place of the barrier, −1: none
 };
 
+// Registers of an instruction as 2 · row + whether it is 64-bit, ended by −1.
+struct registers {
+    int32_t read[12], written[8];
+};
+
 struct block {
     const struct instruction *code;
+    const struct registers *registers;
+    const struct trace *trace;
     struct global *global;
     struct shared *shared;
     struct findings *found;
@@ -317,6 +324,14 @@ static void wait_for_copies(struct block *k, const struct site *at, struct warp 
     w->copies = left;
 }
 
+static void note(struct seen *to, const struct warp *w, const int32_t *registers, uint32_t mask) {
+    for (; *registers >= 0; registers++) {
+        const uint32_t *row = w->file + 32 * (int64_t)(*registers >> 1);
+        for (int l = 0; l < LANES; l++)
+            if (mask >> l & 1) digest(to, *registers & 1 ? ((const uint64_t *)row)[l] : row[l]);
+    }
+}
+
 static void take_path(struct warp *w, int place, uint32_t mask) {
     if (!mask) return;
     int i = 0;
@@ -342,9 +357,12 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                 const uint32_t *p = w->file + 32 * (int64_t)in->predicate;
                 for (int l = 0; l < LANES; l++) if ((p[l] & 1) == (uint32_t)in->negated) mask &= ~(1u << l);
             }
+            int64_t noted = k->trace->read ? (int64_t)number * k->trace->places + pc : -1;
+            if (noted >= 0) note(k->trace->read + noted, w, k->registers[pc].read, path);
             pc++;
             switch (in->op) {
                 case OP_BRANCH:
+                    if (noted >= 0) digest(k->trace->written + noted, mask);
                     if (mask == path) pc = in->numbers[0];
                     else if (mask) {
                         for (int j = 1; j < w->paths; j++) w->at[j - 1] = w->at[j], w->mask[j - 1] = w->mask[j];
@@ -404,6 +422,7 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                     break;
                 default: elementwise(in, w, mask);
             }
+            if (noted >= 0) note(k->trace->written + noted, w, k->registers[in - k->code].written, mask);
             // Another path has been reached, or overtaken by a jump forwards.
             if (pc >= next) {
                 for (int j = 1; j < w->paths; j++) w->at[j - 1] = w->at[j], w->mask[j - 1] = w->mask[j];
@@ -421,12 +440,12 @@ static void run_warp(struct block *k, struct warp *w, int number) {
 void run_grid(
     const struct instruction *code, struct global *global, struct shared *shared, struct findings *found,
     int64_t *counts, int64_t budget, const uint32_t *start, int32_t units, int32_t thread, int32_t program, int32_t warps,
-    int32_t grid, int32_t reverse, const struct shadow *empty
+    int32_t grid, int32_t reverse, const struct shadow *empty, const struct registers *registers, const struct trace *trace
 ) {
     struct warp *all = calloc(warps, sizeof *all);
     for (int i = 0; i < warps; i++) all[i].file = malloc((size_t)units * 128);
     for (int g = 0; g < grid; g++) {
-        struct block k = {code, global, shared, found, counts, budget, reverse ? grid - 1 - g : g};
+        struct block k = {code, registers, trace, global, shared, found, counts, budget, reverse ? grid - 1 - g : g};
         memcpy(shared->bytes, empty, sizeof *empty * shared->size);
         memset(shared->syncs, 0, sizeof(int32_t) * warps);
         shared->epoch = 0;

@@ -19,7 +19,9 @@ from compiled.ptx.encode import NUMBERS, RULE_NUMBERS, Encoded, encode
 from compiled.ptx.interpret import interpret
 from compiled.ptx.numbers import POWERS
 from compiled.ptx.parse import Program, parse
+from compiled.ptx.registers import REGISTERS, registers_of
 from compiled.ptx.rules import RULES
+from compiled.trace import Recorder
 
 BUDGET = 20_000_000  # instructions of a warp, over the warps of a block
 
@@ -48,10 +50,11 @@ def execute(
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
     core = library() if in_c else None
+    recorder = Recorder(len(encoded.code), kernel.warps, shared, settings.traced and core is not None)
     if core is None:
         interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
     else:
-        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings)
+        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings, recorder)
     by_opcode: Counter[str] = Counter()
     for instruction, count in zip(program.instructions, counts[encoded.counted].tolist(), strict=True):
         by_opcode[instruction.opcode] += count
@@ -62,7 +65,9 @@ def execute(
         found = program.instructions[place]
         return f"line {found.line}: {found.text}"
 
-    return Execution(by_opcode, line, lines)
+    own = [instruction.line for instruction in program.instructions]
+    trace = recorder.by_line([own[place] for place in encoded.code["place"]], kernel.text.count("\n"), own)
+    return Execution(by_opcode, line, lines, trace=trace)
 
 
 def _run_in_c(
@@ -75,13 +80,15 @@ def _run_in_c(
     warps: int,
     grid: int,
     settings: Settings,
+    recorder: Recorder,
 ) -> None:
     empty = shared.bytes.copy()
+    registers = registers_of(encoded.code) if settings.traced else np.zeros(0, REGISTERS)
     core.run_grid(
         ctypes.c_void_p(encoded.code.ctypes.data), ctypes.byref(memory.c), ctypes.byref(shared.c),
         ctypes.byref(findings.c), ctypes.c_void_p(counts.ctypes.data), ctypes.c_int64(BUDGET),
         ctypes.c_void_p(encoded.start.ctypes.data), len(encoded.start), encoded.thread, encoded.program, warps, grid,
-        int(settings.reverse), ctypes.c_void_p(empty.ctypes.data),
+        int(settings.reverse), *(ctypes.c_void_p(x.ctypes.data) for x in (empty, registers)), ctypes.byref(recorder.c),
     )  # fmt: skip
 
 
@@ -96,9 +103,8 @@ def library() -> ctypes.CDLL | None:
     powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
     folder = Path(__file__).parent
     definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
-    return native.build(
-        definitions, "\n".join(map(_case, RULES)), powers, folder.parent / "memory.h", folder / "core.c"
-    )
+    sources = (folder.parent / "memory.h", folder.parent / "trace.h", folder / "core.c")
+    return native.build(definitions, "\n".join(map(_case, RULES)), powers, *sources)
 
 
 def _case(opcode: str) -> str:
