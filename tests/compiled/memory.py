@@ -32,6 +32,16 @@ KINDS = {
     "CONVERGENCE": "instruction for a whole warp that not all lanes execute",
     "UNFINISHED": "program that does not end",
     "HAZARD": "register that is used while its load is under way",
+    "PRODUCT_UNDER_WAY": "register of a matrix product that is not waited for",
+    "REGISTER_FENCE": "matrix product of registers that no wgmma.fence separates from their last access",
+    "FACTOR_UNDER_WAY": "write to shared memory that a matrix product under way reads",
+    "WARPGROUP": "instruction that the warps of a warpgroup do not execute alike",
+    "DESCRIPTOR": "descriptor or map with an unknown field",
+    "PROXY": "asynchronous access that no fence.proxy.async separates from an ordinary one",
+    "NOT_WAITED": "access to what a bulk copy has written, by a warp that has not waited for it",
+    "BARRIER_OBJECT": "wrong use of a barrier object in shared memory",
+    "NEVER_DONE": "wait for a phase that never completes",
+    "LEFT_UNDER_WAY": "matrix product or bulk copy that nothing waits for",
     "UNWRITTEN": "output element that no program writes",
 }
 NUMBERS = {name: number for number, name in enumerate(KINDS)}
@@ -175,6 +185,7 @@ class SharedStruct(ctypes.Structure):
         ("epoch", ctypes.c_int32),
         ("bytes", ctypes.c_void_p),
         ("syncs", ctypes.c_void_p),
+        ("further", ctypes.c_void_p),
     )
 
 

@@ -126,7 +126,7 @@ static inline double reciprocal_of_high_half(double a) {
 // ---- Programs. Registers are rows of 32 lanes; 64-bit rows take two units of 128 bytes.
 
 struct instruction {
-    int32_t op, place, predicate, negated;  // predicate −1: none
+    int32_t op, place, predicate, negated, used;  // predicate −1: none; used: number of rows without that of the address
     int32_t rows[OPERANDS];  // register rows
     int32_t numbers[4];  // sizes, targets, modes
     int64_t offset;
@@ -146,6 +146,8 @@ struct warp {
     int32_t copies, room;
     struct copy *copy;
     int32_t waiting;  // place of the barrier, −1: none
+    int32_t blocked;  // place of a wait for a barrier object, −1: none
+    struct products *products;  // NULL: no matrix product of a warpgroup
 };
 
 struct block {
@@ -156,7 +158,16 @@ struct block {
     int64_t *counts;
     int64_t budget;
     int32_t program;
+    int32_t units, map_count;  // of a register file; maps of tensors
+    const int32_t *lists;  // registers of matrix products of a warpgroup
+    const struct map *maps;
+    struct trace *traces;  // of each warpgroup
+    struct objects *objects;
 };
+
+// products.c and bulk.c
+static void use_registers(struct block *, const struct site *, struct warp *, const struct instruction *);
+static int asynchronous(struct block *, const struct site *, struct warp *, const struct instruction *, uint32_t);
 
 #define ROW(i) (w->file + 32 * (int64_t)in->rows[i])
 #define READ_pred(r, l) (r)[l]
@@ -312,6 +323,7 @@ static void wait_for_copies(struct block *k, const struct site *at, struct warp 
             b->value = one->bytes[j], b->pending = 0;
             b->write_epoch = k->shared->epoch, b->writer = 64 * at->warp + one->lane;
             b->write_sync = k->shared->syncs[at->warp];
+            if (k->shared->further) further_write(k->shared, at, one->lane, one->address + j, 1);
         }
     }
     w->copies = left;
@@ -343,6 +355,7 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                 for (int l = 0; l < LANES; l++) if ((p[l] & 1) == (uint32_t)in->negated) mask &= ~(1u << l);
             }
             pc++;
+            if (w->products) use_registers(k, &at, w, in);
             switch (in->op) {
                 case OP_BRANCH:
                     if (mask == path) pc = in->numbers[0];
@@ -402,7 +415,12 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                     if (mask != path) report(&at, CONVERGENCE, -1, mask);
                     wait_for_copies(k, &at, w, in->numbers[0]);
                     break;
-                default: elementwise(in, w, mask);
+                default:
+                    if (in->op < OP_ELECT) { elementwise(in, w, mask); break; }
+                    if (asynchronous(k, &at, w, in, mask)) break;
+                    k->budget++, k->counts[pc - 1]--;  // tried again when other warps have run
+                    w->at[0] = pc - 1, w->mask[0] = path, w->blocked = in->place;
+                    return;
             }
             // Another path has been reached, or overtaken by a jump forwards.
             if (pc >= next) {
@@ -414,51 +432,4 @@ static void run_warp(struct block *k, struct warp *w, int number) {
         }
     again:;
     }
-}
-
-// Runs the programs of a grid. `start` is the register file of a warp at its start; its rows `thread` and `program` hold
-// the thread index in the block and the program index.
-void run_grid(
-    const struct instruction *code, struct global *global, struct shared *shared, struct findings *found,
-    int64_t *counts, int64_t budget, const uint32_t *start, int32_t units, int32_t thread, int32_t program, int32_t warps,
-    int32_t grid, int32_t reverse, const struct shadow *empty
-) {
-    struct warp *all = calloc(warps, sizeof *all);
-    for (int i = 0; i < warps; i++) all[i].file = malloc((size_t)units * 128);
-    for (int g = 0; g < grid; g++) {
-        struct block k = {code, global, shared, found, counts, budget, reverse ? grid - 1 - g : g};
-        memcpy(shared->bytes, empty, sizeof *empty * shared->size);
-        memset(shared->syncs, 0, sizeof(int32_t) * warps);
-        shared->epoch = 0;
-        for (int i = 0; i < warps; i++) {
-            struct warp *w = &all[i];
-            memcpy(w->file, start, (size_t)units * 128);
-            for (int l = 0; l < LANES; l++) {
-                w->file[32 * thread + l] = 32 * i + l;
-                w->file[32 * program + l] = k.program;
-            }
-            w->paths = 1, w->at[0] = 0, w->mask[0] = 0xFFFFFFFFu, w->group = 0, w->copies = 0;
-        }
-        for (int left = warps; left;) {
-            int met = -2, equal = 1, arrived = 0, first = -1;
-            left = 0;
-            for (int j = 0; j < warps; j++) {
-                int i = reverse ? warps - 1 - j : j;
-                if (!all[i].paths) continue;
-                all[i].waiting = -1;
-                run_warp(&k, &all[i], i);
-                if (all[i].waiting < 0) continue;
-                arrived++, left++, first = i;
-                equal &= met == -2 || met == all[i].waiting, met = all[i].waiting;
-            }
-            if (arrived && (arrived != warps || !equal)) {
-                struct site at = {found, met, k.program, first};
-                report(&at, BARRIER, -1, arrived);
-                break;
-            }
-            shared->epoch++;
-        }
-    }
-    for (int i = 0; i < warps; i++) free(all[i].file), free(all[i].copy);
-    free(all);
 }

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from ctypes import Array
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from compiled import native
 from compiled.execution import Execution, Settings
 from compiled.launching import Argument, Kernel
 from compiled.memory import Findings, GlobalMemory, SharedMemory
-from compiled.ptx.encode import NUMBERS, RULE_NUMBERS, Encoded, encode
+from compiled.ptx.encode import MAP_SIZE, MAPS, NUMBERS, RULE_NUMBERS, Encoded, encode
 from compiled.ptx.interpret import interpret
 from compiled.ptx.numbers import POWERS
 from compiled.ptx.parse import Program, parse
@@ -44,6 +45,8 @@ def execute(
     if program.threads != 32 * kernel.warps:
         raise ValueError(f"{program.threads} threads per block instead of {32 * kernel.warps}")
     encoded = encode(program, arguments, grid, settings.poison)
+    if encoded.asynchronous and kernel.warps % 4:
+        raise ValueError(f"{kernel.warps} warps are no warpgroups")
     shared = SharedMemory(kernel.shared, kernel.warps)
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
@@ -51,7 +54,8 @@ def execute(
     if core is None:
         interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
     else:
-        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings)
+        maps = _maps_in_c(arguments)
+        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings, maps)
     by_opcode: Counter[str] = Counter()
     for instruction, count in zip(program.instructions, counts[encoded.counted].tolist(), strict=True):
         by_opcode[instruction.opcode] += count
@@ -65,6 +69,32 @@ def execute(
     return Execution(by_opcode, line, lines)
 
 
+class MapRow(ctypes.Structure):
+    """`struct map` of bulk.c."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("strides", ctypes.c_uint64 * 5),
+        ("shape", ctypes.c_int64 * 5),
+        ("box", ctypes.c_int32 * 5),
+        ("rank", ctypes.c_int32),
+        ("element", ctypes.c_int32),
+        ("swizzle", ctypes.c_int32),
+    )
+
+
+def _maps_in_c(arguments: Sequence[Argument]) -> Array[MapRow]:
+    given = [x.map for x in arguments if x.map is not None]
+    rows = [
+        MapRow(
+            m.address, (ctypes.c_uint64 * 5)(*m.strides), (ctypes.c_int64 * 5)(*m.shape), (ctypes.c_int32 * 5)(*m.box),
+            len(m.shape), m.element, m.swizzle,
+        )
+        for m in given
+    ]  # fmt: skip
+    return (MapRow * len(rows))(*rows)
+
+
 def _run_in_c(
     core: ctypes.CDLL,
     encoded: Encoded,
@@ -75,13 +105,15 @@ def _run_in_c(
     warps: int,
     grid: int,
     settings: Settings,
+    maps: Array[MapRow],
 ) -> None:
     empty = shared.bytes.copy()
     core.run_grid(
         ctypes.c_void_p(encoded.code.ctypes.data), ctypes.byref(memory.c), ctypes.byref(shared.c),
         ctypes.byref(findings.c), ctypes.c_void_p(counts.ctypes.data), ctypes.c_int64(BUDGET),
         ctypes.c_void_p(encoded.start.ctypes.data), len(encoded.start), encoded.thread, encoded.program, warps, grid,
-        int(settings.reverse), ctypes.c_void_p(empty.ctypes.data),
+        int(settings.reverse), ctypes.c_void_p(empty.ctypes.data), int(encoded.asynchronous),
+        ctypes.c_void_p(encoded.lists.ctypes.data), maps, len(maps),
     )  # fmt: skip
 
 
@@ -95,10 +127,10 @@ def library() -> ctypes.CDLL | None:
     """The C core, or None without a compiler."""
     powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
     folder = Path(__file__).parent
-    definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
-    return native.build(
-        definitions, "\n".join(map(_case, RULES)), powers, folder.parent / "memory.h", folder / "core.c"
-    )
+    definitions = [*memories.NUMBERS.items(), *NUMBERS.items(), ("MAPS", MAPS), ("MAP_SIZE", MAP_SIZE)]
+    headers = (folder.parent / name for name in ("memory.h", "asynchronous.h"))
+    cores = (folder / name for name in ("core.c", "products.c", "bulk.c", "grid.c"))
+    return native.build(definitions, "\n".join(map(_case, RULES)), powers, *headers, *cores)
 
 
 def _case(opcode: str) -> str:
