@@ -166,7 +166,7 @@ struct block {
 };
 
 // products.c and bulk.c
-static void use_registers(struct block *, const struct site *, struct warp *, const struct instruction *);
+static void use_registers(const struct site *, struct warp *, const struct instruction *);
 static int asynchronous(struct block *, const struct site *, struct warp *, const struct instruction *, uint32_t);
 
 #define ROW(i) (w->file + 32 * (int64_t)in->rows[i])
@@ -355,7 +355,7 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                 for (int l = 0; l < LANES; l++) if ((p[l] & 1) == (uint32_t)in->negated) mask &= ~(1u << l);
             }
             pc++;
-            if (w->products) use_registers(k, &at, w, in);
+            if (w->products) use_registers(&at, w, in);
             switch (in->op) {
                 case OP_BRANCH:
                     if (mask == path) pc = in->numbers[0];

@@ -202,7 +202,8 @@ class Encoder:
             rows = [self.register(result, WIDTHS[rule.result])]
             for operand, kind in zip(sources, rule.operands, strict=True):
                 rows.append(self.rule_source(instruction, operand, kind))
-            self.emit(RULE_NUMBERS[opcode], instruction, rows)
+            moves = opcode.startswith("mov.") and isinstance(sources[0], Register)
+            self.emit(RULE_NUMBERS[opcode], instruction, rows, [int(moves)])
         elif opcode.startswith("ld.param."):
             self.load_parameter(instruction)
         elif found := _MEMORY.match(opcode):

@@ -46,15 +46,17 @@ static void free_products(struct products *p) {
     if (p) free(p->product), free(p->under_way), free(p->last), free(p);
 }
 
-// An ordinary instruction accesses its registers.
-static void use_registers(struct block *k, const struct site *at, struct warp *w, const struct instruction *in) {
+// An ordinary instruction accesses its registers. A move only gives a value another name: LLVM puts some behind
+// wgmma.fence, and ptxas removes them or puts them in front of it.
+static void use_registers(const struct site *at, struct warp *w, const struct instruction *in) {
     struct products *p = w->products;
-    int reported = 0;
+    int reported = 0, moves = in->op < OP_BRANCH && in->numbers[0];
     for (int i = 0; i <= in->used; i++) {
         int row = in->rows[i < in->used ? i : OPERANDS - 1];
         if (p->under_way[row] && !reported) report(at, PRODUCT_UNDER_WAY, -1, row), reported = 1;
-        p->last[row] = USED;
+        if (!moves) p->last[row] = USED;
     }
+    if (moves) p->last[in->rows[0]] = p->last[in->rows[1]];
 }
 
 // One more instruction of a warpgroup.
@@ -111,16 +113,19 @@ static double factor_of(const uint8_t *bytes, int kind) {
     return kind ? f16(half) : bf16(half);
 }
 
-// Reads a factor [rows, depth] from shared memory.
+// Reads a factor [rows, depth] from shared memory. Only the first finding is told.
 static void read_factor(
-    struct block *k, const struct site *at, const int32_t *chunk, int rows, int transposed, int kind, double *to, int pitch, int depth_first
+    struct block *k, struct site at, const int32_t *chunk, int rows, int transposed, int kind, double *to, int pitch, int depth_first
 ) {
+    struct findings quiet = {0};
+    int32_t before = at.found->count;
     int across = transposed ? rows / 8 : 2, size = kind == 2 ? 4 : 2, each = 16 / size;
     for (int i = 0; i < (transposed ? 16 : rows); i++)
         for (int j = 0; j < across; j++) {
             uint8_t bytes[16];
             memset(bytes, 0xFF, sizeof bytes);
-            shared_load(k->shared, at, -1, (uint64_t)(uint32_t)chunk[i * across + j], bytes, 16);
+            if (at.found->count != before) at.found = &quiet;
+            shared_load(k->shared, &at, -1, (uint64_t)(uint32_t)chunk[i * across + j], bytes, 16);
             for (int e = 0; e < each; e++) {
                 int row = transposed ? each * j + e : i, column = transposed ? i : each * j + e;
                 to[depth_first ? column * pitch + row : row * pitch + column] = factor_of(bytes + size * e, kind);
@@ -163,11 +168,11 @@ static void start_product(struct block *k, struct site at, struct warp *w, const
                 }
     } else {
         int found = chunks_of(&at, a_at, 64, !!(flags & 2), one->chunk);
-        if (found) read_factor(k, &at, one->chunk, 64, !!(flags & 2), kind, &a[0][0], 16, 0);
+        if (found) read_factor(k, at, one->chunk, 64, !!(flags & 2), kind, &a[0][0], 16, 0);
         one->chunks = found;
     }
     int found = chunks_of(&at, b_at, columns, !!(flags & 4), one->chunk + one->chunks);
-    if (found) read_factor(k, &at, one->chunk + one->chunks, columns, !!(flags & 4), kind, &b[0][0], 256, 1);
+    if (found) read_factor(k, at, one->chunk + one->chunks, columns, !!(flags & 4), kind, &b[0][0], 256, 1);
     one->chunks += found;
     for (int i = 0; i < one->chunks; i++)
         for (int j = 0; j < 16 && one->chunk[i] + j < k->shared->size; j++)
