@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from compiled.asynchronous import Further
+
 Array = np.ndarray
 
 READABLE, WRITABLE, WRITTEN = 1, 2, 4
@@ -196,6 +198,7 @@ class SharedMemory:
         self.bytes = np.zeros(size, SHADOW)
         self.syncs = np.zeros(warps, np.int32)
         self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data)
+        self.further: Further | None = None  # of the numpy path; C makes its own
 
     def start_block(self, poison: int) -> None:
         """Forget everything and fill the memory with a 32-bit pattern."""

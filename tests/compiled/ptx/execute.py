@@ -14,7 +14,7 @@ import numpy as np
 from compiled import memory as memories
 from compiled import native
 from compiled.execution import Execution, Settings
-from compiled.launching import Argument, Kernel
+from compiled.launching import Argument, Kernel, Map
 from compiled.memory import Findings, GlobalMemory, SharedMemory
 from compiled.ptx.encode import MAP_SIZE, MAPS, NUMBERS, RULE_NUMBERS, Encoded, encode
 from compiled.ptx.interpret import interpret
@@ -51,10 +51,10 @@ def execute(
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
     core = library() if in_c else None
+    maps = [x.map for x in arguments if x.map is not None]
     if core is None:
-        interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
+        interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings, maps)
     else:
-        maps = _maps_in_c(arguments)
         _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings, maps)
     by_opcode: Counter[str] = Counter()
     for instruction, count in zip(program.instructions, counts[encoded.counted].tolist(), strict=True):
@@ -83,8 +83,7 @@ class MapRow(ctypes.Structure):
     )
 
 
-def _maps_in_c(arguments: Sequence[Argument]) -> Array[MapRow]:
-    given = [x.map for x in arguments if x.map is not None]
+def _maps_in_c(given: Sequence[Map]) -> Array[MapRow]:
     rows = [
         MapRow(
             m.address, (ctypes.c_uint64 * 5)(*m.strides), (ctypes.c_int64 * 5)(*m.shape), (ctypes.c_int32 * 5)(*m.box),
@@ -105,7 +104,7 @@ def _run_in_c(
     warps: int,
     grid: int,
     settings: Settings,
-    maps: Array[MapRow],
+    maps: Sequence[Map],
 ) -> None:
     empty = shared.bytes.copy()
     core.run_grid(
@@ -113,7 +112,7 @@ def _run_in_c(
         ctypes.byref(findings.c), ctypes.c_void_p(counts.ctypes.data), ctypes.c_int64(BUDGET),
         ctypes.c_void_p(encoded.start.ctypes.data), len(encoded.start), encoded.thread, encoded.program, warps, grid,
         int(settings.reverse), ctypes.c_void_p(empty.ctypes.data), int(encoded.asynchronous),
-        ctypes.c_void_p(encoded.lists.ctypes.data), maps, len(maps),
+        ctypes.c_void_p(encoded.lists.ctypes.data), _maps_in_c(maps), len(maps),
     )  # fmt: skip
 
 
