@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray
 
-# Who accesses shared memory: a thread with its loads and stores, the asynchronous proxy, or an instruction on a barrier.
+# Who accesses shared memory: a thread with its loads and stores, the asynchronous proxy, or mbarrier instructions.
 GENERIC, ASYNCHRONOUS, OBJECT = 0, 1, 2
 
 
@@ -83,11 +83,11 @@ class Further:
         if not reported and b["products"]:
             at.report("FACTOR_UNDER_WAY", lane, address)
             reported = True
-        read = int(b["read_epoch"])
-        if not reported and at.proxy == ASYNCHRONOUS and read >= 0:
-            if not self._fenced(at.warp, epoch, read, int(b["readers"]), int(b["read_fence"])):
-                at.report("PROXY", lane, address)
-                reported = True
+        read, fence = int(b["read_epoch"]), int(b["read_fence"])
+        fenced = read < 0 or self._fenced(at.warp, epoch, read, int(b["readers"]), fence)
+        if not reported and at.proxy == ASYNCHRONOUS and not fenced:
+            at.report("PROXY", lane, address)
+            reported = True
         b["delivery"] = 0
         if at.proxy == ASYNCHRONOUS:
             b["write_epoch"] = b["read_epoch"] = -1

@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A map for bulk copies: the tensor of a descriptor, and a box. Axes are in the order of PTX, the last one first."""
+    """A map for bulk copies: the tensor of a descriptor, and a box. The last axis comes first, as in PTX."""
 
     address: int
     shape: tuple[int, ...]

@@ -41,7 +41,7 @@ struct shared {
     struct further *further;  // where matrix products and bulk copies access it too (asynchronous.h), or NULL
 };
 
-// Who accesses shared memory: a thread with its loads and stores, the asynchronous proxy, or an instruction on a barrier.
+// Who accesses shared memory: a thread with its loads and stores, the asynchronous proxy, or mbarrier instructions.
 enum { GENERIC, ASYNCHRONOUS, OBJECT };
 
 // The instruction that accesses memory.

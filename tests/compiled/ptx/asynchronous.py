@@ -18,9 +18,7 @@ SPECIAL = (
 # Flags of a product.
 FACTOR_IN_REGISTERS, TRANSPOSED_A, TRANSPOSED_B, NEGATIVE_A, NEGATIVE_B = 1, 2, 4, 8, 16
 
-_PRODUCT = re.compile(
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|8)\.f32\.(?:bf16\.bf16|f16\.f16|tf32\.tf32)$"
-)
+_PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|8)\.f32\.(?:bf16\.bf16|f16\.f16|tf32\.tf32)$")
 _KINDS = {"bf16": 0, "f16": 1, "tf32": 2}
 _STORED = re.compile(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16$")
 _PLAIN = {

@@ -12,7 +12,8 @@ from compiled.access import Site, global_load, shared_claim, shared_inside, shar
 from compiled.asynchronous import ASYNCHRONOUS, OBJECT, Delivery, Further
 from compiled.launching import Map
 from compiled.memory import Findings, GlobalMemory, SharedMemory
-from compiled.ptx.encode import ADDRESS, MAP_SIZE, MAPS
+from compiled.ptx.encode import ADDRESS
+from compiled.ptx.parameters import MAP_SIZE, MAPS
 
 Array = np.ndarray
 

@@ -239,6 +239,24 @@ static void load_matrices(struct block *k, const struct site *at, struct warp *w
     }
 }
 
+static void store_matrices(struct block *k, const struct site *at, struct warp *w, const struct instruction *in) {
+    int count = in->numbers[0], transposed = in->numbers[1];
+    const uint32_t *address = ROW(OPERANDS - 1);
+    for (int i = 0; i < count; i++) {
+        uint16_t m[8][8];
+        for (int l = 0; l < LANES; l++) {
+            int g = l >> 2, t = 2 * (l & 3);
+            for (int h = 0; h < 2; h++) {
+                uint16_t value = ROW(i)[l] >> 16 * h;
+                if (transposed) m[t + h][g] = value;
+                else m[g][t + h] = value;
+            }
+        }
+        for (int r = 0; r < 8; r++)
+            shared_store(k->shared, at, 8 * i + r, (uint64_t)(uint32_t)(address[8 * i + r] + in->offset), m[r], 16);
+    }
+}
+
 // Products are exact in fp64; their sum with the accumulator is rounded once to fp32.
 static void multiply(struct warp *w, const struct instruction *in) {
     int tf32 = in->numbers[0] == 2, depth = tf32 ? 8 : 16;
@@ -389,6 +407,10 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                 case OP_LOAD_MATRICES:
                     if (mask != 0xFFFFFFFFu) report(&at, CONVERGENCE, -1, mask);
                     load_matrices(k, &at, w, in);
+                    break;
+                case OP_STORE_MATRICES:
+                    if (mask != 0xFFFFFFFFu) report(&at, CONVERGENCE, -1, mask);
+                    store_matrices(k, &at, w, in);
                     break;
                 case OP_MULTIPLY:
                     if (mask != 0xFFFFFFFFu) report(&at, CONVERGENCE, -1, mask);

@@ -10,6 +10,7 @@ import numpy as np
 
 from compiled.launching import Argument
 from compiled.ptx import asynchronous
+from compiled.ptx.parameters import parameter_values
 from compiled.ptx.parse import Address, Instruction, Literal, Operand, Pair, Program, PtxError, Register, Symbol, Vector
 from compiled.ptx.rules import RULES, WIDTHS
 
@@ -23,10 +24,6 @@ SPECIAL = (
     "LOAD_MATRICES", "MULTIPLY", "SHUFFLE", "REDUCE", "COPY", "COMMIT", "WAIT", *asynchronous.SPECIAL,
 )  # fmt: skip
 NUMBERS = {f"OP_{name}": len(RULES) + number for number, name in enumerate(SPECIAL)}
-
-# Addresses of maps: outside of every range of memory, so that only bulk copies can use them.
-MAPS = 0x7A00_0000_0000_0000
-MAP_SIZE = 128
 
 CODE = np.dtype(
     [
@@ -71,7 +68,7 @@ class Encoder:
         self.ctaid = self.row("%ctaid.x", 32)
         self.constant(grid, 32, "%nctaid.x")
         self.constant(program.threads, 32, "%ntid.x")
-        self.values, self.maps = _parameter_values(program, arguments)
+        self.values, self.maps = parameter_values(program, arguments)
         self.code: list[tuple[object, ...]] = []
         self.lists: list[int] = []
         self.starts: list[int] = []  # first entry of each instruction
@@ -144,19 +141,15 @@ class Encoder:
         return self.source(operand, bits, kind in ("f32", "f64"))
 
     def emit(
-        self, op: int | str, instruction: Instruction, rows: Sequence[int], numbers: Sequence[int] = (), offset: int = 0,
-        address: int = 0,
+        self, op: int | str, instruction: Instruction, rows: Sequence[int], numbers: Sequence[int] = (),
+        offset: int = 0, address: int = 0,
     ) -> None:  # fmt: skip
         place = len(self.starts) - 1
         predicate = -1 if instruction.predicate is None else self.register(Register(instruction.predicate), 1)
         number = NUMBERS[op] if isinstance(op, str) else op
         padded = [*rows, *[0] * (ADDRESS - len(rows)), address]
-        self.code.append(
-            (
-                number, place, predicate, instruction.negated, len(rows), padded,
-                [*numbers, *[0] * (4 - len(numbers))], offset,
-            )  # fmt: skip
-        )
+        all_numbers = [*numbers, *[0] * (4 - len(numbers))]
+        self.code.append((number, place, predicate, instruction.negated, len(rows), padded, all_numbers, offset))
 
     def expect(self, instruction: Instruction, count: int) -> tuple[Operand, ...]:
         if len(instruction.operands) != count:
@@ -341,38 +334,6 @@ class Encoder:
             raise self.error(f"an address is expected instead of {operand}")
         base: Operand = Register(operand.base) if operand.base.startswith("%") else Symbol(operand.base)
         return self.source(base, bits), operand.offset
-
-
-def _parameter_values(
-    program: Program, arguments: Sequence[Argument]
-) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Bits and size of each parameter, and the addresses of maps.
-
-    Two pointers to scratch memory follow the arguments; they are 0. Maps have no bytes here, only an address.
-    """
-    sizes = {"u64": 64, "u32": 32, "f32": 32}
-    if len(program.parameters) != len(arguments) + 2:
-        raise PtxError(f"{len(program.parameters)} parameters for {len(arguments)} arguments")
-    values: dict[str, tuple[int, int]] = {}
-    maps: dict[str, int] = {}
-    for index, (name, kind) in enumerate(program.parameters):
-        given = arguments[index] if index < len(arguments) else None
-        if (kind == "map") != (given is not None and given.type == "map"):
-            raise PtxError(f"the parameter {name} is {kind}, but the argument is {given}")
-        if kind == "map":
-            maps[name] = MAPS + MAP_SIZE * len(maps)
-            continue
-        if kind not in sizes:
-            raise PtxError(f"unknown parameter type {kind}")
-        if given is None:
-            values[name] = (0, sizes[kind])
-            continue
-        bits = {"i32": 32, "fp32": 32, "i64": 64}.get(given.type, 64 if given.type.startswith("*") else 0)
-        if bits != sizes[kind] or (given.type == "fp32") != (kind == "f32"):
-            raise PtxError(f"the parameter {name} is {kind}, but {given.name} is {given.type}")
-        whole = int(np.float32(given.value).view(np.uint32)) if given.type == "fp32" else int(given.value)
-        values[name] = (whole & ((1 << bits) - 1), bits)
-    return values, maps
 
 
 def encode(program: Program, arguments: Sequence[Argument], grid: int, poison: int) -> Encoded:

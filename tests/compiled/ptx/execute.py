@@ -16,9 +16,10 @@ from compiled import native
 from compiled.execution import Execution, Settings
 from compiled.launching import Argument, Kernel, Map
 from compiled.memory import Findings, GlobalMemory, SharedMemory
-from compiled.ptx.encode import MAP_SIZE, MAPS, NUMBERS, RULE_NUMBERS, Encoded, encode
-from compiled.ptx.interpret import interpret
+from compiled.ptx.encode import NUMBERS, RULE_NUMBERS, Encoded, encode
+from compiled.ptx.grid import interpret
 from compiled.ptx.numbers import POWERS
+from compiled.ptx.parameters import MAP_SIZE, MAPS
 from compiled.ptx.parse import Program, parse
 from compiled.ptx.rules import RULES
 

@@ -1,27 +1,9 @@
 // Runs a grid: its programs one after the other, and the warps of each up to barriers.
 
-static void store_matrices(struct block *k, const struct site *at, struct warp *w, const struct instruction *in) {
-    int count = in->numbers[0], transposed = in->numbers[1];
-    const uint32_t *address = ROW(OPERANDS - 1);
-    for (int i = 0; i < count; i++) {
-        uint16_t m[8][8];
-        for (int l = 0; l < LANES; l++) {
-            int g = l >> 2, t = 2 * (l & 3);
-            for (int h = 0; h < 2; h++) {
-                uint16_t value = ROW(i)[l] >> 16 * h;
-                if (transposed) m[t + h][g] = value;
-                else m[g][t + h] = value;
-            }
-        }
-        for (int r = 0; r < 8; r++)
-            shared_store(k->shared, at, 8 * i + r, (uint64_t)(uint32_t)(address[8 * i + r] + in->offset), m[r], 16);
-    }
-}
-
 // The instructions of sm_90. Returns 0 if the warp has to try again.
 static int asynchronous(struct block *k, const struct site *at, struct warp *w, const struct instruction *in, uint32_t mask) {
     struct further *f = k->shared->further;
-    int whole = in->op == OP_STORE_MATRICES || (in->op >= OP_PRODUCT && in->op <= OP_PROXY_FENCE);
+    int whole = in->op >= OP_PRODUCT && in->op <= OP_PROXY_FENCE;
     if (whole && mask != 0xFFFFFFFFu) report(at, CONVERGENCE, -1, mask);
     switch (in->op) {
         case OP_ELECT:  // the first lane, as GPUs do; the manual leaves it open
@@ -30,7 +12,6 @@ static int asynchronous(struct block *k, const struct site *at, struct warp *w, 
             for (int l = 0; l < LANES; l++)
                 if (mask >> l & 1) ROW(0)[l] = __builtin_ctz(mask), ROW(1)[l] = l == __builtin_ctz(mask);
             break;
-        case OP_STORE_MATRICES: store_matrices(k, at, w, in); break;
         case OP_PRODUCT: start_product(k, *at, w, in); break;
         case OP_PRODUCT_FENCE:
             trace_step(k, at, 0, 0);

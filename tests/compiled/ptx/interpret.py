@@ -10,7 +10,6 @@ import numpy as np
 
 from compiled.access import Site, global_load, global_store, shared_claim, shared_inside, shared_load, shared_store
 from compiled.asynchronous import Further
-from compiled.execution import Settings
 from compiled.launching import Map
 from compiled.memory import Findings, GlobalMemory, SharedMemory
 from compiled.ptx.bulk import Boxes
@@ -77,7 +76,9 @@ def write(file: Array, row: int, value: Array, lanes: Array) -> None:
     file[row][lanes] = value.view(np.uint32)[lanes]
 
 
-class _Block:
+class Block:
+    """A block that is executed: its memory, and a method for each special instruction."""
+
     def __init__(
         self,
         encoded: Encoded,
@@ -107,7 +108,7 @@ class _Block:
         }
 
     def run_warp(self, warp: Warp, number: int) -> None:
-        """Run until a barrier or the end; the path at the earliest place goes first."""
+        """Run until a barrier, a wait or the end; the path at the earliest place goes first."""
         while warp.paths:
             place = min(warp.paths)
             path = warp.paths.pop(place)
@@ -215,6 +216,14 @@ class _Block:
             pairs = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint32)  # [8, 4]
             warp.file[entry["rows"][i]] = pairs.reshape(-1)
 
+    def store_matrices(self, warp: Warp, entry: Any, lanes: Array, path: Array) -> None:
+        self.expect_all(lanes)
+        at = self.addresses(warp, entry, int(entry["rows"][ADDRESS]), "u32")
+        for i in range(entry["numbers"][0]):
+            matrix = warp.file[entry["rows"][i]].reshape(8, 4).view(np.uint16)
+            for row, part in enumerate(matrix.T if entry["numbers"][1] else matrix):
+                shared_store(self.shared, self.at, 8 * i + row, at[8 * i + row], part.tobytes())
+
     def multiply(self, warp: Warp, entry: Any, lanes: Array, path: Array) -> None:
         self.expect_all(lanes)
         kind = int(entry["numbers"][0])
@@ -318,39 +327,6 @@ class _Block:
         warp.copies = [copy for copy in warp.copies if copy.group >= first_kept]
 
 
-    def run_epoch(self, running: Sequence[Warp], order: Sequence[int]) -> bool:
-        """Run all warps until they end or meet at a barrier; return whether the block goes on."""
-        for warp in running:
-            warp.waiting = -1
-        blocked = list(order)
-        while blocked:
-            before, tried, blocked = self.budget, blocked, []
-            for number in tried:
-                warp = running[number]
-                if not warp.paths or warp.waiting >= 0:
-                    continue
-                warp.blocked = -1
-                self.run_warp(warp, number)
-                if warp.paths and warp.blocked >= 0:
-                    blocked.append(number)
-            if blocked and before == self.budget:
-                self.at.place, self.at.warp = running[blocked[-1]].blocked, blocked[-1]
-                self.at.report("NEVER_DONE", -1, 0)
-                return False
-        met = [number for number in order if running[number].waiting >= 0]
-        if met and (len(met) != len(running) or len({running[number].waiting for number in met}) > 1):
-            self.at.place, self.at.warp = running[met[-1]].waiting, met[-1]
-            self.at.report("BARRIER", -1, len(met))
-            return False
-        if self.further is not None:
-            self.groups.end_traces()
-            if not met:
-                self.boxes.report_left(running)
-            self.further.settle(self.shared.c.epoch)
-        self.shared.c.epoch += 1
-        return bool(met)
-
-
 def _half(value: Array, half: int, kind: int) -> Array:
     bits = ((value >> (16 * half)) & 0xFFFF).astype(np.uint16)
     return f16(bits) if kind == 1 else bf16(bits)
@@ -358,33 +334,3 @@ def _half(value: Array, half: int, kind: int) -> Array:
 
 def _bits(lanes: Array) -> int:
     return int(np.packbits(lanes, bitorder="little").view(np.uint32)[0])
-
-
-def interpret(
-    encoded: Encoded,
-    memory: GlobalMemory,
-    shared: SharedMemory,
-    findings: Findings,
-    counts: Array,
-    budget: int,
-    warps: int,
-    grid: int,
-    settings: Settings,
-    maps: Sequence[Map],
-) -> None:
-    """Run the programs of a grid."""
-    programs = range(grid)[:: -1 if settings.reverse else 1]
-    order = range(warps)[:: -1 if settings.reverse else 1]
-    with np.errstate(all="ignore"):
-        for program in programs:
-            shared.start_block(settings.poison)
-            block = _Block(encoded, memory, shared, findings, counts, budget, warps, maps)
-            block.at.program = program
-            running = [Warp(encoded.start.copy(), {0: ALL.copy()}) for _ in range(warps)]
-            for number, warp in enumerate(running):
-                warp.file[encoded.thread] = 32 * number + np.arange(LANES)
-                warp.file[encoded.program] = program
-                warp.products = Products(len(encoded.start)) if encoded.asynchronous else None
-            while block.run_epoch(running, order):
-                pass
-    shared.further = None

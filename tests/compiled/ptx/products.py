@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled.access import Site, shared_load, shared_store
+from compiled.access import Site, shared_load
 from compiled.asynchronous import ASYNCHRONOUS, Further
 from compiled.memory import Findings, SharedMemory
 from compiled.ptx.asynchronous import FACTOR_IN_REGISTERS, NEGATIVE_A, NEGATIVE_B, TRANSPOSED_A, TRANSPOSED_B
@@ -91,15 +91,6 @@ class Warpgroups:
     def _expect_all(self, lanes: Array) -> None:
         if not lanes.all():
             self.at.report("CONVERGENCE", -1, int(np.packbits(lanes, bitorder="little").view(np.uint32)[0]))
-
-    def store_matrices(self, warp: Any, entry: Any, lanes: Array, path: Array) -> None:
-        self._expect_all(lanes)
-        at = warp.file[entry["rows"][ADDRESS]].astype(np.int64) + int(entry["offset"])
-        for i in range(entry["numbers"][0]):
-            matrix = warp.file[entry["rows"][i]].reshape(8, 4).copy().view(np.uint16)
-            for row in range(8):
-                part = (matrix.T if entry["numbers"][1] else matrix)[row]
-                shared_store(self.shared, self.at, 8 * i + row, int(at[8 * i + row]) & 0xFFFF_FFFF, part.tobytes())
 
     def product_fence(self, warp: Any, entry: Any, lanes: Array, path: Array) -> None:
         self._expect_all(lanes)
