@@ -26,7 +26,7 @@ from scripts.static.per_score import with_the_rest
 from scripts.static.table import static_table
 from scripts.static.targets import TARGETS
 
-EXECUTED = ("sm_80", "gfx942")
+EXECUTED = ("sm_80", "sm_90", "gfx942")
 FAMILIES = {
     "forward": "forward, with the lists of its mask",
     "backward": "rows, dQ with dβ, dK/dV, with the lists of their mask",
@@ -77,7 +77,9 @@ def _examine_all(target: str) -> dict[str, Report]:
     for name in CASES:
         report = found[name] = examine(name, target, kernels[name])
         executed = sum(sum(counts.values()) for counts in report.counts.values())
-        sys.stdout.write(f"{target}: {name}: {'right' if report.right else str(report)}, {executed} instructions\n")
+        told = "right" if report.right else str(report)
+        told += f", {report.known} known findings" if report.known else ""
+        sys.stdout.write(f"{target}: {name}: {told}, {executed} instructions\n")
         sys.stdout.flush()
     return found
 
