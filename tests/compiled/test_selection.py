@@ -12,7 +12,9 @@ from launch_tensors import outputs_of
 
 from compiled.cases import CASES
 from compiled.execution import NAN, examine, executor_of, run_launches
+from compiled.known import KNOWN, are_known
 from compiled.launching import Kernel, compile_cases
+from compiled.memory import Finding
 from scripts.static.targets import TARGETS as DEVICES
 
 LIBRARIES = {
@@ -117,3 +119,17 @@ def test_numpy_gives_the_same_bits_as_c(
     (in_c, counts), (in_numpy, others) = results
     assert all(torch.equal(one, other) for one, other in zip(in_c, in_numpy, strict=True))
     assert counts == others
+
+
+def test_known_findings_are_exactly_the_reported_ones() -> None:
+    (target, name), known = next(iter(KNOWN.items()))
+    finding = Finding(known.kind, 0, 0, 0, 0, 0)
+    problems = [(known.kernel, finding, "line 1: cp.async.bulk.tensor.4d")] * known.count
+    assert are_known(target, name, problems, known.count) is True
+    assert are_known(target, "another case", problems, known.count) is None
+    assert are_known(target, name, [], 0) is False
+    assert are_known(target, name, problems, known.count + 1) is False
+    other = [*problems[1:], (known.kernel, finding._replace(kind="RACE"), problems[0][2])]
+    assert are_known(target, name, other, known.count) is False
+    elsewhere = [*problems[1:], (known.kernel, finding, "line 2: st.shared.b32")]
+    assert are_known(target, name, elsewhere, known.count) is False
