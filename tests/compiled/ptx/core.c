@@ -373,7 +373,7 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                 for (int l = 0; l < LANES; l++) if ((p[l] & 1) == (uint32_t)in->negated) mask &= ~(1u << l);
             }
             pc++;
-            if (w->products) use_registers(&at, w, in);
+            if (w->products && mask) use_registers(&at, w, in);
             switch (in->op) {
                 case OP_BRANCH:
                     if (mask == path) pc = in->numbers[0];

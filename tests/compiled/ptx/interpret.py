@@ -124,7 +124,7 @@ class Block:
             if entry["predicate"] >= 0:
                 lanes = path & ((warp.file[entry["predicate"]] & 1) != entry["negated"])
             op = int(entry["op"])
-            if warp.products is not None:
+            if warp.products is not None and lanes.any():
                 warp.products.use(self.at, entry)
             if op == NUMBERS["OP_BRANCH"]:
                 self.go(warp, int(entry["numbers"][0]), lanes)
