@@ -103,7 +103,7 @@ provoke: $(INSTALLED)  ## train healthy and damaged models under a monitor and w
 	$(PY) scripts/smollm2.py
 	$(PY) -m scripts.provoke --real --output .github/assets
 
-compiled: $(INSTALLED)  ## execute PTX (sm_80) and machine code (gfx942) of all kernels and write the tables; takes minutes
+compiled: $(INSTALLED)  ## execute PTX (sm_80, sm_90) and machine code (gfx942) of all kernels and write the tables; takes minutes
 	PYTHONPATH=tests:kernels:. OMP_NUM_THREADS=1 $(PY) -m compiled
 
 resources: $(INSTALLED)  ## compile every kernel for every target and write the resource table

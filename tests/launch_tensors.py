@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnscale_kernels.launch import Launch, View
 
@@ -48,9 +49,11 @@ def outputs_of(launch: Launch) -> list[Tensor]:
 
 
 def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
-    """All tensors among arguments, including those in tuples."""
+    """All tensors among arguments, including those in tuples and behind descriptors."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
+        elif isinstance(value, TensorDescriptor):
+            yield value.base
         elif isinstance(value, tuple):
             yield from tensors_of(value)

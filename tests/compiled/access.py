@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compiled.asynchronous import GENERIC
 from compiled.memory import READABLE, WRITABLE, WRITTEN, Findings, GlobalMemory, SharedMemory
 
 
@@ -18,6 +19,7 @@ class Site:
     place: int = 0
     program: int = 0
     warp: int = 0
+    proxy: int = GENERIC
 
     def report(self, kind: str, lane: int, address: int) -> None:
         """Add a finding at this instruction."""
@@ -77,6 +79,8 @@ def shared_load(memory: SharedMemory, at: Site, lane: int, address: int, size: i
     for i in range(size):
         b = memory.bytes[address + i]
         reported = reported or _conflict_with_write(b, at, lane, address + i, epoch, sync, thread)
+        if memory.further is not None:
+            reported = memory.further.read(at, lane, address + i, epoch, reported)
         if b["read_epoch"] != epoch:
             b["readers"] = 0
         alone = b["readers"] == 0 or (b["readers"] == warp and b["reader"] == thread)
@@ -105,6 +109,8 @@ def shared_claim(
                 at.report("RACE_IN_WARP", lane, address + i)
             else:
                 reported = False
+        if memory.further is not None:
+            reported = memory.further.write(at, lane, address + i, epoch, reported)
         b["write_epoch"], b["writer"], b["write_sync"], b["write_place"] = epoch, thread, sync, at.place
 
 

@@ -34,7 +34,15 @@ def _fields(launch: Launch, target: Target) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "warps": launch.warps,
         "parameters": list(parameters_of(source.signature, source.attrs)),
+        "boxes": [_box(x) for x in getattr(kernel.metadata, "tensordesc_meta", None) or ()],
     }
+
+
+def _box(given: dict[str, Any]) -> tuple[list[int], int, int]:
+    """The fields of `Box`."""
+    if given["fp4_padded"]:
+        raise ValueError("a descriptor of 4-bit numbers")
+    return given["block_size"], given["elem_size"], given["swizzle"]
 
 
 def _without_assembler() -> None:

@@ -39,12 +39,17 @@ struct shared {
     struct shadow *bytes;
     int32_t *syncs;  // of each warp
     int64_t *loaded;  // bytes that were loaded, by the place of the instruction that wrote them; or null
+    struct further *further;  // where matrix products and bulk copies access it too (asynchronous.h), or NULL
 };
+
+// Who accesses shared memory: a thread with its loads and stores, the asynchronous proxy, or mbarrier instructions.
+enum { GENERIC, ASYNCHRONOUS, OBJECT };
 
 // The instruction that accesses memory.
 struct site {
     struct findings *found;
     int32_t place, program, warp;
+    int32_t proxy;
 };
 
 static void report(const struct site *at, int kind, int lane, uint64_t address) {
@@ -55,6 +60,9 @@ static void report(const struct site *at, int kind, int lane, uint64_t address) 
     }
     found->count++;
 }
+
+static int further_read(const struct shared *memory, const struct site *at, int lane, uint64_t address, int reported);
+static int further_write(const struct shared *memory, const struct site *at, int lane, uint64_t address, int reported);
 
 static int range_of(const struct global *memory, uint64_t address, int size) {
     for (int i = 0; i < memory->ranges; i++)
@@ -117,6 +125,7 @@ static int shared_load(const struct shared *memory, const struct site *at, int l
                 else if (b->write_sync == sync) report(at, RACE_IN_WARP, lane, address + i), reported = 1;
             }
         }
+        if (memory->further) reported = further_read(memory, at, lane, address + i, reported);
         uint32_t warp = 1u << at->warp;
         if (b->read_epoch != memory->epoch) b->readers = 0;
         b->reader = b->readers == 0 || (b->readers == warp && b->reader == thread) ? thread : -1;
@@ -146,6 +155,7 @@ static void shared_claim(const struct shared *memory, const struct site *at, int
             else if (b->readers && b->reader != thread && b->read_sync == sync)
                 report(at, RACE_IN_WARP, lane, address + i), reported = 1;
         }
+        if (memory->further) reported = further_write(memory, at, lane, address + i, reported);
         b->write_epoch = memory->epoch, b->writer = thread, b->write_sync = sync, b->write_place = at->place;
     }
 }

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from compiled.asynchronous import Further
+
 Array = np.ndarray
 
 READABLE, WRITABLE, WRITTEN = 1, 2, 4
@@ -32,6 +34,16 @@ KINDS = {
     "CONVERGENCE": "instruction for a whole warp that not all lanes execute",
     "UNFINISHED": "program that does not end",
     "HAZARD": "register that is used while its load is under way",
+    "PRODUCT_UNDER_WAY": "register of a matrix product that is not waited for",
+    "REGISTER_FENCE": "matrix product of registers that no wgmma.fence separates from their last access",
+    "FACTOR_UNDER_WAY": "write to shared memory that a matrix product under way reads",
+    "WARPGROUP": "instruction that the warps of a warpgroup do not execute alike",
+    "DESCRIPTOR": "descriptor or map with an unknown field",
+    "PROXY": "asynchronous access that no fence.proxy.async separates from an ordinary one",
+    "NOT_WAITED": "access to what a bulk copy has written, by a warp that has not waited for it",
+    "BARRIER_OBJECT": "wrong use of a barrier object in shared memory",
+    "NEVER_DONE": "wait for a phase that never completes",
+    "LEFT_UNDER_WAY": "matrix product or bulk copy that nothing waits for",
     "UNWRITTEN": "output element that no program writes",
     "REPAIRED": "repair phase although all inputs are finite",
 }
@@ -177,6 +189,7 @@ class SharedStruct(ctypes.Structure):
         ("bytes", ctypes.c_void_p),
         ("syncs", ctypes.c_void_p),
         ("loaded", ctypes.c_void_p),
+        ("further", ctypes.c_void_p),
     )
 
 
@@ -186,7 +199,8 @@ class SharedMemory:
     def __init__(self, size: int, warps: int) -> None:
         self.bytes = np.zeros(size, SHADOW)
         self.syncs = np.zeros(warps, np.int32)
-        self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data, None)
+        self.c = SharedStruct(size, 0, self.bytes.ctypes.data, self.syncs.ctypes.data, None, None)
+        self.further: Further | None = None  # of the numpy path; C makes its own
 
     def start_block(self, poison: int) -> None:
         """Forget everything and fill the memory with a 32-bit pattern."""

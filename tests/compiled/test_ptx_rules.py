@@ -118,6 +118,8 @@ def f32(x: float) -> str:
         ("ex2.approx.ftz.f32", (f32(-3.0),), int(np.float32(0.125).view(np.uint32))),
         ("fma.rn.ftz.f32", (f32(1e-20), f32(1e-20), f32(0.0)), 0),
         ("popc.b32", ("0xF00F",), 8),
+        ("min.relu.s32", ("-3", "5"), 0),
+        ("min.relu.s32", ("7", "5"), 5),
     ],
 )  # fmt: skip
 def test_examples_from_the_manual(opcode: str, operands: tuple[str, ...], expected: int) -> None:
@@ -139,7 +141,38 @@ def test_examples_from_the_manual(opcode: str, operands: tuple[str, ...], expect
         ("bar.sync \t1", "another barrier than 0"),
         ("cp.async.cg.shared.global \t[%r2], [%rd2], 8, %r3", "copies of 8 bytes"),
         ("mov.b32 \t%r2, %clock", "unknown operand '%clock'"),
-        ("shfl.sync.bfly.b32 \t%r2|%p1, %r3, 1, 31, -1", "unknown operand"),
+        ("shfl.sync.bfly.b32 \t%r2|%p1, %r3, 1, 31, -1", "a register is expected instead of Pair"),
+        ("wgmma.mma_async.sync.aligned.m64n12k16.f32.bf16.bf16 \t{%r2}, %rd2, %rd3, 1, 1, 1, 0, 0", "unknown instr"),
+        ("wgmma.mma_async.sync.aligned.m64n8k8.f32.bf16.bf16 \t{%r2}, %rd2, %rd3, 1, 1, 1, 0, 0", "unknown instr"),
+        ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 \t{%r2, %r3}, %rd2, %rd3, 1, 1, 1, 0, 0", "4 registers"),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 \t{%r2, %r3, %r4, %r5}, %rd2, %rd3, 1, 1, 1, 0",
+            "with 7 operands instead of 8",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 \t{%r2, %r3, %r4, %r5}, %rd2, %rd3, 1, 2, 1, 0, 0",
+            "a factor with sign 2",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 \t{%r2, %r3, %r4, %r5}, %rd2, %rd3, 1, 1, 1, 0, 3",
+            "transposed by 3",
+        ),
+        ("wgmma.wait_group.sync.aligned \t%r2", "a number is expected"),
+        ("wgmma.fence.sync", "unknown instruction wgmma.fence.sync"),
+        ("fence.proxy.async", "unknown instruction fence.proxy.async"),
+        ("elect.sync \t%r2, -1", "two results are expected"),
+        ("mbarrier.init.shared.b64 \t[%r2], 1", "unknown instruction mbarrier.init.shared.b64"),
+        ("mbarrier.arrive.expect_tx.shared::cta.b64 \t%rd2, [%r2], 16", "the state of an arrival"),
+        (
+            "cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes \t[%r2], [%rd2], [%r3]",
+            "a map and coordinates are expected",
+        ),
+        (
+            "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes \t[%r2], [%rd2, {%r3}], [%r3]",
+            "2 registers are expected",
+        ),
+        ("mov.b64 \t%rd2, p_0", "a register is expected"),
+        ("@complete ret", "unknown predicate 'complete'"),
     ],
 )
 def test_what_is_unknown_is_an_error_that_names_it(statement: str, told: str) -> None:

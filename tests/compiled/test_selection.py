@@ -1,7 +1,9 @@
-"""A selection of the cases on both targets, executed instruction by instruction; `make compiled` runs all of them."""
+"""A selection of the cases on each target, executed instruction by instruction; `make compiled` runs all of them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,18 @@ from launch_tensors import outputs_of
 
 from compiled.cases import CASES
 from compiled.execution import NAN, examine, executor_of, run_launches
+from compiled.known import KNOWN, are_known
 from compiled.launching import Kernel, compile_cases
+from compiled.memory import Finding
 from compiled.mutations import examine_mutants
 from compiled.reasons import UNKNOWN
 from scripts.static.targets import TARGETS as DEVICES
 
-TARGETS = ("sm_80", "gfx942")
-LIBRARIES = {"sm_80": "compiled.ptx.execute.library", "gfx942": "compiled.amd.core.library"}
+LIBRARIES = {
+    "sm_80": "compiled.ptx.execute.library",
+    "sm_90": "compiled.ptx.execute.library",
+    "gfx942": "compiled.amd.core.library",
+}
 SELECTION = (
     "forward bf16 D64 causal",
     "forward bf16 D128 causal",
@@ -36,48 +43,64 @@ SELECTION = (
     "stock row softmax",
     "stock matrix product bf16",
 )
+# Products of both kinds of factors, bulk copies with one and two barrier objects, moved registers, and what is known.
+SELECTIONS = {
+    "sm_80": SELECTION,
+    "sm_90": (
+        "forward bf16 D64 causal",
+        "forward bf16 D64 padding, NaN in hidden keys",
+        "forward bf16 D64 bias",
+        "forward bf16 D64 listed mask",
+        "backward fp16 D64 causal",
+        "backward bf16 D128 mask",
+        "gaps fp16 D64 causal",
+        "stock matrix product tf32",
+        "stock matrix product bf16",
+    ),
+    "gfx942": SELECTION,
+}
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> tuple[str, dict[str, list[Kernel]]]:
-    """The target, and the kernels of the selection; Triton's cache is kept in pytest's."""
+Compiled = Callable[[str], dict[str, list[Kernel]]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Compiled:
+    """The kernels of the selection of a target; Triton's cache is kept in pytest's."""
     kept = getattr(pytestconfig, "cache", None)  # missing with -p no:cacheprovider
     cache = tmp_path_factory.mktemp("triton") if kept is None else Path(kept.mkdir("triton"))
-    return request.param, compile_cases(SELECTION, request.param, cache)
+    return functools.cache(lambda target: compile_cases(SELECTIONS[target], target, cache))
 
 
-@pytest.mark.parametrize("name", SELECTION)
-def test_a_compiled_case_is_right_and_nothing_is_reported(
-    compiled: tuple[str, dict[str, list[Kernel]]], name: str
-) -> None:
-    target, kernels = compiled
-    report = examine(name, target, kernels[name])
+@pytest.mark.parametrize(("target", "name"), [(target, name) for target, names in SELECTIONS.items() for name in names])
+def test_a_compiled_case_is_right_and_nothing_is_reported(compiled: Compiled, target: str, name: str) -> None:
+    report = examine(name, target, compiled(target)[name])
     assert report.right, str(report)
 
 
-@pytest.mark.parametrize("name", [name for name in SELECTION if "NaN" in name])
+@pytest.mark.parametrize(
+    ("target", "name"), [(x, name) for x, names in SELECTIONS.items() for name in names if "NaN" in name]
+)
 def test_a_repair_of_finite_numbers_is_reported(
-    compiled: tuple[str, dict[str, list[Kernel]]], name: str, monkeypatch: pytest.MonkeyPatch
+    compiled: Compiled, target: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, kernels = compiled
     monkeypatch.setattr("compiled.calls._is_finite", lambda x: True)  # the NaN that are planted make a repair run
-    report = examine(name, target, kernels[name])
+    report = examine(name, target, compiled(target)[name])
     assert {problem.finding.kind for problem in report.problems} == {"REPAIRED"}
 
 
-def test_mutants_are_caught_or_explained(compiled: tuple[str, dict[str, list[Kernel]]]) -> None:
-    target, kernels = compiled
-    outcomes = list(examine_mutants("stock matrix product bf16", target, 1, kernels["stock matrix product bf16"]))
+@pytest.mark.parametrize("target", SELECTIONS)
+def test_mutants_are_caught_or_explained(compiled: Compiled, target: str) -> None:
+    name = "stock matrix product bf16"
+    outcomes = list(examine_mutants(name, target, 1, compiled(target)[name]))
     assert any(outcome.found for outcome in outcomes)
     for outcome in outcomes:
         assert outcome.caught or (outcome.reason and outcome.reason.words != UNKNOWN), outcome.mutant.change
 
 
-@pytest.mark.parametrize("compiled", ["sm_80"], indirect=True)  # shuffles are an instruction of CUDA
-def test_masks_exchange_little_more_than_a_causal_rule(compiled: tuple[str, dict[str, list[Kernel]]]) -> None:
-    target, kernels = compiled
+def test_masks_exchange_little_more_than_a_causal_rule(compiled: Compiled) -> None:
+    target = "sm_80"  # shuffles are an instruction of CUDA
+    kernels = compiled(target)
     # Products of a warp per step over keys: 16 rows of 64 keys at D = 64 and of 32 keys at D = 128, for both matrices.
     for name, most in (
         ("forward bf16 D64 causal", 8),
@@ -92,11 +115,20 @@ def test_masks_exchange_little_more_than_a_causal_rule(compiled: tuple[str, dict
         assert counts["bar.sync"] / steps <= 6, f"{name}: {counts['bar.sync'] / steps:.1f} barriers per warp and step"
 
 
-@pytest.mark.parametrize("name", ["stock row softmax", "softmax fp32 n = 129"])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("sm_80", "stock row softmax"),
+        ("sm_80", "softmax fp32 n = 129"),
+        ("sm_90", "stock matrix product bf16"),
+        ("gfx942", "stock row softmax"),
+        ("gfx942", "softmax fp32 n = 129"),
+    ],
+)
 def test_numpy_gives_the_same_bits_as_c(
-    compiled: tuple[str, dict[str, list[Kernel]]], name: str, monkeypatch: pytest.MonkeyPatch
+    compiled: Compiled, target: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, kernels = compiled
+    kernels = compiled(target)
     results = []
     for in_c in (True, False):
         if not in_c:
@@ -109,3 +141,17 @@ def test_numpy_gives_the_same_bits_as_c(
     (in_c, counts), (in_numpy, others) = results
     assert all(torch.equal(one, other) for one, other in zip(in_c, in_numpy, strict=True))
     assert counts == others
+
+
+def test_known_findings_are_exactly_the_reported_ones() -> None:
+    (target, name), known = next(iter(KNOWN.items()))
+    finding = Finding(known.kind, 0, 0, 0, 0, 0)
+    problems = [(known.kernel, finding, "line 1: cp.async.bulk.tensor.4d")] * known.count
+    assert are_known(target, name, problems, known.count) is True
+    assert are_known(target, "another case", problems, known.count) is None
+    assert are_known(target, name, [], 0) is False
+    assert are_known(target, name, problems, known.count + 1) is False
+    other = [*problems[1:], (known.kernel, finding._replace(kind="RACE"), problems[0][2])]
+    assert are_known(target, name, other, known.count) is False
+    elsewhere = [*problems[1:], (known.kernel, finding, "line 2: st.shared.b32")]
+    assert are_known(target, name, elsewhere, known.count) is False

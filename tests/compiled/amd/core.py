@@ -14,7 +14,7 @@ from .decode import ELEMENTS, EXEC, M0, VCC, Condition, Flag, Handler, Kind, Row
 from .rules import NUMBER, SCALAR, VECTOR, Rule
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "arithmetic.h", HERE.parent / "memory.h", HERE.parent / "trace.h", HERE / "core.c")
+SOURCES = tuple(HERE / name for name in ("arithmetic.h", "../memory.h", "../asynchronous.h", "../trace.h", "core.c"))
 
 _READ = {
     "u32": "u32 {0} = ((const u32 *){1})[l]", "i32": "i32 {0} = ((const i32 *){1})[l]",

@@ -126,7 +126,7 @@ static inline double reciprocal_of_high_half(double a) {
 // ---- Programs. Registers are rows of 32 lanes; 64-bit rows take two units of 128 bytes.
 
 struct instruction {
-    int32_t op, place, predicate, negated;  // predicate −1: none
+    int32_t op, place, predicate, negated, used;  // predicate −1: none; used: number of rows without that of the address
     int32_t rows[OPERANDS];  // register rows
     int32_t numbers[4];  // sizes, targets, modes
     int64_t offset;
@@ -146,6 +146,8 @@ struct warp {
     int32_t copies, room;
     struct copy *copy;
     int32_t waiting;  // place of the barrier, −1: none
+    int32_t blocked;  // place of a wait for a barrier object, −1: none
+    struct products *products;  // NULL: no matrix product of a warpgroup
 };
 
 // Registers of an instruction as 2 · row + whether it is 64-bit, ended by −1.
@@ -163,7 +165,16 @@ struct block {
     int64_t *counts;
     int64_t budget;
     int32_t program;
+    int32_t units, map_count;  // of a register file; maps of tensors
+    const int32_t *lists;  // registers of matrix products of a warpgroup
+    const struct map *maps;
+    struct course *courses;  // of each warpgroup
+    struct objects *objects;
 };
+
+// products.c and bulk.c
+static void use_registers(const struct site *, struct warp *, const struct instruction *);
+static int asynchronous(struct block *, const struct site *, struct warp *, const struct instruction *, uint32_t);
 
 #define ROW(i) (w->file + 32 * (int64_t)in->rows[i])
 #define READ_pred(r, l) (r)[l]
@@ -232,6 +243,24 @@ static void load_matrices(struct block *k, const struct site *at, struct warp *w
             got[l] = transposed ? m[t][g] | (uint32_t)m[t + 1][g] << 16 : m[g][t] | (uint32_t)m[g][t + 1] << 16;
         }
         memcpy(ROW(i), got, sizeof got);
+    }
+}
+
+static void store_matrices(struct block *k, const struct site *at, struct warp *w, const struct instruction *in) {
+    int count = in->numbers[0], transposed = in->numbers[1];
+    const uint32_t *address = ROW(OPERANDS - 1);
+    for (int i = 0; i < count; i++) {
+        uint16_t m[8][8];
+        for (int l = 0; l < LANES; l++) {
+            int g = l >> 2, t = 2 * (l & 3);
+            for (int h = 0; h < 2; h++) {
+                uint16_t value = ROW(i)[l] >> 16 * h;
+                if (transposed) m[t + h][g] = value;
+                else m[g][t + h] = value;
+            }
+        }
+        for (int r = 0; r < 8; r++)
+            shared_store(k->shared, at, 8 * i + r, (uint64_t)(uint32_t)(address[8 * i + r] + in->offset), m[r], 16);
     }
 }
 
@@ -319,6 +348,7 @@ static void wait_for_copies(struct block *k, const struct site *at, struct warp 
             b->value = one->bytes[j], b->pending = 0;
             b->write_epoch = k->shared->epoch, b->writer = 64 * at->warp + one->lane;
             b->write_sync = k->shared->syncs[at->warp];
+            if (k->shared->further) further_write(k->shared, at, one->lane, one->address + j, 1);
         }
     }
     w->copies = left;
@@ -360,6 +390,7 @@ static void run_warp(struct block *k, struct warp *w, int number) {
             int64_t noted = k->trace->read ? (int64_t)number * k->trace->places + pc : -1;
             if (noted >= 0) note(k->trace->read + noted, w, k->registers[pc].read, path);
             pc++;
+            if (w->products && mask) use_registers(&at, w, in);
             switch (in->op) {
                 case OP_BRANCH:
                     if (noted >= 0) digest(k->trace->written + noted, mask);
@@ -395,6 +426,10 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                     if (mask != 0xFFFFFFFFu) report(&at, CONVERGENCE, -1, mask);
                     load_matrices(k, &at, w, in);
                     break;
+                case OP_STORE_MATRICES:
+                    if (mask != 0xFFFFFFFFu) report(&at, CONVERGENCE, -1, mask);
+                    store_matrices(k, &at, w, in);
+                    break;
                 case OP_MULTIPLY:
                     if (mask != 0xFFFFFFFFu) report(&at, CONVERGENCE, -1, mask);
                     multiply(w, in);
@@ -420,7 +455,12 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                     if (mask != path) report(&at, CONVERGENCE, -1, mask);
                     wait_for_copies(k, &at, w, in->numbers[0]);
                     break;
-                default: elementwise(in, w, mask);
+                default:
+                    if (in->op < OP_ELECT) { elementwise(in, w, mask); break; }
+                    if (asynchronous(k, &at, w, in, mask)) break;
+                    k->budget++, k->counts[pc - 1]--;  // tried again when other warps have run
+                    w->at[0] = pc - 1, w->mask[0] = path, w->blocked = in->place;
+                    return;
             }
             if (noted >= 0) note(k->trace->written + noted, w, k->registers[in - k->code].written, mask);
             // Another path has been reached, or overtaken by a jump forwards.
@@ -433,51 +473,4 @@ static void run_warp(struct block *k, struct warp *w, int number) {
         }
     again:;
     }
-}
-
-// Runs the programs of a grid. `start` is the register file of a warp at its start; its rows `thread` and `program` hold
-// the thread index in the block and the program index.
-void run_grid(
-    const struct instruction *code, struct global *global, struct shared *shared, struct findings *found,
-    int64_t *counts, int64_t budget, const uint32_t *start, int32_t units, int32_t thread, int32_t program, int32_t warps,
-    int32_t grid, int32_t reverse, const struct shadow *empty, const struct registers *registers, const struct trace *trace
-) {
-    struct warp *all = calloc(warps, sizeof *all);
-    for (int i = 0; i < warps; i++) all[i].file = malloc((size_t)units * 128);
-    for (int g = 0; g < grid; g++) {
-        struct block k = {code, registers, trace, global, shared, found, counts, budget, reverse ? grid - 1 - g : g};
-        memcpy(shared->bytes, empty, sizeof *empty * shared->size);
-        memset(shared->syncs, 0, sizeof(int32_t) * warps);
-        shared->epoch = 0;
-        for (int i = 0; i < warps; i++) {
-            struct warp *w = &all[i];
-            memcpy(w->file, start, (size_t)units * 128);
-            for (int l = 0; l < LANES; l++) {
-                w->file[32 * thread + l] = 32 * i + l;
-                w->file[32 * program + l] = k.program;
-            }
-            w->paths = 1, w->at[0] = 0, w->mask[0] = 0xFFFFFFFFu, w->group = 0, w->copies = 0;
-        }
-        for (int left = warps; left;) {
-            int met = -2, equal = 1, arrived = 0, first = -1;
-            left = 0;
-            for (int j = 0; j < warps; j++) {
-                int i = reverse ? warps - 1 - j : j;
-                if (!all[i].paths) continue;
-                all[i].waiting = -1;
-                run_warp(&k, &all[i], i);
-                if (all[i].waiting < 0) continue;
-                arrived++, left++, first = i;
-                equal &= met == -2 || met == all[i].waiting, met = all[i].waiting;
-            }
-            if (arrived && (arrived != warps || !equal)) {
-                struct site at = {found, met, k.program, first};
-                report(&at, BARRIER, -1, arrived);
-                break;
-            }
-            shared->epoch++;
-        }
-    }
-    for (int i = 0; i < warps; i++) free(all[i].file), free(all[i].copy);
-    free(all);
 }

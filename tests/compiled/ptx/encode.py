@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from compiled.launching import Argument
-from compiled.ptx.parse import Address, Instruction, Literal, Operand, Program, PtxError, Register, Symbol, Vector
+from compiled.ptx import asynchronous
+from compiled.ptx.parameters import parameter_values
+from compiled.ptx.parse import Address, Instruction, Literal, Operand, Pair, Program, PtxError, Register, Symbol, Vector
 from compiled.ptx.rules import RULES, WIDTHS
 
 OPERANDS = 16
@@ -19,14 +21,14 @@ LANES = 32
 RULE_NUMBERS = {opcode: number for number, opcode in enumerate(RULES)}
 SPECIAL = (
     "BRANCH", "RETURN", "BARRIER", "WARP_BARRIER", "LOAD_GLOBAL", "LOAD_SHARED", "STORE_GLOBAL", "STORE_SHARED",
-    "LOAD_MATRICES", "MULTIPLY", "SHUFFLE", "REDUCE", "COPY", "COMMIT", "WAIT",
+    "LOAD_MATRICES", "MULTIPLY", "SHUFFLE", "REDUCE", "COPY", "COMMIT", "WAIT", *asynchronous.SPECIAL,
 )  # fmt: skip
 NUMBERS = {f"OP_{name}": len(RULES) + number for number, name in enumerate(SPECIAL)}
 
 CODE = np.dtype(
     [
         ("op", np.int32), ("place", np.int32), ("predicate", np.int32), ("negated", np.int32),
-        ("rows", np.int32, OPERANDS), ("numbers", np.int32, 4), ("offset", np.int64),
+        ("used", np.int32), ("rows", np.int32, OPERANDS), ("numbers", np.int32, 4), ("offset", np.int64),
     ],
     align=True,
 )  # fmt: skip
@@ -51,9 +53,11 @@ class Encoded(NamedTuple):
     start: np.ndarray  # register file of a warp at its start, uint32 [units, 32]
     thread: int  # rows of the thread index and of the program index
     program: int
+    lists: np.ndarray  # rows of results and factors of matrix products of a warpgroup
+    asynchronous: bool  # whether there are such products, or bulk copies
 
 
-class _Encoder:
+class Encoder:
     def __init__(self, program: Program, arguments: Sequence[Argument], grid: int, poison: int) -> None:
         self.program = program
         self.units = 0
@@ -64,8 +68,9 @@ class _Encoder:
         self.ctaid = self.row("%ctaid.x", 32)
         self.constant(grid, 32, "%nctaid.x")
         self.constant(program.threads, 32, "%ntid.x")
-        self.values = _parameter_values(program, arguments)
+        self.values, self.maps = parameter_values(program, arguments)
         self.code: list[tuple[object, ...]] = []
+        self.lists: list[int] = []
         self.starts: list[int] = []  # first entry of each instruction
         self.line = 0
 
@@ -121,6 +126,8 @@ class _Encoder:
             raise self.error(f"{operand} is no number of {bits} bits")
         if operand == Symbol("global_smem") and bits in (32, 64):
             return self.constant(0, bits)
+        if isinstance(operand, Symbol) and operand.name in self.maps and bits == 64:
+            return self.constant(self.maps[operand.name], bits)
         return self.register(operand, bits)
 
     def rule_source(self, instruction: Instruction, operand: Operand, kind: str) -> int:
@@ -134,15 +141,15 @@ class _Encoder:
         return self.source(operand, bits, kind in ("f32", "f64"))
 
     def emit(
-        self, op: int, instruction: Instruction, rows: Sequence[int], numbers: Sequence[int] = (), offset: int = 0,
-        address: int = 0,
+        self, op: int | str, instruction: Instruction, rows: Sequence[int], numbers: Sequence[int] = (),
+        offset: int = 0, address: int = 0,
     ) -> None:  # fmt: skip
         place = len(self.starts) - 1
         predicate = -1 if instruction.predicate is None else self.register(Register(instruction.predicate), 1)
+        number = NUMBERS[op] if isinstance(op, str) else op
         padded = [*rows, *[0] * (ADDRESS - len(rows)), address]
-        self.code.append(
-            (op, place, predicate, instruction.negated, padded, [*numbers, *[0] * (4 - len(numbers))], offset)
-        )
+        all_numbers = [*numbers, *[0] * (4 - len(numbers))]
+        self.code.append((number, place, predicate, instruction.negated, len(rows), padded, all_numbers, offset))
 
     def expect(self, instruction: Instruction, count: int) -> tuple[Operand, ...]:
         if len(instruction.operands) != count:
@@ -173,19 +180,23 @@ class _Encoder:
                 start[row : row + 2].reshape(-1).view(np.uint64)[:] = value
             else:
                 start[row] = value
-        return Encoded(code, counted, start, self.thread, self.ctaid)
+        further = any(op >= NUMBERS[f"OP_{asynchronous.SPECIAL[2]}"] for op in code["op"].tolist())
+        return Encoded(code, counted, start, self.thread, self.ctaid, np.array(self.lists, np.int32), further)
 
     def instruction(self, instruction: Instruction) -> None:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode.startswith("mov.b") and any(isinstance(x, Vector) for x in operands):
             self.move_parts(instruction)
+        elif opcode.startswith("setp.") and opcode.endswith(".bf16x2"):
+            self.compare_halves(instruction)
         elif opcode in RULES:
             rule = RULES[opcode]
             result, *sources = self.expect(instruction, 1 + len(rule.operands))
             rows = [self.register(result, WIDTHS[rule.result])]
             for operand, kind in zip(sources, rule.operands, strict=True):
                 rows.append(self.rule_source(instruction, operand, kind))
-            self.emit(RULE_NUMBERS[opcode], instruction, rows)
+            moves = opcode.startswith("mov.") and isinstance(sources[0], Register)
+            self.emit(RULE_NUMBERS[opcode], instruction, rows, [int(moves)])
         elif opcode.startswith("ld.param."):
             self.load_parameter(instruction)
         elif found := _MEMORY.match(opcode):
@@ -194,19 +205,19 @@ class _Encoder:
             vector, address = self.expect(instruction, 2)
             rows = self.vector(vector, int(found[1]), 32)
             base, offset = self.address(address, 32)
-            self.emit(NUMBERS["OP_LOAD_MATRICES"], instruction, rows, [len(rows), bool(found[2])], offset, base)
+            self.emit("OP_LOAD_MATRICES", instruction, rows, [len(rows), bool(found[2])], offset, base)
         elif opcode in _PRODUCTS:
             operands = self.expect(instruction, 4)
             rows = [row for x, count in zip(operands, (4, 4, 2, 4), strict=True) for row in self.vector(x, count, 32)]
-            self.emit(NUMBERS["OP_MULTIPLY"], instruction, rows, [_PRODUCTS[opcode]])
+            self.emit("OP_MULTIPLY", instruction, rows, [_PRODUCTS[opcode]])
         elif opcode in _SHUFFLES:
             result, *sources = self.expect(instruction, 5)
             rows = [self.register(result, 32), *(self.source(x, 32) for x in sources)]
-            self.emit(NUMBERS["OP_SHUFFLE"], instruction, rows, [_SHUFFLES[opcode]])
+            self.emit("OP_SHUFFLE", instruction, rows, [_SHUFFLES[opcode]])
         elif opcode in _REDUCTIONS:
             result, *sources = self.expect(instruction, 3)
             rows = [self.register(result, 32), *(self.source(x, 32) for x in sources)]
-            self.emit(NUMBERS["OP_REDUCE"], instruction, rows, [_REDUCTIONS[opcode]])
+            self.emit("OP_REDUCE", instruction, rows, [_REDUCTIONS[opcode]])
         else:
             self.control(instruction)
 
@@ -217,27 +228,27 @@ class _Encoder:
             (label,) = self.expect(instruction, 1)
             if not isinstance(label, Symbol) or label.name not in self.program.labels:
                 raise self.error(f"unknown label {label}")
-            self.emit(NUMBERS["OP_BRANCH"], instruction, [], [self.program.labels[label.name]])
+            self.emit("OP_BRANCH", instruction, [], [self.program.labels[label.name]])
         elif opcode == "ret":
             self.expect(instruction, 0)
-            self.emit(NUMBERS["OP_RETURN"], instruction, [])
+            self.emit("OP_RETURN", instruction, [])
         elif opcode == "bar.sync":
             if self.expect(instruction, 1) != (Literal(0, "int"),):
                 raise self.error("another barrier than 0")
-            self.emit(NUMBERS["OP_BARRIER"], instruction, [])
+            self.emit("OP_BARRIER", instruction, [])
         elif opcode == "bar.warp.sync":
-            self.emit(NUMBERS["OP_WARP_BARRIER"], instruction, [self.source(self.expect(instruction, 1)[0], 32)])
+            self.emit("OP_WARP_BARRIER", instruction, [self.source(self.expect(instruction, 1)[0], 32)])
         elif opcode in ("cp.async.cg.shared.global", "cp.async.ca.shared.global"):
             self.copy(instruction)
         elif opcode == "cp.async.commit_group":
             self.expect(instruction, 0)
-            self.emit(NUMBERS["OP_COMMIT"], instruction, [])
+            self.emit("OP_COMMIT", instruction, [])
         elif opcode == "cp.async.wait_group":
             (count,) = self.expect(instruction, 1)
             if not isinstance(count, Literal):
                 raise self.error("a number is expected")
-            self.emit(NUMBERS["OP_WAIT"], instruction, [], [count.value])
-        else:
+            self.emit("OP_WAIT", instruction, [], [count.value])
+        elif not asynchronous.encode_asynchronous(self, instruction):
             raise self.error(f"unknown instruction {opcode}")
 
     def copy(self, instruction: Instruction) -> None:
@@ -251,7 +262,7 @@ class _Encoder:
         source, source_offset = self.address(operands[1], 64)
         given = self.source(operands[3], 32) if len(operands) == 4 else 0
         numbers = [size, len(operands) == 4, source_offset]
-        self.emit(NUMBERS["OP_COPY"], instruction, [to, source, given], numbers, offset)
+        self.emit("OP_COPY", instruction, [to, source, given], numbers, offset)
 
     def move_parts(self, instruction: Instruction) -> None:
         """Pack two registers into one of twice the width, or unpack."""
@@ -267,6 +278,18 @@ class _Encoder:
         whole = self.register(source, bits)
         for name, row in zip(("low", "high"), parts, strict=True):
             self.emit(RULE_NUMBERS[f"{name}.b{bits}"], instruction, [row, whole])
+
+    def compare_halves(self, instruction: Instruction) -> None:
+        """Compare two numbers in each register."""
+        results, *sources = self.expect(instruction, 3)
+        opcode = instruction.opcode.removesuffix("x2")
+        if opcode not in RULES or not isinstance(results, Pair):
+            raise self.error(f"unknown instruction {instruction.opcode}")
+        for name, result in zip(("low", "high"), results, strict=True):
+            parts = [self.row((name, x), 32) for x in sources]
+            for part, x in zip(parts, sources, strict=True):
+                self.emit(RULE_NUMBERS[f"{name}.b32"], instruction, [part, self.register(x, 32)])
+            self.emit(RULE_NUMBERS[opcode], instruction, [self.register(result, 1), *parts])
 
     def load_parameter(self, instruction: Instruction) -> None:
         result, address = self.expect(instruction, 2)
@@ -299,7 +322,7 @@ class _Encoder:
         wide = {self.bits_of(part.name) == 64 for part in value.parts if part.name != "_"}
         if len(wide) > 1:
             raise self.error("registers of different widths")
-        self.emit(NUMBERS[name], instruction, rows, [len(rows), bits // 8, letter == "s", wide == {True}], offset, base)
+        self.emit(name, instruction, rows, [len(rows), bits // 8, letter == "s", wide == {True}], offset, base)
 
     def vector(self, operand: Operand, count: int, *allowed: int) -> list[int]:
         if not isinstance(operand, Vector) or len(operand.parts) != count:
@@ -313,28 +336,6 @@ class _Encoder:
         return self.source(base, bits), operand.offset
 
 
-def _parameter_values(program: Program, arguments: Sequence[Argument]) -> dict[str, tuple[int, int]]:
-    """Bits and size of each parameter. Two pointers to scratch memory follow the arguments; they are 0."""
-    sizes = {"u64": 64, "u32": 32, "f32": 32}
-    if len(program.parameters) != len(arguments) + 2:
-        raise PtxError(f"{len(program.parameters)} parameters for {len(arguments)} arguments")
-    values = {}
-    for index, (name, kind) in enumerate(program.parameters):
-        if kind not in sizes:
-            raise PtxError(f"unknown parameter type {kind}")
-        if index >= len(arguments):
-            values[name] = (0, sizes[kind])
-            continue
-        argument = arguments[index]
-        bits = {"i32": 32, "fp32": 32, "i64": 64}.get(argument.type, 64 if argument.type.startswith("*") else 0)
-        if bits != sizes[kind] or (argument.type == "fp32") != (kind == "f32"):
-            raise PtxError(f"the parameter {name} is {kind}, but {argument.name} is {argument.type}")
-        value = argument.value
-        whole = int(np.float32(value).view(np.uint32)) if argument.type == "fp32" else int(value)
-        values[name] = (whole & ((1 << bits) - 1), bits)
-    return values
-
-
 def encode(program: Program, arguments: Sequence[Argument], grid: int, poison: int) -> Encoded:
     """Encode a program for one launch. Registers hold the poison at the start."""
-    return _Encoder(program, arguments, grid, poison).encode()
+    return Encoder(program, arguments, grid, poison).encode()

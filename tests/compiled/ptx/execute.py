@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from ctypes import Array
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ import numpy as np
 from compiled import memory as memories
 from compiled import native
 from compiled.execution import Execution, Settings
-from compiled.launching import Argument, Kernel
+from compiled.launching import Argument, Kernel, Map
 from compiled.memory import Findings, GlobalMemory, SharedMemory
 from compiled.ptx.encode import NUMBERS, RULE_NUMBERS, Encoded, encode
-from compiled.ptx.interpret import interpret
+from compiled.ptx.grid import interpret
 from compiled.ptx.numbers import POWERS
+from compiled.ptx.parameters import MAP_SIZE, MAPS
 from compiled.ptx.parse import Program, parse
 from compiled.ptx.registers import REGISTERS, registers_of
 from compiled.ptx.rules import RULES
@@ -46,15 +48,18 @@ def execute(
     if program.threads != 32 * kernel.warps:
         raise ValueError(f"{program.threads} threads per block instead of {32 * kernel.warps}")
     encoded = encode(program, arguments, grid, settings.poison)
+    if encoded.asynchronous and kernel.warps % 4:
+        raise ValueError(f"{kernel.warps} warps are no warpgroups")
     shared = SharedMemory(kernel.shared, kernel.warps)
     shared.start_block(settings.poison)
     counts = np.zeros(len(encoded.code), np.int64)
     core = library() if in_c else None
     recorder = Recorder(len(encoded.code), kernel.warps, shared, settings.traced and core is not None)
+    maps = [x.map for x in arguments if x.map is not None]
     if core is None:
-        interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings)
+        interpret(encoded, memory, shared, findings, counts, BUDGET, kernel.warps, grid, settings, maps)
     else:
-        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings, recorder)
+        _run_in_c(core, encoded, memory, shared, findings, counts, kernel.warps, grid, settings, recorder, maps)
     by_opcode: Counter[str] = Counter()
     for instruction, count in zip(program.instructions, counts[encoded.counted].tolist(), strict=True):
         by_opcode[instruction.opcode] += count
@@ -70,6 +75,31 @@ def execute(
     return Execution(by_opcode, line, lines, trace=trace)
 
 
+class MapRow(ctypes.Structure):
+    """`struct map` of bulk.c."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("strides", ctypes.c_uint64 * 5),
+        ("shape", ctypes.c_int64 * 5),
+        ("box", ctypes.c_int32 * 5),
+        ("rank", ctypes.c_int32),
+        ("element", ctypes.c_int32),
+        ("swizzle", ctypes.c_int32),
+    )
+
+
+def _maps_in_c(given: Sequence[Map]) -> Array[MapRow]:
+    rows = [
+        MapRow(
+            m.address, (ctypes.c_uint64 * 5)(*m.strides), (ctypes.c_int64 * 5)(*m.shape), (ctypes.c_int32 * 5)(*m.box),
+            len(m.shape), m.element, m.swizzle,
+        )
+        for m in given
+    ]  # fmt: skip
+    return (MapRow * len(rows))(*rows)
+
+
 def _run_in_c(
     core: ctypes.CDLL,
     encoded: Encoded,
@@ -81,6 +111,7 @@ def _run_in_c(
     grid: int,
     settings: Settings,
     recorder: Recorder,
+    maps: Sequence[Map],
 ) -> None:
     empty = shared.bytes.copy()
     registers = registers_of(encoded.code) if settings.traced else np.zeros(0, REGISTERS)
@@ -89,6 +120,7 @@ def _run_in_c(
         ctypes.byref(findings.c), ctypes.c_void_p(counts.ctypes.data), ctypes.c_int64(BUDGET),
         ctypes.c_void_p(encoded.start.ctypes.data), len(encoded.start), encoded.thread, encoded.program, warps, grid,
         int(settings.reverse), *(ctypes.c_void_p(x.ctypes.data) for x in (empty, registers)), ctypes.byref(recorder.c),
+        int(encoded.asynchronous), ctypes.c_void_p(encoded.lists.ctypes.data), _maps_in_c(maps), len(maps),
     )  # fmt: skip
 
 
@@ -102,9 +134,10 @@ def library() -> ctypes.CDLL | None:
     """The C core, or None without a compiler."""
     powers = "static const double POWERS[] = {" + ", ".join(float(power).hex() for power in POWERS) + "};"
     folder = Path(__file__).parent
-    definitions = [*memories.NUMBERS.items(), *NUMBERS.items()]
-    sources = (folder.parent / "memory.h", folder.parent / "trace.h", folder / "core.c")
-    return native.build(definitions, "\n".join(map(_case, RULES)), powers, *sources)
+    definitions = [*memories.NUMBERS.items(), *NUMBERS.items(), ("MAPS", MAPS), ("MAP_SIZE", MAP_SIZE)]
+    headers = (folder.parent / name for name in ("memory.h", "asynchronous.h", "trace.h"))
+    cores = (folder / name for name in ("core.c", "products.c", "bulk.c", "grid.c"))
+    return native.build(definitions, "\n".join(map(_case, RULES)), powers, *headers, *cores)
 
 
 def _case(opcode: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from compiled.access import Site, global_load, global_store, shared_claim, shared_inside, shared_load, shared_store
-from compiled.execution import Settings
+from compiled.asynchronous import Further
+from compiled.launching import Map
 from compiled.memory import Findings, GlobalMemory, SharedMemory
+from compiled.ptx.bulk import Boxes
 from compiled.ptx.encode import ADDRESS, LANES, NUMBERS, Encoded
 from compiled.ptx.numbers import FUNCTIONS, bf16, canonical_f32, f16
+from compiled.ptx.products import Products, Warpgroups
 from compiled.ptx.rules import RULES
 
 Array = np.ndarray
@@ -42,6 +45,8 @@ class Warp:
     group: int = 0
     copies: list[Copy] = field(default_factory=list)
     waiting: int = -1
+    blocked: int = -1
+    products: Products | None = None
 
 
 def _compile(expression: str) -> Any:
@@ -71,7 +76,9 @@ def write(file: Array, row: int, value: Array, lanes: Array) -> None:
     file[row][lanes] = value.view(np.uint32)[lanes]
 
 
-class _Block:
+class Block:
+    """A block that is executed: its memory, and a method for each special instruction."""
+
     def __init__(
         self,
         encoded: Encoded,
@@ -80,18 +87,28 @@ class _Block:
         findings: Findings,
         counts: Array,
         budget: int,
+        warps: int,
+        maps: Sequence[Map],
     ) -> None:
         self.code, self.memory, self.shared = encoded.code, memory, shared
         self.counts, self.budget = counts, budget
         self.at = Site(findings)
-        self.special: dict[int, Callable[..., None]] = {
-            number: getattr(self, name)
+        self.further = shared.further = Further(len(shared.bytes), warps) if encoded.asynchronous else None
+        owners: list[object] = [self]
+        if self.further is not None:
+            self.groups = Warpgroups(shared, self.further, self.at, encoded.lists, warps)
+            self.boxes = Boxes(memory, shared, self.further, self.at, maps)
+            owners += [self.groups, self.boxes]
+        # Methods by the number of the instruction; False means that the warp has to try again.
+        self.special: dict[int, Callable[..., bool | None]] = {
+            number: getattr(owner, name)
             for number, name in _NAMES.items()
-            if name not in ("branch", "return", "barrier")
+            for owner in owners
+            if name not in ("branch", "return", "barrier") and hasattr(owner, name)
         }
 
     def run_warp(self, warp: Warp, number: int) -> None:
-        """Run until a barrier or the end; the path at the earliest place goes first."""
+        """Run until a barrier, a wait or the end; the path at the earliest place goes first."""
         while warp.paths:
             place = min(warp.paths)
             path = warp.paths.pop(place)
@@ -107,6 +124,8 @@ class _Block:
             if entry["predicate"] >= 0:
                 lanes = path & ((warp.file[entry["predicate"]] & 1) != entry["negated"])
             op = int(entry["op"])
+            if warp.products is not None and lanes.any():
+                warp.products.use(self.at, entry)
             if op == NUMBERS["OP_BRANCH"]:
                 self.go(warp, int(entry["numbers"][0]), lanes)
                 self.go(warp, place + 1, path & ~lanes)
@@ -114,15 +133,19 @@ class _Block:
             if op == NUMBERS["OP_RETURN"]:
                 self.go(warp, place + 1, path & ~lanes)
                 continue
+            if op in self.special and self.special[op](warp, entry, lanes, path) is False:
+                self.budget += 1
+                self.counts[place] -= 1
+                warp.paths[place], warp.blocked = path, self.at.place
+                return
             self.go(warp, place + 1, path)
+            if op in self.special:
+                continue
             if op == NUMBERS["OP_BARRIER"]:
                 if not lanes.all():
                     self.at.report("BARRIER", -1, _bits(lanes))
                 warp.waiting = self.at.place
                 return
-            if op in self.special:
-                self.special[op](warp, entry, lanes, path)
-                continue
             result, operands = _TYPES[op]
             rows = entry["rows"]
             values = [read(warp.file, int(rows[1 + i]), kind) for i, kind in enumerate(operands)]
@@ -193,6 +216,14 @@ class _Block:
             pairs = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint32)  # [8, 4]
             warp.file[entry["rows"][i]] = pairs.reshape(-1)
 
+    def store_matrices(self, warp: Warp, entry: Any, lanes: Array, path: Array) -> None:
+        self.expect_all(lanes)
+        at = self.addresses(warp, entry, int(entry["rows"][ADDRESS]), "u32")
+        for i in range(entry["numbers"][0]):
+            matrix = warp.file[entry["rows"][i]].reshape(8, 4).view(np.uint16)
+            for row, part in enumerate(matrix.T if entry["numbers"][1] else matrix):
+                shared_store(self.shared, self.at, 8 * i + row, at[8 * i + row], part.tobytes())
+
     def multiply(self, warp: Warp, entry: Any, lanes: Array, path: Array) -> None:
         self.expect_all(lanes)
         kind = int(entry["numbers"][0])
@@ -224,6 +255,15 @@ class _Block:
             results.append(canonical_f32((own + read(warp.file, rows[10 + i], "f32")).astype(np.float32)))
         for row, value in zip(rows[:4], results, strict=True):
             write(warp.file, row, value, ALL)
+
+    def elect(self, warp: Warp, entry: Any, lanes: Array, path: Array) -> None:
+        """The first lane, as GPUs do; the manual leaves it open."""
+        if not lanes.any():
+            return
+        first = int(lanes.argmax())
+        self.expect_all(lanes, int(warp.file[entry["rows"][2]][first]))
+        write(warp.file, int(entry["rows"][0]), np.full(LANES, first, np.uint32), lanes)
+        write(warp.file, int(entry["rows"][1]), (np.arange(LANES) == first).astype(np.uint32), lanes)
 
     def shuffle(self, warp: Warp, entry: Any, lanes: Array, path: Array) -> None:
         a, by, limit, members = (warp.file[row].copy() for row in entry["rows"][1:5])
@@ -282,6 +322,8 @@ class _Block:
                 b["value"], b["pending"] = np.frombuffer(copy.bytes, np.uint8), 0
                 b["write_epoch"], b["writer"] = self.shared.c.epoch, 64 * self.at.warp + copy.lane
                 b["write_sync"] = self.shared.syncs[self.at.warp]
+                for i in range(len(copy.bytes)) if self.further is not None else ():
+                    self.further.write(self.at, copy.lane, copy.address + i, self.shared.c.epoch, True)
         warp.copies = [copy for copy in warp.copies if copy.group >= first_kept]
 
 
@@ -292,42 +334,3 @@ def _half(value: Array, half: int, kind: int) -> Array:
 
 def _bits(lanes: Array) -> int:
     return int(np.packbits(lanes, bitorder="little").view(np.uint32)[0])
-
-
-def interpret(
-    encoded: Encoded,
-    memory: GlobalMemory,
-    shared: SharedMemory,
-    findings: Findings,
-    counts: Array,
-    budget: int,
-    warps: int,
-    grid: int,
-    settings: Settings,
-) -> None:
-    """Run the programs of a grid."""
-    programs = range(grid)[:: -1 if settings.reverse else 1]
-    order = range(warps)[:: -1 if settings.reverse else 1]
-    with np.errstate(all="ignore"):
-        for program in programs:
-            shared.start_block(settings.poison)
-            block = _Block(encoded, memory, shared, findings, counts, budget)
-            block.at.program = program
-            running = [Warp(encoded.start.copy(), {0: ALL.copy()}) for _ in range(warps)]
-            for number, warp in enumerate(running):
-                warp.file[encoded.thread] = 32 * number + np.arange(LANES)
-                warp.file[encoded.program] = program
-            while any(warp.paths for warp in running):
-                met = []
-                for number in order:
-                    if running[number].paths:
-                        running[number].waiting = -1
-                        block.run_warp(running[number], number)
-                        if running[number].waiting >= 0:
-                            met.append(number)
-                places = {running[number].waiting for number in met}
-                if met and (len(met) != warps or len(places) > 1):
-                    block.at.place, block.at.warp = running[met[-1]].waiting, met[-1]
-                    block.at.report("BARRIER", -1, len(met))
-                    break
-                shared.c.epoch += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from compiled.ptx import asynchronous_mutations
 from compiled.ptx.parse import parse
 
 # The changed statement, "" if it is removed, or None where the kind does not apply.
@@ -66,6 +67,8 @@ CHANGES: dict[str, Change] = {
         r"((?:ld|st)\.global[\w.]* .*\[\s*%rd\d+\s*\+\s*)(\d+)", lambda found: f"{found[1]}{int(found[2]) + 16}"
     ),
 }
+
+CHANGES |= asynchronous_mutations.CHANGES
 
 
 def places(text: str) -> Iterator[tuple[str, int, str | None]]:

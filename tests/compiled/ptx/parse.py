@@ -43,7 +43,21 @@ class Symbol(NamedTuple):
     name: str
 
 
-Operand = Register | Literal | Vector | Address | Symbol
+class Pair(NamedTuple):
+    """Two results with a bar between them."""
+
+    first: Register
+    second: Register
+
+
+class Place(NamedTuple):
+    """Where a box begins in a tensor: the register of its map, and coordinates."""
+
+    map: Register
+    coordinates: Vector
+
+
+Operand = Register | Literal | Vector | Address | Symbol | Pair | Place
 
 
 class Instruction(NamedTuple):
@@ -69,11 +83,12 @@ class Program(NamedTuple):
 
 REGISTER_BITS = {".pred": 1, ".b16": 16, ".b32": 32, ".b64": 64, ".f32": 32, ".f64": 64}
 _HEAD = re.compile(r"\.visible \.entry (\w+)\s*\((.*?)\)\s*((?:\.\w+\s+[\d, ]+\s*)*)\{", re.DOTALL)
-_PARAMETER = re.compile(r"\.param \.(\w+)(?: \.ptr \.global \.align \d+)? (\w+)$")
+_PARAMETER = re.compile(r"\.param (?:\.(\w+)(?: \.ptr \.global \.align \d+)?|\.align 64 \.b8) (\w+)(\[128\])?$")
 _REGISTERS = re.compile(r"\.reg (\.\w+)\s+(%[a-zA-Z]+)<\d+>$")
 _SCOPED = re.compile(r"\.reg (\.\w+)\s+(\w+)$")
-_INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$", re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+|[a-z]\w*)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*(%?[\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
+_PLACE = re.compile(r"\[\s*(%\w+),\s*(\{.*\})\s*\]$")
 _KNOWN_HEADER = re.compile(
     r"\.version [\d.]+|\.target \w+(?:, \w+)*|\.address_size 64|\.extern \.shared \.align \d+ \.b8 global_smem\[\];"
     r"|\.global \.align \d+ \.b8 [\w$]+\[\d+\] = \{[\d, ]+\};"
@@ -93,9 +108,9 @@ def parse(text: str) -> Program:
     parameters = []
     for part in filter(None, (x.strip() for x in head[2].split(","))):
         found = _PARAMETER.match(part)
-        if found is None:
+        if found is None or bool(found[1]) == bool(found[3]):
             raise PtxError(f"unknown parameter {part!r}")
-        parameters.append((found[2], found[1]))
+        parameters.append((found[2], found[1] or "map"))
     threads = 0
     for limit in filter(None, (x.strip() for x in head[3].split("\n"))):
         found = _LIMITS.fullmatch(limit)
@@ -105,12 +120,17 @@ def parse(text: str) -> Program:
     registers: dict[str, int] = {}
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    scoped: dict[str, str] = {}  # registers declared in inner braces, and their unique names
+    scoped: dict[str, Operand] = {}  # registers and labels of inner braces, with unique names
+    depth = 0
     first = clean.count("\n", 0, head.end()) + 1
     for line, statement in _statements(clean[head.end() :], first):
         if statement.endswith(":"):
-            labels[statement[:-1]] = len(instructions)
+            label = Symbol(f"{statement[:-1]}_line{line}_" if depth else statement[:-1])
+            labels[label.name] = len(instructions)
+            if depth:
+                scoped[statement[:-1]] = label
         elif statement in ("{", "}"):
+            depth += 1 if statement == "{" else -1
             scoped.clear()
         elif statement.startswith(".reg"):
             declared, single = _REGISTERS.match(statement), _SCOPED.match(statement)
@@ -119,7 +139,8 @@ def parse(text: str) -> Program:
             if kind not in REGISTER_BITS:
                 raise PtxError(f"line {line}: unknown declaration {statement!r}")
             if single:
-                scoped[name] = name = f"%{name}_line{line}_"
+                unique = Register(f"%{name}_line{line}_")
+                scoped[name], name = unique, unique.name
             registers[name] = REGISTER_BITS[kind]
         elif not re.match(r"\.(loc|pragma)\s", statement):
             instructions.append(_instruction(line, statement, scoped))
@@ -128,12 +149,12 @@ def parse(text: str) -> Program:
 
 def _statements(body: str, first: int) -> Iterator[tuple[int, str]]:
     """Labels, directives and instructions up to the end of the kernel, with their lines."""
-    pending, started = "", first
+    pending, started, depth = "", first, 0
     for line, raw in enumerate(body.split("\n"), first):
         rest = raw.strip()
         if not pending:
             started = line
-            if rest == "}":
+            if rest == "}" and not depth:
                 return
             if rest.startswith(".loc"):
                 yield line, rest
@@ -141,6 +162,7 @@ def _statements(body: str, first: int) -> Iterator[tuple[int, str]]:
         pending = f"{pending} {rest}".strip()
         while pending:
             if pending[0] in "{}":
+                depth += 1 if pending[0] == "{" else -1
                 yield started, pending[0]
                 pending = pending[1:].strip()
                 continue
@@ -157,11 +179,16 @@ def _statements(body: str, first: int) -> Iterator[tuple[int, str]]:
     raise PtxError("the kernel has no end")
 
 
-def _instruction(line: int, statement: str, scoped: dict[str, str]) -> Instruction:
+def _instruction(line: int, statement: str, scoped: dict[str, Operand]) -> Instruction:
     found = _INSTRUCTION.match(statement)
     if found is None:
         raise PtxError(f"line {line}: cannot read {statement!r}")
     negated, predicate, opcode, rest = found.groups()
+    if predicate is not None and not predicate.startswith("%"):
+        named = scoped.get(predicate)
+        if not isinstance(named, Register):
+            raise PtxError(f"line {line}: unknown predicate {predicate!r}")
+        predicate = named.name
     operands = tuple(_operand(line, part, scoped) for part in _split(rest or ""))
     return Instruction(line, " ".join(statement.split()), predicate, bool(negated), opcode, operands)
 
@@ -180,9 +207,9 @@ def _split(rest: str) -> Iterator[str]:
         yield part.strip()
 
 
-def _operand(line: int, text: str, scoped: dict[str, str]) -> Operand:
+def _operand(line: int, text: str, scoped: dict[str, Operand]) -> Operand:
     if text in scoped:
-        return Register(scoped[text])
+        return scoped[text]
     if text == "_" or re.fullmatch(r"%[a-zA-Z]+\d+|%\w+\.\w+", text):
         return Register(text)
     if re.fullmatch(r"-?\d+U?|-?0[xX][0-9A-Fa-f]+U?", text):
@@ -197,6 +224,14 @@ def _operand(line: int, text: str, scoped: dict[str, str]) -> Operand:
     address = _ADDRESS.match(text)
     if address:
         return Address(address[1], int(address[2] or 0))
+    if place := _PLACE.match(text):
+        coordinates = _operand(line, place[2], scoped)
+        if isinstance(coordinates, Vector):
+            return Place(Register(place[1]), coordinates)
+    if "|" in text:
+        first, second = (_operand(line, part, scoped) for part in text.split("|", 1))
+        if isinstance(first, Register) and isinstance(second, Register):
+            return Pair(first, second)
     if re.fullmatch(r"[\w$]+", text):
         return Symbol(text)
     raise PtxError(f"line {line}: unknown operand {text!r}")

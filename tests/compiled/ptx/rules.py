@@ -37,6 +37,7 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         yield rule(f"mad.lo.{t}", f"{t} {t} {t} {t}", "a * b + c")
         yield rule(f"min.{t}", f"{t} {t} {t}", "choose(a < b, a, b)")
         yield rule(f"max.{t}", f"{t} {t} {t}", "choose(a > b, a, b)")
+    yield rule("min.relu.s32", "s32 s32 s32", "choose((a < 0) | (b < 0), 0, choose(a < b, a, b))")
     for t, wide in (("s32", "s64"), ("u32", "u64")):
         yield rule(f"mul.wide.{t}", f"{wide} {t} {t}", f"to_{wide}(a) * to_{wide}(b)")
         yield rule(f"mad.wide.{t}", f"{wide} {t} {t} {wide}", f"to_{wide}(a) * to_{wide}(b) + c")
@@ -85,6 +86,8 @@ def _rules() -> Iterator[tuple[str, Rule]]:
     yield rule("min.NaN.f32", "f32 f32 f32", "canonical_f32(choose((a != a) | (b != b), a + b, least_f32(a, b)))")
     yield rule("fma.rn.ftz.f32", "f32 f32 f32 f32", "flush(canonical_f32(fma_f32(flush(a), flush(b), flush(c))))")
     yield rule("fma.rn.bf16", "u16 u16 u16 u16", "bf16_of_odd(fma_odd(bf16(a), bf16(b), bf16(c)))")
+    for name, sign in (("add", "+"), ("mul", "*")):
+        yield rule(f"{name}.bf16", "u16 u16 u16", f"bf16_of_odd(to_f64(bf16(a)) {sign} to_f64(bf16(b)))")
     yield rule("mul.f16", "u16 u16 u16", "f16_of(f16(a) * f16(b))")
     yield rule("div.full.f32", "f32 f32 f32", "canonical_f32(a / b)")
     yield rule("ex2.approx.f32", "f32 f32", "canonical_f32(power_of_two(a))")
@@ -102,11 +105,11 @@ def _rules() -> Iterator[tuple[str, Rule]]:
         if name in ("eq", "ne"):
             for bits in ("b16", "b32", "b64"):
                 yield rule(f"setp.{name}.{bits}", f"pred u{bits[1:]} u{bits[1:]}", f"a {sign} b")
-        ordered = f"(f16(a) {sign} f16(b)) & (f16(a) == f16(a)) & (f16(b) == f16(b))"
-        yield rule(f"setp.{name}.f16", "pred u16 u16", ordered)
-        yield rule(
-            f"setp.{name}u.f16", "pred u16 u16", f"(f16(a) {sign} f16(b)) | (f16(a) != f16(a)) | (f16(b) != f16(b))"
-        )
+        for t in ("f16", "bf16"):
+            ordered = f"({t}(a) {sign} {t}(b)) & ({t}(a) == {t}(a)) & ({t}(b) == {t}(b))"
+            yield rule(f"setp.{name}.{t}", "pred u16 u16", ordered)
+            unordered = f"({t}(a) {sign} {t}(b)) | ({t}(a) != {t}(a)) | ({t}(b) != {t}(b))"
+            yield rule(f"setp.{name}u.{t}", "pred u16 u16", unordered)
     for t in ("f32", "f64"):
         yield rule(f"setp.nan.{t}", f"pred {t} {t}", "(a != a) | (b != b)")
         yield rule(f"setp.num.{t}", f"pred {t} {t}", "(a == a) & (b == b)")
@@ -129,6 +132,9 @@ def _rules() -> Iterator[tuple[str, Rule]]:
                 yield rule(f"cvt.{result}.{t}", f"{result} {t}", f"to_{result}(a)")
     yield rule("cvt.s16.s8", "s16 u16", "low_byte(a)")
     yield rule("cvt.s8.s32", "s16 s32", "low_byte(a)")
+
+    # The address of a parameter stays what it is.
+    yield rule("cvta.param.u64", "u64 u64", "a")
 
     # Parts of mov with vectors.
     yield rule("pack.b32", "u32 u16 u16", "to_u32(a) | to_u32(b) << 16")
