@@ -19,7 +19,7 @@ from attnscale._util.handles import Uncopied
 from attnscale.call.attention_call import AttentionCall
 from attnscale.call.tap import CallEvent
 from attnscale.diagnostics.delivery import Notices
-from attnscale.diagnostics.records.tally import Tally, salt_of
+from attnscale.diagnostics.records.tally import Tally, row_keys, salt_of
 from attnscale.diagnostics.tracking import Faults, LogitTracker, bound_largest, squares
 from attnscale.statistics import sample_rows
 from attnscale.statistics.rows.quantities import (
@@ -120,7 +120,7 @@ class MeasuredCall(NamedTuple):
     sources: TensorIdentity
     measures: MeasuredQuantities  # of the sampled rows
     tally: Tally  # contains the call
-    salt: int  # for the sampling keys of the rows
+    keys: Tensor  # sampling keys of the rows
 
 
 class LayerListener(Uncopied):
@@ -222,8 +222,8 @@ class LayerListener(Uncopied):
         tally = self.training if trained and event.graph else Tally() if answerable else self.evaluation
         rows, out = self._sampled(event.call), event.result.out
         call = event.call.without_padding()[0].select(rows)
-        measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, number)
-        tally.add_forward(forward_quantities(measures, call.row_beta()), salt, max_logit=largest)
+        measures, keys = measure_quantities(call), self._row_keys(call, number)
+        tally.add_forward(forward_quantities(measures, call.row_beta()), keys, max_logit=largest)
         before, after = angle_parts(call, out.index_select(2, rows), measures.visible > 0)
         value = event.call.value
         tally.note(
@@ -235,7 +235,7 @@ class LayerListener(Uncopied):
         )
         if answerable:
             sources = TensorIdentity(*_sources(event.call))
-            self._remember(MeasuredCall(sources, measures, tally, salt), number, event.graph)
+            self._remember(MeasuredCall(sources, measures, tally, keys), number, event.graph)
         rank = answerable + (tally is self.training)
         if self.capture and rank >= self._captured_rank:  # evaluation rows do not replace training rows
             self._captured_rank = rank
@@ -259,10 +259,10 @@ class LayerListener(Uncopied):
         past = self._unanswered.pop(number, None)  # also None in a second backward pass
         if past is None:
             self._number += 1  # unknown call: counted as separate rows
-            measures, salt = measure_quantities(call), salt_of(self.seed, self.rank, self._number)
+            measures, keys = measure_quantities(call), self._row_keys(call, self._number)
         else:
             self._decide(past, self.training)
-            measures, salt = past.measures, past.salt
+            measures, keys = past.measures, past.keys
             difference = torch.zeros(gradient.shape[1], device=gradient.device)
             if not past.sources.matches(*sources):
                 measures = measure_quantities(call)
@@ -270,7 +270,7 @@ class LayerListener(Uncopied):
                 difference = change.nan_to_num().amax((0, 1, 3))
             self.training.note(mismatch=difference)
         gradients = score_gradients(call, gradient.index_select(2, rows), measures)
-        self.training.add_backward(backward_quantities(measures, call.row_beta(), gradients), salt)
+        self.training.add_backward(backward_quantities(measures, call.row_beta(), gradients), keys)
 
     def gradient(self, gradient: Tensor) -> None:
         """Search the gradient of an output that is not measured for NaN and infinity."""
@@ -319,6 +319,11 @@ class LayerListener(Uncopied):
         """Add an unclassified call to the given tally."""
         if call.tally is not self.training:
             tally.absorb(call.tally)
+
+    def _row_keys(self, call: AttentionCall, number: int) -> Tensor:
+        """Keys of the sampled rows, which differ between calls, steps and processes."""
+        rows = call.query.shape[0] * call.query.shape[2]
+        return row_keys(salt_of(self.seed, self.rank, number), rows, call.query.device)
 
     def _sampled(self, call: AttentionCall) -> Tensor:
         queries, device = call.query.shape[2], call.query.device

@@ -168,7 +168,8 @@ def _broken_heads(x: Tensor) -> Tensor:
     """1 [H] for heads of [B, H, T, D] that contain NaN or infinity, else 0. Does not synchronise."""
     # A sum in float16 would overflow.
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-    return (~torch.isfinite(x.sum((0, 2, 3), dtype=wide))).to(torch.float32)
+    total = x.sum((0, 2, 3), dtype=wide)
+    return (total - total != 0).to(torch.float32)  # NaN for NaN and infinity; cheaper than isfinite
 
 
 def earliest(faults: Tensor) -> Tensor:

@@ -156,9 +156,9 @@ def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
     Histograms of several parts of a row's keys can be added.
     """
     ratios = gaps.mul_(((2 + bins.EPSILON) / _reach(best))[..., None]).sub_(bins.EPSILON)
-    integer, mantissa = (torch.int32, 23) if ratios.dtype == torch.float32 else (torch.int64, 52)
+    integer, mantissa, bias = (torch.int32, 23, 127) if ratios.dtype == torch.float32 else (torch.int64, 52, 1023)
     shift = mantissa - int(math.log2(bins.STEPS_PER_OCTAVE))
-    two = int(torch.full((), 2.0, dtype=ratios.dtype, device="cpu").view(integer)) >> shift
+    two = (bias + 1) * bins.STEPS_PER_OCTAVE  # the bits of 2.0, shifted
     index = ratios.view(integer).bitwise_right_shift_(shift).clamp_(two, two + bins.BINS - 1)  # a NaN is clamped too
     rows = ratios.shape[:-1]
     if ratios.device.type != "cpu":  # bincount would synchronise
@@ -172,15 +172,16 @@ def count_bins(best: Tensor, gaps: Tensor) -> Tensor:
 def bracket(spectrum: Spectrum) -> Accumulation:
     """Bounds of Λ from the spectrum of each row: 0 for fewer keys than ranks, ∞ for a tie, NaN for a visible NaN."""
     best, reach, rank = spectrum.best, _reach(spectrum.best), spectrum.best.shape[-1]
+    first, last = best[..., 0], best[..., -1]
     edges = torch.tensor(bins.STARTS, dtype=best.dtype, device=best.device)
     ln_counts = spectrum.counts.cumsum(-1).clamp_(min=1.0).log_()  # of N up to the end of each bin
     upper = (ln_counts / edges).amax(-1) * ((1 + bins.SLACK) / reach)
     lower = (ln_counts[..., :-1] / edges[1:]).amax(-1).clamp(min=math.log(rank)) * ((1 - bins.SLACK) / reach)
-    gap = best[..., 0] - best[..., -1]
-    enough = (gap < FAR) & (best[..., -1] > -FAR)  # excludes hidden keys; the gap of two hidden keys is 0
+    gap = first - last
+    enough = (gap < FAR) & (last > -FAR)  # excludes hidden keys; the gap of two hidden keys is 0
     lower = torch.where(enough, torch.where(gap == 0, math.inf, lower), 0.0)
     upper = torch.where(enough, torch.where(gap >= bins.TIED_BELOW, upper, math.inf), 0.0)
-    broken = best[..., 0].isnan() | (best[..., -1] == math.inf)
+    broken = first.isnan() | (last == math.inf)
     return Accumulation(*(end.masked_fill(broken, math.nan) for end in (lower, upper)))
 
 

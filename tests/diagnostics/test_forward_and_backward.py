@@ -155,12 +155,12 @@ def quantities_of(length: int, batch: int = 1, seed: int = 0):
 def test_calls_of_all_shapes_are_counted_as_their_rows_together():
     found = [quantities_of(20), quantities_of(20, seed=2), quantities_of(90), quantities_of(9, 3), quantities_of(7)]
     tally = Tally()
-    for salt, rows in enumerate(found):
-        tally.add_forward(rows, salt)
-        tally.add_backward(rows, salt)
+    keys = [row_keys(salt, rows.shape[1] * rows.shape[3], rows.device) for salt, rows in enumerate(found)]
+    for rows, keys_of_rows in zip(found, keys, strict=True):
+        tally.add_forward(rows, keys_of_rows)
+        tally.add_backward(rows, keys_of_rows)
     rows = torch.cat([one.transpose(1, 2).flatten(2) for one in found], dim=-1)
-    keys = torch.cat([row_keys(salt, one.shape[1] * one.shape[3], rows.device) for salt, one in enumerate(found)])
-    whole = Spread.of(rows, keys)
+    whole = Spread.of(rows, torch.cat(keys))
     for spread in (tally.forward, tally.backward):
         for part, same in zip(spread, whole, strict=True):
             torch.testing.assert_close(part, same, equal_nan=True, rtol=1e-6, atol=0.0)
@@ -169,7 +169,7 @@ def test_calls_of_all_shapes_are_counted_as_their_rows_together():
 def test_what_is_held_does_not_grow_with_the_calls():
     tally, rows = Tally(), quantities_of(90)
     for salt in range(2 * KEPT // 90):
-        tally.add_forward(rows, salt)
+        tally.add_forward(rows, row_keys(salt, 90, rows.device))
     assert tally.width == KEPT
     assert tally.numbers == rows.shape[0] * 2 * KEPT
     assert math.isfinite(float(tally.forward.total[0].sum()))

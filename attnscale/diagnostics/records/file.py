@@ -20,6 +20,7 @@ from attnscale.diagnostics.records.record import FORMAT, Event, Record, RunInfo,
 from attnscale.diagnostics.records.report import FIELDS, Report
 from attnscale.errors import reject
 
+BUFFER = 1 << 22  # bytes; lines of large models have half a megabyte
 LONGEST = 1 << 26  # bytes; a longer line is not a report and is not kept in memory
 ACCEPTED = "a file of reports written by JsonlSink"
 INVALID = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
@@ -75,7 +76,7 @@ class Tail:
         A report is returned as a region of the file, which `read` decodes.
         """
         try:
-            file = self.path.open("rb")
+            file = self.path.open("rb", buffering=BUFFER)
         except FileNotFoundError:
             return
         with file:
@@ -123,14 +124,15 @@ class Tail:
         records: list[Record] = []
         with self.path.open("rb") as file:
             file.seek(region.start)
-            lines = file.read(region.stop - region.start).splitlines()
-        for line in lines:
+            content = file.read(region.stop - region.start)
+        # Splitting copies a line, which takes time for a report of half a megabyte.
+        for line in [content] if content.count(b"\n") == 1 else content.splitlines():
             try:
-                content = json.loads(line)
-                if content["kind"] == "report":
-                    self._note("report", content.keys() - FIELDS)
-                    return Report.from_dict(content, names)
-                records.append(_read_record(content))
+                found = json.loads(line)
+                if found["kind"] == "report":
+                    self._note("report", found.keys() - FIELDS)
+                    return Report.from_dict(found, names)
+                records.append(_read_record(found))
             except INVALID:
                 self.skipped += 1
         return Report.of(records, region.step) if records else None
@@ -315,7 +317,8 @@ class _Block:
         self._report = report
         self._about: list[tuple[int, float | None, float | None]] = []  # step, loss and learning rate
         wanted = [names is None or name in names or f"{phase}/{name}" in names for phase, name, _ in report.keys]
-        self._rows = [row for row, want in enumerate(wanted) if want]
+        self._rows = numpy.flatnonzero(wanted)
+        self._all = all(wanted)
         self._values = numpy.empty((len(self._rows), reports * len(report.places)), numpy.float32)
 
     def fits(self, report: Report) -> bool:
@@ -330,13 +333,13 @@ class _Block:
     def add(self, report: Report) -> None:
         width = len(report.places)
         start = width * len(self._about)
-        self._values[:, start : start + width] = report.table()[self._rows].numpy()
+        table = report.table().numpy()
+        self._values[:, start : start + width] = table if self._all else table[self._rows]
         self._about.append((report.step, report.loss, report.lr))
 
     def frame(self, pandas: Any, numpy: Any) -> Any:
         layers, places, number = self._report.layers, self._report.places, len(self._about)
         columns = ["/".join(filter(None, self._report.keys[row])) for row in self._rows]
-        values = pandas.DataFrame(self._values[:, : number * len(places)].T, columns=columns, copy=False)
         modes = [mode for _, heads, mode in layers for _ in heads]
         steps, losses, rates = zip(*self._about, strict=True)
         about = {
@@ -347,7 +350,10 @@ class _Block:
             "loss": numpy.repeat(numpy.array(losses, dtype=float), len(places)),
             "lr": numpy.repeat(numpy.array(rates, dtype=float), len(places)),
         }
-        return pandas.concat([pandas.DataFrame(about), values], axis=1)
+        frame = pandas.DataFrame(self._values[:, : number * len(places)].T, columns=columns, copy=False)
+        for place, (name, column) in enumerate(about.items()):
+            frame.insert(place, name, column)
+        return frame
 
 
 def _tiled(texts: list[str], number: int, pandas: Any, numpy: Any) -> Any:

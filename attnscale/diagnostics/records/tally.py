@@ -106,27 +106,30 @@ class Tally(Uncopied):
         self.heads, self.device = 0, torch.device("cpu")  # 0 heads: no call yet
         self._noted: dict[str, Tensor] = {}  # each [H]
 
-    def add_forward(self, rows: Tensor, salt: int, *, max_logit: Tensor | None = None) -> None:
-        """Add the quantities [Q, B, H, R] of a forward call. The salt must differ between calls.
+    def add_forward(self, rows: Tensor, keys: Tensor, *, max_logit: Tensor | None = None) -> None:
+        """Add the quantities [Q, B, H, R] of a forward call. `keys` [B·R] are its `row_keys`.
 
         `max_logit` [H] is the largest logit over all rows of the call, including those not sampled.
         """
-        spread = _spread_of(rows, salt)
+        spread = _spread_of(rows, keys)
         if max_logit is not None:
             largest = spread.largest[FORWARD.index("max_logit")]
             torch.maximum(largest, max_logit, out=largest)
         self.forward = _merged(self.forward, spread)
 
-    def add_backward(self, rows: Tensor, salt: int) -> None:
-        """Add the quantities [Q, B, H, R] of a backward call."""
-        self.backward = _merged(self.backward, _spread_of(rows, salt))
+    def add_backward(self, rows: Tensor, keys: Tensor) -> None:
+        """Add the quantities [Q, B, H, R] of a backward call, with the keys of its forward call."""
+        self.backward = _merged(self.backward, _spread_of(rows, keys))
 
     def note(self, **numbers: Tensor) -> None:
         """Add scalars, one number per head, each [H]."""
         for name, value in numbers.items():
             self.heads, self.device = value.shape[0], value.device
-            join = torch.add if name in SUMS else torch.maximum
-            self._noted[name] = join(self.scalar(name), value.to(torch.float32))
+            value = value.to(torch.float32)
+            if name in self._noted:
+                join = torch.add if name in SUMS else torch.maximum
+                value = join(self._noted[name], value)
+            self._noted[name] = value
 
     def take_faults(self, faults: Tensor) -> None:
         """Set the first fault of each head, [FAULT, H]."""
@@ -166,9 +169,8 @@ class Tally(Uncopied):
         return Spread.of(row, torch.zeros(1, dtype=torch.int64, device=self.device))
 
 
-def _spread_of(rows: Tensor, salt: int) -> Spread:
-    of_heads = rows.transpose(1, 2).flatten(2)  # [Q, H, B·R]
-    return Spread.of(of_heads, row_keys(salt, of_heads.shape[-1], rows.device))
+def _spread_of(rows: Tensor, keys: Tensor) -> Spread:
+    return Spread.of(rows.transpose(1, 2).flatten(2), keys)  # [Q, H, B·R]
 
 
 def _merged(one: Spread | None, other: Spread | None) -> Spread | None:
@@ -203,7 +205,7 @@ def unpack(packed: Tensor, sample: int) -> tuple[Tensor, Tensor]:
 
 
 def row_keys(salt: int, rows: int, device: torch.device) -> Tensor:
-    """Return pseudo-random keys [rows] for the rows of a call, computed on the device from the salt."""
+    """Return pseudo-random keys [rows] for the rows of a call, computed on the device from the call's salt."""
     first, second = salt & _BITS, salt >> 32 & _BITS
     mixed = _mix(torch.arange(rows, dtype=torch.int64, device=device).bitwise_xor_(first))
     return _mix(mixed.add_(second).bitwise_and_(_BITS))

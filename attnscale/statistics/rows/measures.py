@@ -165,7 +165,7 @@ def gap_sums(
 ) -> GapSums:
     """Gap sums of raw scores [..., K]; hidden scores are at most `HIDDEN`. `room` provides scratch memory."""
     nothing = scores[..., :0]
-    moments = _moments(scores) if prominence else nothing
+    moments = _moments(scores, room) if prominence else nothing
     gaps = torch.sub(best[..., :1], scores, out=room and room("gaps", scores.shape))
     counts = count_within(gaps, best[..., :1], request.gap_thresholds or (), room and room("powers", scores.shape))
     return GapSums(counts, count_bins(best, gaps) if request.accumulation == "bracket" else nothing, moments)
@@ -200,10 +200,11 @@ def gap_measures(
     return GapMeasures(sums.counts, lower, upper, spread)
 
 
-def _moments(scores: Tensor) -> Tensor:
-    seen = scores > HIDDEN / 2
-    raw = torch.where(seen, scores, 0.0)
+def _moments(scores: Tensor, room: Room | None) -> Tensor:
+    out = room and room("powers", scores.shape)
+    seen = torch.gt(scores, HIDDEN / 2, out=out)
     number = seen.sum(-1, dtype=scores.dtype)
+    raw = torch.mul(seen, scores, out=out)  # hidden scores are finite
     return torch.stack([number, raw.sum(-1), torch.linalg.vector_norm(raw, dim=-1).square_()], dim=-1)
 
 

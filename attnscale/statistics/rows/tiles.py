@@ -226,6 +226,9 @@ class CallRows:
         """⟨row, key⟩ of rows [B, H, Tq, D] and keys (or values) [B, Hkv, Tk, D] of a block."""
         part, of_keys = self.rows_of(rows, block), self.key_place(keys, block)
         out = self.room(purpose, (*part.shape[:2], of_keys.shape[2]))
+        if of_keys.shape[0] == 1:
+            _multiply(part, of_keys[0], out)
+            return out
         # One sequence at a time: the heads of several sequences may not be evenly strided.
         for of_rows, its_keys, of_out in zip(*(x.chunk(of_keys.shape[0]) for x in (part, of_keys, out)), strict=True):
             _multiply(of_rows, its_keys[0], of_out)
@@ -297,13 +300,9 @@ class CallRows:
         for left, right in ((block.left, block.clear_left), (max(block.clear_left, block.clear_right), block.right)):
             if left < right:
                 slot = torch.arange(left, right, dtype=torch.int32, device=x.device)
-                start, stop = (
-                    block.of_sequences(bound)[:, None, None, block.top : block.bottom, None]
-                    for bound in (self._start, self._stop)
-                )
-                seen = slot < stop
+                seen = slot < _of_rows(self._stop, block)
                 if left < block.clear_left:  # else all rows have started
-                    seen &= slot >= start
+                    seen &= slot >= _of_rows(self._start, block)
                 _keep(by_row[..., left - block.left : right - block.left], seen)
         if context.padding is not None:
             _keep(by_row, ~block.of_sequences(context.padding)[:, None, None, None, block.left : block.right])
@@ -345,6 +344,14 @@ def _window(x: Tensor, begin: int, end: int, first: int, last: int, top: int, bo
     a, b, c, *others = x.stride()
     at = x.storage_offset() + begin * a + first * b + top * c
     return x.as_strided((end - begin, last - first, bottom - top, *x.shape[3:]), (a, b, c, *others), at)
+
+
+def _of_rows(bound: Tensor, block: Block) -> Tensor:
+    """The rows of a block in a bound [B|1, Tq], as [b, 1, 1, r, 1]; one operator, as in `_window`."""
+    sequences, first = (1, 0) if bound.shape[0] == 1 else (block.end - block.begin, block.begin)
+    of_sequence, of_row = bound.stride()
+    at = bound.storage_offset() + first * of_sequence + block.top * of_row
+    return bound.as_strided((sequences, 1, 1, block.bottom - block.top, 1), (of_sequence, 0, 0, of_row, 0), at)
 
 
 # Bit pattern of `HIDDEN` in the dtypes of tiles.
