@@ -70,13 +70,14 @@ TINY_MODELS = Evidence(
     f"{_TABLES}/lab/README.md#results-policies-swapped-into-trained-models",
 )
 SMOLLM2 = Evidence(
-    "SmolLM2-135M, trained at 8192 tokens and stretched by YaRN: at 12288 tokens, log saves 0.0037 bits per byte in "
-    "each of two texts. Retrieval was not measured.",
-    f"{_TABLES}/hf/README.md#beyond-the-trained-length",
+    "SmolLM2-135M, trained at 8192 tokens and stretched by YaRN: at 16384 tokens, log saves 0.0048 bits per byte. "
+    "It finds 7.0 % of the needles, and β = 1 finds 6.6 %.",
+    f"{_TABLES}/lab/calibration/README.md#a-real-model",
 )
 OWN_FACTOR = Evidence(
-    "YaRN's paper tunes the factor (1 + 0.1·ln s)² on stretched models. We have not compared it with log.",
-    "https://arxiv.org/abs/2309.00071",
+    "YaRN's paper tunes the factor (1 + 0.1·ln s)² on stretched models (https://arxiv.org/abs/2309.00071). In "
+    "SmolLM2-135M at 16384 tokens it finds 9.8 % of the needles, and costs 0.0046 bits per byte in the first 4096 tokens.",
+    f"{_TABLES}/lab/calibration/README.md#a-real-model",
 )
 
 

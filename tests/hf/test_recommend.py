@@ -24,7 +24,7 @@ import attnscale
 from attnscale import ArgumentError, ArgumentTypeError
 from attnscale.cli import main
 from attnscale.hf import apply, inspect, recommend
-from attnscale.hf.advice import FAR, SMOLLM2, TINY_MODELS
+from attnscale.hf.advice import FAR, OWN_FACTOR, SMOLLM2, TINY_MODELS
 from attnscale.hf.attention_layers import find_attention_layers
 from attnscale.hf.existing import find_existing
 from attnscale.hf.sites import site_of
@@ -418,9 +418,16 @@ def test_the_figures_of_the_evidence_are_those_of_the_committed_tables():
         assert int(length) >= FAR * 128
         log, sharper = (float(whole["accuracy", law, length]["value"]) for law in laws[1:])
         assert sharper > log
-    bits = {(row["policy"], row["bin"]): row for row in rows("smollm2.csv") if row["metric"] == "bits_per_byte"}
-    saved = bits["log", "8192-12288"]
-    assert f"saves {-float(saved['difference']):.4f} bits per byte" in SMOLLM2.text
+    found = {
+        (row["policy"], row["metric"], row["bin"]): row
+        for row in rows("calibrated_smollm2.csv")
+        if row["factor"] == "2" and row["task"] == "needles"
+    }
+    assert f"saves {-float(found['log', 'bits_per_byte', '']['difference']):.4f} bits per byte" in SMOLLM2.text
+    for law, text in (("log", SMOLLM2.text), ("constant", SMOLLM2.text), ("yarn:factor=2", OWN_FACTOR.text)):
+        assert f"finds {100 * float(found[law, 'accuracy', '']['value']):.1f} %" in text
+    cost = found["yarn:factor=2", "bits_per_byte", "0-4096"]
+    assert f"costs {float(cost['difference']):.4f} bits per byte" in OWN_FACTOR.text
 
 
 def test_inspect_is_headed_by_trained_length_positions_and_the_suggestion():
