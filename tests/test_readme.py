@@ -379,4 +379,37 @@ def test_figures_of_models_are_those_of_the_committed_tables() -> None:
     assert all(float(bits["log", part]["difference"]) == 0 for part in bins[:-1])
     ends = [float(bits["log", bins[-1]][f"difference{end}"]) for end in ("", "_low", "_high")]
     assert states(HF, "difference", *(f"{abs(end):.4f}" for end in ends))
-    assert states(README, "SmolLM2-135M", f"{abs(ends[0]):.4f}")
+
+
+def test_figures_of_the_calibrated_model_are_those_of_the_committed_tables() -> None:
+    found = {
+        (row["factor"], row["policy"], row["metric"]): row for row in read("calibrated_smollm2.csv") if not row["bin"]
+    }
+    scales = {"accuracy": (100, 1), "nats_per_answer_token": (1, 3), "bits_per_byte": (1, 4)}
+    for factor, policy in dict.fromkeys((factor, policy) for factor, policy, _ in found):
+        cells = []
+        for metric, (scale, digits) in scales.items():
+            row = found[factor, policy, metric]
+            cells.append(f"{scale * float(row['value']):.{digits}f}")
+            ends = [row[f"difference{end}"] for end in ("", "_low", "_high")]
+            middle, low, high = (f"{scale * float(end):+.{digits}f}".replace("-", "−") if end else "" for end in ends)
+            cells.append(f"{middle} ({low} to {high})" if middle else "")
+        assert has_row(CALIBRATION, f"{factor}× `{policy}`", *cells)
+    shown = [f"{-float(found['2', 'log', 'bits_per_byte']['difference']):.4f}"]
+    shown += [f"{float(found['2', 'constant', 'bits_per_byte']['value']):.3f}"]
+    shown += [f"{100 * float(found['2', policy, 'accuracy']['value']):.1f}" for policy in ("yarn:factor=2", "constant")]
+    assert states(README, "SmolLM2-135M at 2 L", *shown)
+
+
+def test_criticality_of_the_calibrated_model_is_that_of_the_committed_table() -> None:
+    heads = [row for row in read("calibrated_smollm2_heads.csv") if row["factor"] == "2"]
+    layers = [int(row["layer"].split(".")[2]) for row in heads]
+    pairs = [(float(row["criticality_with_first"]), float(row["criticality"])) for row in heads]
+    early = [pair for pair, layer in zip(pairs, layers, strict=True) if layer < 11]
+    late = [pair for pair, layer in zip(pairs, layers, strict=True) if layer >= 11]
+    near = sum(0.5 <= first <= 2 for first, _ in pairs)
+    shown = [near, len(pairs), sum(first < 1 for first, _ in early), len(early)]
+    assert states(CALIBRATION, "near r = 1", *map(str, shown))
+    shown = [sum(first > 1 for first, _ in late), len(late), sum(rest > 1 for _, rest in late)]
+    shown += [sum(rest < first * 2 / 3 for first, rest in late)]
+    assert states(CALIBRATION, "near r = 1", *map(str, shown))
