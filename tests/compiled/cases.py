@@ -177,6 +177,9 @@ def _others() -> Iterator[Case]:
         yield other(name, "full tiles", build, _flash("causal", BF16, dim, **full, beta="any_sign"))
         yield other(name, "NaN", build, _flash("causal_far_into_the_cache", BF16, dim), **nan)
         yield other(name, "more tiles", build, _flash("causal", BF16, dim, **more, beta="any_sign"))
+    for build in (calls.forward, calls.backward):  # neighbouring rows with temperatures that differ more
+        varied = Flash(sees="causal", dtype=BF16, dim=64, queries=1024, keys=1024, heads=1, beta="any_sign")
+        yield other(f"counted {build.__name__} bf16 D64 n = 1024", "any sign of β", build, varied)
     name = "decode bf16 D64 causal, 3 splits"
     decoded: dict[str, Any] = {**DECODED, "dtype": BF16, "dim": 64, "heads": 28, "beta": "any_sign"}
 

@@ -29,7 +29,7 @@ struct shadow {
     uint32_t readers;  // warps, as bits
     int16_t writer, reader;  // thread of the last access as 64 · warp + lane; reader −1: several lanes
     int32_t write_sync, read_sync;  // number of warp barriers that the warp had passed
-    int32_t write_place;  // instruction of the last write
+    int32_t write_place;  // instruction of the last write, −1: none
     int16_t pending;  // 1 + warp of an asynchronous copy under way
     uint8_t value;
 };
@@ -130,7 +130,7 @@ static int shared_load(const struct shared *memory, const struct site *at, int l
         if (b->read_epoch != memory->epoch) b->readers = 0;
         b->reader = b->readers == 0 || (b->readers == warp && b->reader == thread) ? thread : -1;
         b->read_epoch = memory->epoch, b->readers |= warp, b->read_sync = sync;
-        if (memory->loaded && b->write_epoch >= 0) memory->loaded[b->write_place]++;
+        if (memory->loaded && b->write_place >= 0) memory->loaded[b->write_place]++;
         ((uint8_t *)to)[i] = b->value;
     }
     return 1;

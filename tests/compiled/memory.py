@@ -205,7 +205,7 @@ class SharedMemory:
     def start_block(self, poison: int) -> None:
         """Forget everything and fill the memory with a 32-bit pattern."""
         self.bytes[:] = np.zeros((), SHADOW)
-        self.bytes["write_epoch"] = self.bytes["read_epoch"] = -1
+        self.bytes["write_epoch"] = self.bytes["read_epoch"] = self.bytes["write_place"] = -1
         pattern = np.frombuffer(np.uint32(poison).tobytes(), np.uint8)
         self.bytes["value"] = np.resize(pattern, len(self.bytes))
         self.syncs[:] = 0

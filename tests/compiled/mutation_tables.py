@@ -41,12 +41,16 @@ def _source(text: str, line: int) -> str:
     return f"{chain[0][0]}:{chain[0][1]}" if chain else ""
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write a CSV with a row for each mutant."""
+def replace_rows(file: Path, rows: Sequence[Row], targets: Sequence[str]) -> list[Row]:
+    """Replace the rows of the targets that have new ones in a CSV; return all of its rows, in order of `targets`."""
+    with file.open(newline="") as stream:
+        kept = [row for row in csv.DictReader(stream) if row["target"] not in {new["target"] for new in rows}]
+    everything = sorted([*kept, *rows], key=lambda row: targets.index(row["target"]))
     with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(stream, list(everything[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(everything)
+    return everything
 
 
 def tables_of(rows: Sequence[Row]) -> str:

@@ -43,6 +43,7 @@ class Difference(NamedTuple):
     idle: bool  # no lane executes the instruction
     zero: bool  # it writes only zeros
     same: bool  # it writes the same
+    given: bool  # it reads the same
     loaded: int  # bytes loaded from shared memory that it has written
     cone: frozenset[int]  # other lines that write other values
     ends: frozenset[int]  # lines that read other values and write the same
@@ -57,6 +58,9 @@ class Difference(NamedTuple):
 
 BARRIER = "barrier: without it no two warps meet at a byte, or only with the same bits"
 IN_TIME = "commit or wait: another one completes the access before it is used"
+FENCED = "fence: another one lies between the accesses that it orders, or there are none"
+PARITY = "parity of a wait: the barrier object is not waited for a second time"
+NOT_ENDED = "barrier object not ended: nothing accesses its memory again"
 FALSE_GUARD = "guard: false in every lane"
 TRUE_GUARD = "guard: true in every lane"
 SAME_STORES = "guard or store: other lanes or instructions store the same bits"
@@ -93,16 +97,17 @@ class Comparison:
     def difference(self, place: int, mutant: Mutant) -> Difference:
         """Compare the mutant of a kernel with the original under both poisons."""
         changed = [*self._kernels[:place], self._kernels[place]._replace(text=mutant.text), *self._kernels[place + 1 :]]
-        cone, ends, later, bits = frozenset[int](), frozenset[int](), False, True
+        line, own = mutant.line, frozenset([mutant.line])
+        cone, ends, later, bits, given = frozenset[int](), frozenset[int](), False, True, True
         for settings, (before, outputs) in self._before.items():
             after, found = self._run(changed, settings)
             cone |= before[place].cone(after[place])
             ends |= before[place].ends(after[place])
+            given &= not (before[place].read != after[place].read)[:, line].any()
             later |= any(one.cone(other) for one, other in zip(before[place + 1 :], after[place + 1 :], strict=True))
             bits &= all(torch.equal(one, other) for one, other in zip(outputs, found, strict=True))
-        line, own = mutant.line, frozenset([mutant.line])
         first = self._before[NAN][0][place]
-        told = bool(first.idle[line]), bool(first.zero[line]), line not in cone, int(first.loaded[line])
+        told = bool(first.idle[line]), bool(first.zero[line]), line not in cone, given, int(first.loaded[line])
         return Difference(*told, cone - own, ends - own - cone, later, bits)
 
     def reason_of(self, place: int, mutant: Mutant) -> Reason:
@@ -133,20 +138,34 @@ def _words(text: str, mutant: Mutant, found: Difference) -> str:
     return words
 
 
+# What only orders accesses computes nothing. Had the order been broken without it, the executors would have said so.
+_ORDERING = (
+    (r"bar\.sync|s_barrier", BARRIER),
+    (r"commit_group|wait_group|s_waitcnt", IN_TIME),
+    (r"wgmma\.fence|fence\.proxy", FENCED),
+)
+
+
 def _silent(mutant: Mutant, found: Difference) -> str:
     """The reason if no other instruction reads or writes another value."""
     before, _, after = mutant.change.partition(" → ")
-    for pattern, words in ((r"bar\.sync|s_barrier", BARRIER), (r"commit_group|wait_group|s_waitcnt", IN_TIME)):
+    for pattern, words in _ORDERING:
         if re.search(pattern, before):
             return words
     if found.idle:
         return FALSE_GUARD
     if mutant.kind.startswith("guard"):
         return TRUE_GUARD if found.same else SAME_STORES if re.search(r"\bst\.", before) else UNUSED
+    if mutant.kind.startswith("parity"):
+        return PARITY if found.given else UNKNOWN
+    if "mbarrier.inval" in before:
+        return NOT_ENDED
     if after != "removed" and found.same and not re.search(r"st\.shared|ds_write", before):
         return EQUAL
     if "mma" in before:
         return ZERO_PRODUCT
+    if "mbarrier" in before:
+        return UNKNOWN
     if re.search(r"st\.global|(buffer|global)_store", before):
         return SAME_STORES
     stored = re.search(r"st\.shared|ds_write|cp\.async", before)

@@ -580,7 +580,7 @@ static void start_wave(const struct launch *l, struct wave *w, int program, int 
 static void start_shared(struct shared *memory, int warps, u32 poison) {
     memset(memory->bytes, 0, memory->size * sizeof *memory->bytes);
     for (int i = 0; i < memory->size; i++) {
-        memory->bytes[i].write_epoch = memory->bytes[i].read_epoch = -1;
+        memory->bytes[i].write_epoch = memory->bytes[i].read_epoch = memory->bytes[i].write_place = -1;
         memory->bytes[i].value = poison >> 8 * (i & 3);
     }
     memset(memory->syncs, 0, warps * sizeof *memory->syncs);

@@ -152,7 +152,7 @@ struct warp {
 
 // Registers of an instruction as 2 · row + whether it is 64-bit, ended by −1.
 struct registers {
-    int32_t read[12], written[8];
+    int32_t read[140], written[140];  // MOST in registers.py
 };
 
 struct block {
@@ -388,7 +388,8 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                 for (int l = 0; l < LANES; l++) if ((p[l] & 1) == (uint32_t)in->negated) mask &= ~(1u << l);
             }
             int64_t noted = k->trace->read ? (int64_t)number * k->trace->places + pc : -1;
-            if (noted >= 0) note(k->trace->read + noted, w, k->registers[pc].read, path);
+            struct seen before = {0};
+            if (noted >= 0) before = k->trace->read[noted], note(k->trace->read + noted, w, k->registers[pc].read, path);
             pc++;
             if (w->products && mask) use_registers(&at, w, in);
             switch (in->op) {
@@ -459,6 +460,7 @@ static void run_warp(struct block *k, struct warp *w, int number) {
                     if (in->op < OP_ELECT) { elementwise(in, w, mask); break; }
                     if (asynchronous(k, &at, w, in, mask)) break;
                     k->budget++, k->counts[pc - 1]--;  // tried again when other warps have run
+                    if (noted >= 0) k->trace->read[noted] = before;
                     w->at[0] = pc - 1, w->mask[0] = path, w->blocked = in->place;
                     return;
             }

@@ -114,7 +114,7 @@ def _run_in_c(
     maps: Sequence[Map],
 ) -> None:
     empty = shared.bytes.copy()
-    registers = registers_of(encoded.code) if settings.traced else np.zeros(0, REGISTERS)
+    registers = registers_of(encoded.code, encoded.lists) if settings.traced else np.zeros(0, REGISTERS)
     core.run_grid(
         ctypes.c_void_p(encoded.code.ctypes.data), ctypes.byref(memory.c), ctypes.byref(shared.c),
         ctypes.byref(findings.c), ctypes.c_void_p(counts.ctypes.data), ctypes.c_int64(BUDGET),

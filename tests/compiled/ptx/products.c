@@ -113,9 +113,10 @@ static double factor_of(const uint8_t *bytes, int kind) {
     return kind ? f16(half) : bf16(half);
 }
 
-// Reads a factor [rows, depth] from shared memory. Only the first finding is told.
+// Reads a factor [rows, depth] from shared memory. Only the first finding is told. A trace has its bytes as read.
 static void read_factor(
-    struct block *k, struct site at, const int32_t *chunk, int rows, int transposed, int kind, double *to, int pitch, int depth_first
+    struct block *k, struct site at, const int32_t *chunk, int rows, int transposed, int kind, double *to, int pitch, int depth_first,
+    struct seen *seen
 ) {
     struct findings quiet = {0};
     int32_t before = at.found->count;
@@ -126,6 +127,10 @@ static void read_factor(
             memset(bytes, 0xFF, sizeof bytes);
             if (at.found->count != before) at.found = &quiet;
             shared_load(k->shared, &at, -1, (uint64_t)(uint32_t)chunk[i * across + j], bytes, 16);
+            for (int h = 0; seen && h < 4; h++) {
+                uint32_t word;
+                memcpy(&word, bytes + 4 * h, 4), digest(seen, word);
+            }
             for (int e = 0; e < each; e++) {
                 int row = transposed ? each * j + e : i, column = transposed ? i : each * j + e;
                 to[depth_first ? column * pitch + row : row * pitch + column] = factor_of(bytes + size * e, kind);
@@ -158,6 +163,7 @@ static void start_product(struct block *k, struct site at, struct warp *w, const
     at.proxy = ASYNCHRONOUS;
     double a[64][16] = {{0}}, b[16][256] = {{0}}, sums[16][256] = {{0}};
     int quarter = 16 * (at.warp % 4);
+    struct seen *seen = k->trace->read ? k->trace->read + ((int64_t)at.warp * k->trace->places + (in - k->code)) : NULL;
     if (flags & 1) {
         for (int l = 0; l < LANES; l++)
             for (int i = 0; i < 4; i++)
@@ -168,11 +174,11 @@ static void start_product(struct block *k, struct site at, struct warp *w, const
                 }
     } else {
         int found = chunks_of(&at, a_at, 64, !!(flags & 2), one->chunk);
-        if (found) read_factor(k, at, one->chunk, 64, !!(flags & 2), kind, &a[0][0], 16, 0);
+        if (found) read_factor(k, at, one->chunk, 64, !!(flags & 2), kind, &a[0][0], 16, 0, seen);
         one->chunks = found;
     }
     int found = chunks_of(&at, b_at, columns, !!(flags & 4), one->chunk + one->chunks);
-    if (found) read_factor(k, at, one->chunk + one->chunks, columns, !!(flags & 4), kind, &b[0][0], 256, 1);
+    if (found) read_factor(k, at, one->chunk + one->chunks, columns, !!(flags & 4), kind, &b[0][0], 256, 1, seen);
     one->chunks += found;
     for (int i = 0; i < one->chunks; i++)
         for (int j = 0; j < 16 && one->chunk[i] + j < k->shared->size; j++)
