@@ -76,7 +76,8 @@ SMOLLM2 = Evidence(
 )
 OWN_FACTOR = Evidence(
     "YaRN's paper tunes the factor (1 + 0.1·ln s)² on stretched models (https://arxiv.org/abs/2309.00071). In "
-    "SmolLM2-135M at 16384 tokens it finds 9.8 % of the needles, and costs 0.0046 bits per byte in the first 4096 tokens.",
+    "SmolLM2-135M at 16384 tokens it finds 9.8 % of the needles, and costs 0.0046 bits per byte in the first 4096 "
+    "tokens.",
     f"{_TABLES}/lab/calibration/README.md#a-real-model",
 )
 
