@@ -113,7 +113,7 @@ static double factor_of(const uint8_t *bytes, int kind) {
     return kind ? f16(half) : bf16(half);
 }
 
-// Reads a factor [rows, depth] from shared memory. Only the first finding is told. A trace has its bytes as read.
+// Reads a factor [rows, depth] from shared memory. Only the first finding is reported. A trace has its bytes as read.
 static void read_factor(
     struct block *k, struct site at, const int32_t *chunk, int rows, int transposed, int kind, double *to, int pitch, int depth_first,
     struct seen *seen

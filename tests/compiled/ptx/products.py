@@ -196,7 +196,7 @@ class Warpgroups:
         return (address ^ (address >> 7 & (width // 16 - 1)) << 4).reshape(-1)
 
     def _factor(self, chunks: Array, rows: int, transposed: bool, kind: int) -> Array:
-        """A factor [rows, depth] from shared memory. Only the first finding is told."""
+        """A factor [rows, depth] from shared memory. Only the first finding is reported."""
         if not len(chunks):
             return np.zeros((rows, 8 if kind == 2 else 16))
         before = self.at.findings.count
